@@ -4,6 +4,7 @@ The files and the truth are in tests/data (see its README.md).
 """
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping
@@ -24,8 +25,12 @@ from ranks import as_rank, assert_same, merged, save_ranks
 from recipe_values import evaluate
 from unshard import ConversionError
 from unshard.convert.megatron.layout import Heads, by_groups
-from unshard.convert.recipes import take
+from unshard.convert.megatron.names import without_megatron_names
+from unshard.convert.recipes import Take, take
+from unshard.read.beside.model_config import ModelConfig
+from unshard.read.format import Choice, ReadOptions
 from unshard.read.megatron.arguments import read_arguments
+from unshard.read.open import open_latest
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME
@@ -115,6 +120,35 @@ def test_arguments_that_leave_the_model_open_make_no_config(cases: Path, name: s
     assert "--names training" in error.value.hint
     assert "decoder.layers.N.self_attention.linear_proj.weight" in error.value.found
     unshard.merge(cases / name, names="training", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rotary_base": 0}, "rotary_base is 0"),
+        ({"norm_epsilon": float("nan")}, "norm_epsilon is '<...>'"),
+        ({"num_layers": 10**5000}, "num_layers is '<...>'"),
+        ({"num_query_groups": None}, "num_query_groups is None"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"window_size": (8, 0)}, "window_size is '<...>'"),
+        ({"use_rope_scaling": True}, "use_rope_scaling is True"),
+        ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm', not 'RMSNorm'"),
+        ({"add_bias_linear": True}, "add_bias_linear is True, not False"),
+        ({"untie_embeddings_and_output_weights": 1}, "untie_embeddings_and_output_weights is 1"),
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "heads with a norm and a bias"),
+        ({"num_experts": 4, "moe_ffn_hidden_size": None}, "moe_ffn_hidden_size is None"),
+        ({"num_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
+    ],
+)
+def test_what_leaves_the_model_open_is_named(
+    cases: Path, tmp_path: Path, changed: dict[str, object], words: str
+) -> None:
+    step = Path(shutil.copytree(cases / "llama_tp1" / "iter_0000003", tmp_path / "iter_0000003"))
+    experts = {"moe_router_topk": 2, "moe_ffn_hidden_size": 8}
+    recorded = {**read_arguments(step / "common.pt"), **experts, **changed}
+    torch.save({"args": Namespace(**recorded)}, step / "common.pt")
+    with pytest.raises(ConversionError, match=re.escape(words)):
+        unshard.merge(step, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +247,56 @@ def test_a_base_names_the_family_and_the_tensors(cases: Path, tmp_path: Path) ->
     unshard.merge(case, base, config=str(case / "hf_config"))
     unshard.merge(case, tmp_path / "out", base=str(base), dtype="base")
     assert_same(merged(tmp_path / "out"), merged(base))
+
+
+FUSED_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
+
+
+def test_norms_may_be_part_of_the_matrix_behind_them(cases: Path, tmp_path: Path) -> None:
+    """As Transformer Engine has those of a latent attention; of MTP layers by their later name."""
+    case = cases / "deepseek_v3_tp2"
+    tensors, config = truth_of(case, "megatron"), config_of(case)
+    renamed: dict[str, torch.Tensor] = {}
+    for name, one in tensors.items():
+        new = name.replace("0.transformer_layer.", "0.mtp_model_layer.")
+        for alone, fused in FUSED_NORMS.items():
+            new = new.replace(alone, fused)
+        renamed[new] = one
+    assert sum(new.endswith("_proj.layer_norm_weight") for new in renamed) == 6
+    unshard.merge(saved(tmp_path / "ckpt", renamed, **config), tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
+
+
+def test_queries_of_a_latent_attention_may_have_one_matrix(cases: Path, tmp_path: Path) -> None:
+    case = cases / "deepseek_v3_tp2"
+    tensors, config = truth_of(case, "megatron"), config_of(case) | {"q_lora_rank": None}
+    down = [name for name in tensors if re.search(r"\.(linear_q_down_proj|q_layernorm)\.", name)]
+    assert len(down) == 6
+    kept = {name: one for name, one in tensors.items() if name not in down}
+    alone = {name.replace("q_up_proj", "q_proj"): one for name, one in kept.items()}
+    unshard.merge(saved(tmp_path / "ckpt", alone, **config), tmp_path / "out")
+    truth = hub_truth(kept, config)
+    assert_same(
+        merged(tmp_path / "out"),
+        {name.replace("q_b_proj", "q_proj"): one for name, one in truth.items()},
+    )
+
+
+def test_a_layer_of_a_stacked_tensor_has_only_its_own_chunks(cases: Path) -> None:
+    """Each of its experts would be looked for among the chunks of all layers otherwise."""
+    case = cases / "qwen3_moe_ep2"
+    stored = open_latest(case, Choice(), ReadOptions()).catalog.tensors
+    config = ModelConfig(config_of(case))
+    tensors = {name: take(entry) for name, entry in stored.items()}
+    found = without_megatron_names(tensors, config, {}).value
+    for layer in range(2):
+        recipe = found[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        assert isinstance(recipe, Take)
+        assert recipe == take(recipe.entry)
+        assert len(recipe.entry.chunks) == 8
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module.", "model.module."])

@@ -73,6 +73,7 @@ PLACES: dict[str, Callable[[Path, bytes], object]] = {
     "DCP, no collectives": lambda at, evil: (at / "__1.metadata").write_bytes(evil),
     "DCP, many files": lambda at, evil: put_item(at, as_zip(evil)),
     "DCP, Lightning": lambda at, evil: (at / "meta.pt").write_bytes(as_zip(evil)),
+    "Megatron": lambda at, evil: (at / "common.pt").write_bytes(as_zip(evil)),
     "pytorch_model.bin": lambda at, evil: (at / "pytorch_model.bin").write_bytes(as_zip(evil)),
 }
 

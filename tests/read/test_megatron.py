@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from signal import Signals
@@ -33,8 +35,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(cases: Path, tmp_path: Path) -> Path:
     """Return a copy of a run with one step."""
-    copied: Path = shutil.copytree(cases / "llama_tp1", tmp_path / "run")
-    return copied
+    return Path(shutil.copytree(cases / "llama_tp1", tmp_path / "run"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,6 +115,8 @@ def test_the_arguments_are_read_and_nothing_is_run(tmp_path: Path, cases: Path) 
     path = tmp_path / "common.pt"
     torch.save({"args": Namespace(a=1, b=[2], c=torch.ones(1), d=Signals(15))}, path)
     assert read_arguments(path) == {"a": 1, "b": "<...>", "c": "<...>", "d": "<...>"}
+    torch.save({"args": {1: 2, "a": 10**5000, "b": float("nan"), "c": -0.5, "d": "x"}}, path)
+    assert read_arguments(path) == {"a": "<...>", "b": "<...>", "c": -0.5, "d": "x"}
     for none in ({}, {"args": None}, {"args": [1]}, [1]):
         torch.save(none, path)
         assert read_arguments(path) == {}
@@ -216,5 +219,9 @@ def test_verl_finds_the_config_next_to_dist_ckpt(run: Path, tmp_path: Path) -> N
     (run / "hf_config").rename(actor / "huggingface")
     found = unshard.inspect(tmp_path)
     assert (found.role, found.step) == ("actor", 3)
-    report = unshard.merge(actor, tmp_path / "out")
+    report = unshard.merge(actor, tmp_path / "out", dtype="bfloat16")
     assert not any("no config.json" in note for note in report.notes)
+    command = [sys.executable, "-m", "unshard.compat.verl", "merge", "--backend", "megatron"]
+    places = ["--local_dir", str(actor), "--target_dir", str(tmp_path / "by verl's command")]
+    subprocess.run([*command, *places], check=True, capture_output=True)
+    assert_same(merged(tmp_path / "by verl's command"), merged(tmp_path / "out"))

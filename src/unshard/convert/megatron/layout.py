@@ -6,12 +6,24 @@ as `weight_w` (gate) and `weight_v` (up). Everything is a box of what is stored.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from unshard.convert.recipes import Concat, Recipe, Stack, cut, dtype_of, pick, shape_of
+from unshard.convert.recipes import (
+    Concat,
+    Recipe,
+    Stack,
+    Take,
+    cut,
+    dtype_of,
+    pick,
+    shape_of,
+    take,
+)
 from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.selection import cut_out
 
 __all__ = ["Heads", "by_groups", "first_rows", "halves", "single_layers", "with_whole_matrices"]
 
@@ -123,8 +135,23 @@ def single_layers(name: str, recipe: Recipe, layers: int) -> Iterator[tuple[str,
             expected=f"{layers}, as num_hidden_layers of config.json says",
             hint="check that this is the config of the model that was trained",
         )
-    for layer in range(layers):
-        yield part, layer, rest, pick(recipe, layer)
+    for layer, one in enumerate(_layers(recipe, layers)):
+        yield part, layer, rest, one
+
+
+def _layers(recipe: Recipe, layers: int) -> Iterable[Recipe]:
+    """Return the layers of a tensor: of a stored one as tensors, which have only their own chunks.
+
+    Its experts are looked for among these then, and not among those of all layers.
+    """
+    if not isinstance(recipe, Take) or recipe != take(recipe.entry):
+        return (pick(recipe, layer) for layer in range(layers))
+    entry, shape = recipe.entry, recipe.entry.shape[1:]
+    steps, start = (1,) * len(entry.shape), (0,) * len(shape)
+    grids = [((layer, *start), steps, (1, *shape)) for layer in range(layers)]
+    order = range(1, len(entry.shape))
+    tables = cut_out(entry.chunks, grids, entry.dtype.itemsize, order)
+    return (take(TensorEntry(entry.fqn, entry.dtype, shape, table)) for table in tables)
 
 
 def first_rows(recipe: Recipe, rows: int) -> Recipe:

@@ -12,6 +12,8 @@ from unshard.containers.torch_files.reader import read_torch_file
 
 __all__ = ["read_arguments"]
 
+_MOST = 1 << 62  # of numbers; larger ones have no text, or one of any length
+
 Arguments = Mapping[str, object]
 
 
@@ -28,8 +30,11 @@ def read_arguments(path: Path) -> Arguments:
     fields = found.state if isinstance(found, Record) else found
     if not isinstance(fields, dict):
         return {}
-    return {str(name): value if _is_plain(value) else "<...>" for name, value in fields.items()}
+    named = ((name, value) for name, value in fields.items() if isinstance(name, str))
+    return {name: value if _is_plain(value) else "<...>" for name, value in named}
 
 
 def _is_plain(value: object) -> bool:
-    return value is None or type(value) in {int, float, bool, str}
+    if type(value) in {int, float}:
+        return isinstance(value, int | float) and -_MOST < value < _MOST
+    return value is None or type(value) in {bool, str}

@@ -152,7 +152,7 @@ def _open(arguments: Fields) -> Iterator[str]:
     kinds = {**dict.fromkeys(needed, (int,)), **_KINDS}
     for key, types in kinds.items():
         value = arguments.get(key)
-        if type(value) not in types or (key in needed and value == 0):
+        if type(value) not in types or (bool not in types and not _is_positive(value)):
             yield f"{key} is {value!r}"
     for key, value in (_NEUTRAL | (_NEUTRAL_EXPERTS if has_experts else {})).items():
         if arguments.get(key) is not None and arguments[key] != value:
@@ -160,3 +160,7 @@ def _open(arguments: Fields) -> Iterator[str]:
     for key, value in _STATED.items():
         if arguments.get(key) != value:
             yield f"{key} is {arguments.get(key)!r}, not {value!r}"
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
