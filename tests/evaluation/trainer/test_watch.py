@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from evaluation.running import whole_model
+from megatron_cases import unpack
 from ranks import rank_path, save_ranks, some_tensors
 from trainers import dcp_under
 from unshard.evaluate.trainer.completeness import CheckpointFinder, why_incomplete
@@ -280,6 +281,20 @@ def test_dcp_needs_its_metadata(tmp_path: Path) -> None:
     assert why_incomplete(location) is None
     (place / ".metadata").rename(place / ".metadata.tmp")
     assert why_incomplete(location) == ".metadata is missing"
+
+
+def test_megatron_writes_metadata_json_last(tmp_path: Path) -> None:
+    place = unpack(tmp_path) / "llama_tp1"
+    (place / "latest_checkpointed_iteration.txt").unlink()
+    assert why(place) is None
+    last = place / "iter_0000003" / "metadata.json"
+    last.rename(tmp_path / "later")
+    assert why(place) == "metadata.json is missing"
+    finder = CheckpointFinder(place)
+    assert steps(finder) == steps(finder) == []
+    (tmp_path / "later").rename(last)
+    assert steps(finder) == []
+    assert steps(finder) == [3]
 
 
 def test_a_checkpoint_that_is_rotated_away_meanwhile_is_passed_over(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 A checkpoint is complete when its writer has left its mark, and its files have kept their sizes and
 times since the last look: the latest step of verl, SkyRL and lerobot, `CHECKPOINT_COMPLETE` of
 LLaMA-Factory, transformers' `trainer_state.json`, DeepSpeed's `latest`, OLMo-core's
-`.metadata.json`, DCP's `.metadata`. A directory that is renamed when it is complete (NeMo-RL,
-xtuner) has no step until then. Rank files
-without a mark (lmms-engine) are complete when every rank's are there, in the folder of the
-dataloader too, every zip has its end, and the config is there; safetensors files when the set is
-complete and each file is as long as its header says. In an object store, where uploads may come in
-any order, a checkpoint must also be whole as a merge reads it: no file, rank or tensor is missing.
+`.metadata.json`, DCP's `.metadata`, Megatron's `metadata.json`. A directory that is renamed when it
+is complete (NeMo-RL, xtuner) has no step until then. Rank files without a mark (lmms-engine) are
+complete when every rank's are there, in the folder of the dataloader too, every zip has its end, and
+the config is there; safetensors files when the set is complete and each file is as long as its
+header says. In an object store, where uploads may come in any order, a checkpoint must also be whole
+as a merge reads it: no file, rank or tensor is missing.
 """
 
 import logging
@@ -50,6 +50,7 @@ _LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "
 _COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # LLaMA-Factory, open-instruct, Fast-LLM
 _MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
 _OLMO = ".metadata.json"
+_MEGATRON_FIRST, _MEGATRON_LAST = "common.pt", "metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _END_OF_ZIP = b"PK\x05\x06"
 _END_SIZE = 22  # without the comment, whose length is its last two bytes (APPNOTE.TXT 4.3.16)
@@ -193,8 +194,10 @@ def why_incomplete(location: Location) -> str | None:
         return why_unfinished([location.path])
     names = {path.name for path in location.weights_dir.iterdir()}
     if any(name.endswith(".distcp") for name in names):
-        has_metadata = ".metadata" in names and ".metadata.tmp" not in names
-        return None if has_metadata else ".metadata is missing"
+        if ".metadata" not in names or ".metadata.tmp" in names:
+            return ".metadata is missing"
+        is_begun = _MEGATRON_FIRST in names and _MEGATRON_LAST not in names
+        return f"{_MEGATRON_LAST} is missing" if is_begun else None
     return _why_ranks(location) or _why_shards(location.weights_dir, names)
 
 
