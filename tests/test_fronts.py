@@ -190,6 +190,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "cli/engines": VLLM | SGLANG,
         "plugins/vllm": VLLM,
         "plugins/sglang": SGLANG,
+        "read/megatron": {"--ckpt-convert-format"},  # of Megatron
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),

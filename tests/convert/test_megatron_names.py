@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
@@ -203,7 +204,9 @@ def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, cases: Path
     tensors = truth_of(cases / "qwen3_pp2_per_layer", "megatron")
     tensors["decoder.layers.1.self_attention.core_attention.softmax_offset"] = torch.ones(4)
     config = config_of(cases / "qwen3_pp2_per_layer")
-    with pytest.raises(ConversionError, match="1 tensors have no known place") as error:
+    with pytest.raises(
+        ConversionError, match="no known place for 1 tensor in a qwen3 model"
+    ) as error:
         unshard.merge(saved(tmp_path / "ckpt", tensors, **config), dry_run=True)
     assert "decoder.layers.N.self_attention.core_attention.softmax_offset" in error.value.found
 
@@ -233,7 +236,7 @@ def test_norms_that_are_stored_less_1_are_refused(tmp_path: Path, cases: Path) -
     recorded = dict(read_arguments(common)) | {"apply_layernorm_1p": True}
     torch.save({"args": Namespace(**recorded)}, common)
     config = str(cases / "llama_tp1" / "hf_config")
-    with pytest.raises(ConversionError, match="stored less 1") as error:
+    with pytest.raises(ConversionError, match="stored minus 1") as error:
         unshard.merge(tmp_path, config=config, dry_run=True)
     assert "arithmetic" in error.value.expected
     with pytest.raises(ConversionError, match="apply_layernorm_1p is True"):
@@ -241,12 +244,42 @@ def test_norms_that_are_stored_less_1_are_refused(tmp_path: Path, cases: Path) -
 
 
 def test_a_base_names_the_family_and_the_tensors(cases: Path, tmp_path: Path) -> None:
-    """Also of a mixture whose base was saved with fused experts."""
+    """Also one that was saved with all experts of a layer in one tensor."""
     case = cases / "qwen3_moe_ep2"
-    base = tmp_path / "base"
-    unshard.merge(case, base, config=str(case / "hf_config"))
-    unshard.merge(case, tmp_path / "out", base=str(base), dtype="base")
-    assert_same(merged(tmp_path / "out"), merged(base))
+    truth = hub_truth(truth_of(case, "megatron"), config_of(case))
+    fused = {name: one for name, one in truth.items() if ".experts." not in name}
+    for layer in range(2):
+        block = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([truth[f"{block}.{one}.{part}_proj.weight"] for one in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        fused[f"{block}.gate_up_proj"] = torch.cat((gate, up), 1)
+        fused[f"{block}.down_proj"] = down
+    for kind, tensors in {"each": truth, "fused": fused}.items():
+        base = tmp_path / kind
+        shutil.copytree(case / "hf_config", base)
+        save_file(tensors, base / "model.safetensors")
+        unshard.merge(case, tmp_path / f"{kind} out", base=str(base), dtype="base")
+        assert_same(merged(tmp_path / f"{kind} out"), tensors)
+
+
+def test_long_rows_are_copied_from_where_they_are(cases: Path, tmp_path: Path) -> None:
+    """The models of the other tests are so small that everything is made in memory."""
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 160}
+    config = config_of(cases / "llama_tp1") | sizes
+    rows = {"linear_qkv": 512, "linear_fc1": 320, "linear_proj": 256, "linear_fc2": 256}
+    tensors = truth_of(cases / "llama_tp1", "megatron")
+    for name, one in tensors.items():
+        module = name.split(".")[-2]
+        shape = list(one.shape)
+        shape[-1] = 160 if module == "linear_fc2" else 256
+        if module in rows and name.endswith(".weight"):
+            shape[-2] = rows[module]
+        tensors[name] = torch.randn(shape)
+    report = unshard.merge(saved(tmp_path / "ckpt", tensors, **config), tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
+    assert report.bytes_written > 1 << 20
 
 
 FUSED_NORMS = {

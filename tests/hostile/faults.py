@@ -34,8 +34,10 @@ __all__ = [
 CALLS = "write pwrite copy_file_range fsync rename exchange link read truncate mkdir create open"
 KILL, TRUNCATE, UNLINK, REWRITE = -1, -2, -3, -4
 _NEVER = 2**31 - 1
-_MODULES = ("unshard.cli.main", "unshard.api.merging", "unshard.api.averaging")
-_MODULES += ("unshard.api.resharding", "unshard.api.verifying", "unshard.engines.threads")
+_MODULES = (
+    *("unshard.cli.main", "unshard.api.merging", "unshard.api.averaging"),
+    *("unshard.api.resharding", "unshard.api.verifying", "unshard.engines.threads"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.read.megatron.config import why_no_config
+from unshard.showing import counted
 
 __all__ = ["without_megatron_names"]
 
@@ -31,6 +32,7 @@ _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"
 )
 _KEEP = "or keep Megatron's names with --names training"
+_SIZES = (("num_layers", "num_hidden_layers"), ("hidden_size", "hidden_size"))
 _LISTED = 12
 _MOST, _MOST_PARTS = 1 << 32, 1 << 14  # larger numbers are slips, or attacks
 # Layers that predict more tokens share these with the model; the hub's files repeat them.
@@ -87,7 +89,8 @@ def without_megatron_names(
     found = next((match for name in tensors if (match := _IS_MEGATRON.fullmatch(name))), None)
     if found is None:
         return Noted(tensors)
-    own = {name.removeprefix(found["prefix"]): recipe for name, recipe in tensors.items()}
+    prefix = found["prefix"] if all(name.startswith(found["prefix"]) for name in tensors) else ""
+    own = {name.removeprefix(prefix): recipe for name, recipe in tensors.items()}
     family = None if config is None else FAMILIES.get(config.types[0])
     if config is None or family is None:
         raise _unknown_family(own, config, recorded)
@@ -136,7 +139,7 @@ def _compare_with_recorded(model: _Model) -> None:
     for key in ("apply_layernorm_1p", "layernorm_zero_centered_gamma"):
         if recorded.get(key) is True:
             raise ConversionError(
-                f"common.pt: {key} is set, so the weights of norms are stored less 1",
+                f"common.pt: {key} is set, so the weights of norms are stored minus 1",
                 expected="weights that are moved; adding 1 to them is arithmetic",
                 hint=f"convert the checkpoint with Megatron-Bridge, {_KEEP}",
             )
@@ -159,9 +162,6 @@ def _compare_with_recorded(model: _Model) -> None:
     raise_all(ConversionError, "config.json is not that of the model that was trained", problems)
 
 
-_SIZES = (("num_layers", "num_hidden_layers"), ("hidden_size", "hidden_size"))
-
-
 def _renamed(
     tensors: Mapping[str, Recipe], model: _Model, model_type: str
 ) -> Noted[Mapping[str, Recipe]]:
@@ -179,7 +179,7 @@ def _renamed(
         problems += [ConversionError(f"tensor {name} would be {one}, twice") for one in twice[:1]]
         made.update(pieces)
     if unknown:
-        what = f"{len(unknown)} tensors have no known place in a model of type {model_type}"
+        what = f"no known place for {counted(len(unknown), 'tensor')} in a {model_type} model"
         hint = f"check that the config is that of the model that was trained, {_KEEP}"
         problems.append(ConversionError(what, found=_shown(iter(unknown)), hint=hint))
     raise_all(ConversionError, "Megatron's tensors do not fit the model", problems)

@@ -5,10 +5,10 @@ times since the last look: the latest step of verl, SkyRL and lerobot, `CHECKPOI
 LLaMA-Factory, transformers' `trainer_state.json`, DeepSpeed's `latest`, OLMo-core's
 `.metadata.json`, DCP's `.metadata`, Megatron's `metadata.json`. A directory that is renamed when it
 is complete (NeMo-RL, xtuner) has no step until then. Rank files without a mark (lmms-engine) are
-complete when every rank's are there, in the folder of the dataloader too, every zip has its end, and
-the config is there; safetensors files when the set is complete and each file is as long as its
-header says. In an object store, where uploads may come in any order, a checkpoint must also be whole
-as a merge reads it: no file, rank or tensor is missing.
+complete when every rank's are there, in the folder of the dataloader too, every zip has its end,
+and the config is there; safetensors files when the set is complete and each file is as long as its
+header says. In an object store, where uploads may come in any order, a checkpoint must also be
+whole as a merge reads it: no file, rank or tensor is missing.
 """
 
 import logging
