@@ -20,6 +20,7 @@ from evaluation.running import (
     wait_until,
     whole_model,
 )
+from megatron_cases import truth_of, unpack
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard.evaluate.jobs import EvaluationError, Job, Status
 from unshard.evaluate.process import Process
@@ -34,6 +35,7 @@ from unshard.evaluate.server.attempts.merging import (
 )
 from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile
 from unshard.evaluate.server.processes.table import is_alive, kill_group
+from zero_files import save_zero, zero_model
 
 SCRIPT, HASTY = script_profile(), script_profile(timeout=0.0)
 
@@ -76,6 +78,22 @@ def test_a_sharded_checkpoint_is_merged_and_not_touched(tmp_path: Path, merger: 
     assert (tmp_path / "attempt" / "merge.log").read_text() == ""  # the worker ended well
     merger.remove("job")
     assert merger.list_kept() == []
+
+
+def test_checkpoints_of_deepspeed_and_megatron_are_merged_too(
+    tmp_path: Path, merger: Merger
+) -> None:
+    tensors = {name: one for name, one in some_tensors().items() if one.dtype == torch.float32}
+    zero = zero_model(tensors, order=list(tensors))
+    deepspeed = save_zero(tmp_path / "checkpoint-3" / "global_step3", zero, world=2, stage=3)
+    (deepspeed.parent / "latest").write_text("global_step3")
+    (deepspeed.parent / "config.json").write_text('{"model_type": "x"}')
+    assert_same(merged(prepare(merger, job(deepspeed.parent), tmp_path)), zero.truth)
+    merger.remove("job")
+    megatron = unpack(tmp_path / "megatron") / "llama_tp2_pp2"
+    model = prepare(merger, job(megatron), tmp_path)
+    assert_same(merged(model), truth_of(megatron, "hub"))
+    assert json.loads((model / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_the_ema_weights_are_merged_where_they_are_asked_for(
