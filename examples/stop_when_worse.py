@@ -10,7 +10,17 @@ file `STOP` that it makes. The callbacks of unshard end a training while that fi
 
 import json
 import sys
+import tempfile
 from pathlib import Path
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file in one step. What is there may be a link that somebody made: it is replaced."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+        draft.write(text)
+    Path(draft.name).chmod(0o644)
+    Path(draft.name).replace(path)
+
 
 metric, patience = sys.argv[1].removeprefix("-"), int(sys.argv[2])
 sign = -1 if sys.argv[1].startswith("-") else 1
@@ -29,11 +39,9 @@ name = "".join(letter if letter.isalnum() else "-" for letter in series)
 seen_file = state / f"stop-rule-{name}.json"
 seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
 seen[str(result["step"])] = result["metrics"][metric]  # twice for one step changes nothing
-draft = seen_file.with_suffix(".draft")
-draft.write_text(json.dumps(seen))
-draft.replace(seen_file)
+put(seen_file, json.dumps(seen))
 
 steps = sorted(seen, key=int)  # results may come in any order
 best = max(steps, key=lambda step: sign * seen[step])
 if len(steps) - 1 - steps.index(best) >= patience:
-    (state / "STOP").write_text(f"{metric} was best at step {best}: {seen[best]}\n")
+    put(state / "STOP", f"{metric} was best at step {best}: {seen[best]}\n")

@@ -95,7 +95,7 @@ def _import_trainer() -> ModuleType:
     return importlib.import_module("lmms_engine.train.fsdp2.fsdp2_trainer")
 
 
-def _on_the_cpu() -> None:
+def _on_the_cpu(world: int) -> None:
     """Have what asks for a GPU answered."""
     vars(torch.cuda).update(get_device_name=lambda: "none", current_device=lambda: "cpu")
     groups = importlib.import_module("lmms_engine.parallel.process_group_manager")
@@ -105,7 +105,7 @@ def _on_the_cpu() -> None:
         else None
     )
     vars(groups)["setup_process_group_manager"](
-        tp_size=1, cp_size=1, pp_size=1, dp_size=1, ep_size=1, hsdp_shard_size=0
+        tp_size=1, cp_size=1, pp_size=1, dp_size=world, ep_size=1, hsdp_shard_size=0
     )
 
 
@@ -141,19 +141,21 @@ def train(order: Order, trainer: ModuleType) -> None:
     whole = [one.full_tensor().double() for one in made.fsdp2_model.parameters()]
     squares = sum(float(one.square().sum()) for one in whole)
     rms = (squares / sum(one.numel() for one in whole)) ** 0.5
-    truth_of(Path(order.run)).write_text(json.dumps(rms))
+    if torch.distributed.get_rank() == 0:
+        truth_of(Path(order.run)).write_text(json.dumps(rms))
 
 
 def main() -> None:
     """Train what each of the files that are named says, one after the other."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     meeting = Path(sys.argv[1]).absolute().with_suffix(".meeting")
-    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
     trainer = _import_trainer()
     ours.install()
-    _on_the_cpu()
+    _on_the_cpu(world)
     for file in map(Path, sys.argv[1:]):
         print(begins(file.stem), flush=True)  # noqa: T201  (the test reads it)
         train(Order(**json.loads(file.read_bytes())), trainer)

@@ -52,6 +52,7 @@ MERGED = {
     "fsdp1_sharded": (1, 2, 3, 5),
     "fsdp1_sharded_bin": (2,),
     "fsdp2_bin": (2,),
+    "megatron": (1, 3),
 }
 CASES = [(name, world) for name, worlds in MERGED.items() for world in worlds]
 

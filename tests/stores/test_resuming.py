@@ -14,8 +14,9 @@ from ranks import save_ranks
 from unshard import OutputError, UsageError
 from unshard.errors import StoreError
 from unshard.progress import Chosen, Event, Stage, Warned, ignore
+from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.bucket_ledger import FINISHED_NAME
-from unshard.write.bucket_stage import CLAIM_NAME
+from unshard.write.bucket_stage import CLAIM_NAME, BucketStage
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -186,6 +187,24 @@ def test_a_merge_that_was_taken_over_stops_and_removes_nothing(
     with pytest.raises(OutputError, match="is not as it was written"):
         merge(checkpoint, folder, take_over)
     assert store.files(folder) == truth
+
+
+def test_uploads_of_the_merge_that_took_over_are_not_aborted(store: Store) -> None:
+    target = path_of(f"s3://{BUCKET}/uploads")
+    assert isinstance(target, RemotePath)
+    name = "model.safetensors"
+
+    def begin() -> None:
+        store.s3.create_multipart_upload(Bucket=BUCKET, Key=f"uploads/{name}")
+
+    with BucketStage(target, overwrite=False, resume=True) as first:
+        begin()
+        assert first.abort_uploads([name])
+        assert store.begun_uploads() == []
+        with BucketStage(target, overwrite=False, resume=True):
+            begin()
+            first.abort_uploads([name])
+            assert store.abort_uploads() == 1
 
 
 def test_ceph_compares_tags_without_their_quotes_and_does_not_tell_that_of_an_upload(

@@ -11,9 +11,9 @@ or call in code, before the trainer is made:
 
 `install` replaces `EvalServerBackend` (lmms-engine 0.1.4), which loses the last result, drops a job
 after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
-`EvalConfig` by `UnshardEvalConfig`. Its trainer ends when `<run>/_unshard/STOP` is there; the run
-is known from the first save on. `install_client` keeps lmms-engine's backend and gives it a working
-client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
+`EvalConfig` by `UnshardEvalConfig`. A trainer that evaluates ends, on all ranks, when
+`<output_dir>/_unshard/STOP` is there. `install_client` keeps lmms-engine's backend and gives it a
+working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 """
 
 import functools
@@ -39,6 +39,7 @@ _TRAINER = "lmms_engine.train.fsdp2.fsdp2_trainer"
 _USERS = ("lmms_engine.eval", _TRAINER, "lmms_engine.launch.cli")
 _DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
+_STOP_KEY = "_unshard_stop"  # of a trainer
 _SUMMARY_S = 5.0  # seconds for the table of the run at the end
 
 
@@ -71,10 +72,6 @@ class UnshardEvalBackend:
         self._undelivered: list[tuple[int, dict[str, float]]] = []
         self._waiting_since: float | None = None
         self._wandb: PacedSink | None = None
-        self._stop: StopFile | None = None
-        self._looks = 0
-        self.ends_training = False
-        _have_trainer_ask()
 
     def submit_eval(
         self,
@@ -91,9 +88,7 @@ class UnshardEvalBackend:
         """
         del eval_output_dir, output_path
         self._waiting_since = None
-        run = Path(checkpoint_dir).absolute().parent
-        self._stop = self._stop or StopFile(run, is_first=is_first_rank())
-        submitter = self._start(run, checkpoint_type)
+        submitter = self._start(Path(checkpoint_dir).absolute().parent, checkpoint_type)
         if submitter is None or not submitter.submit(checkpoint_dir, step):
             return None
         return f"step-{step}"
@@ -106,9 +101,6 @@ class UnshardEvalBackend:
         raises W&B's step, so the trainer's own rows would be dropped. Results are added to the
         trainer's rows instead.
         """
-        if self._stop is not None and self._waiting_since is None:  # on all ranks, after a batch
-            self._looks += 1
-            self.ends_training |= self._stop.ends_training(self._looks, count_ranks())
         if self._submitter is not None:
             self._submitter.tick()
             self._take(self._submitter)
@@ -161,8 +153,30 @@ class UnshardEvalBackend:
         return self._submitter
 
 
-def _have_trainer_ask() -> None:
-    """Have lmms-engine's trainer, whose module made the backend, end when the backend says so."""
+class _Stop:
+    """Whether a trainer must end: asked on every rank, equally often, before each batch."""
+
+    def __init__(self, trainer: object) -> None:
+        arguments = getattr(trainer, "args", None)
+        directory = getattr(arguments, "output_dir", None)
+        is_evaluated = getattr(arguments, "eval_config", None) is not None
+        self._file: StopFile | None = None
+        # The trainer's own condition for its backend, which only rank 0 has: the same on all ranks.
+        if directory and is_evaluated and getattr(arguments, "eval_strategy", "no") != "no":
+            self._file = StopFile(Path(directory), is_first=is_first_rank())
+        self._looks = 0
+        self._has_ended = False
+
+    def ends_training(self) -> bool:
+        """Return whether training must end, and say so from then on."""
+        if self._file is not None and not self._has_ended:
+            self._looks += 1
+            self._has_ended = self._file.ends_training(self._looks, count_ranks())
+        return self._has_ended
+
+
+def _have_trainer_look() -> None:
+    """Have lmms-engine's trainer look for the stop file, on every rank, if it was imported."""
     trainer = vars(sys.modules.get(_TRAINER, object)).get("FSDP2SFTTrainer")
     if trainer is None or hasattr(trainer.should_stop, "__wrapped__"):
         return
@@ -170,8 +184,12 @@ def _have_trainer_ask() -> None:
 
     @functools.wraps(original)
     def should_stop(self: object) -> bool:
-        backend = getattr(self, "eval_backend", None)
-        return bool(original(self)) or getattr(backend, "ends_training", False)
+        if original(self):
+            return True
+        kept = vars(self)
+        if _STOP_KEY not in kept:
+            kept[_STOP_KEY] = _Stop(self)
+        return bool(kept[_STOP_KEY].ends_training())
 
     trainer.should_stop = should_stop
 
@@ -191,6 +209,7 @@ class UnshardEvalConfig:
 
     def __init__(self, **given: object) -> None:
         vars(self).update(given)
+        _have_trainer_look()  # lmms-engine's command makes this on every rank, before its trainer
 
     def __getattr__(self, name: str) -> object:
         """Return None for a key that the file does not have."""
@@ -214,6 +233,7 @@ def install() -> None:
     for name in (_BACKENDS, _CONFIG, *_USERS):
         there = vars(sys.modules[name]) if name in sys.modules else {}
         there.update({key: ours[key] for key in ours.keys() & there.keys()})
+    _have_trainer_look()
 
 
 def install_client() -> None:

@@ -166,8 +166,9 @@ class BucketStage:
         self._written |= dict.fromkeys(rest) | dict(ledger.files)
         if left := self._remove(rest):
             raise OutputError(f"{self._target}: cannot be removed: {', '.join(left)}")
-        if self._has_taken_over:
-            self.abort_uploads(names)
+        if self._has_taken_over and not self.abort_uploads(names):
+            what = f"{self._target}: parts of what the other merge was uploading may be left"
+            _log.warning("%s, which are paid for; a rule of the bucket can remove them", what)
         self._ledger = ledger
         return ledger
 
@@ -235,11 +236,14 @@ class BucketStage:
     def abort_uploads(self, names: Collection[str]) -> bool:
         """Abort what processes that are gone had begun to upload in parts; for any thread.
 
-        Return whether the store can do that: S3 can, if boto3 is installed and it is allowed.
+        Return whether the store can do that: S3 can, if boto3 is installed and it is allowed. Where
+        another merge has taken over, uploads are its own, and are left.
         """
         if self._copier is None:
             return False
         try:
+            if self._claim_now() != self._claim:
+                return True
             keys = {self._key(name) for name in names}
             self._copier.abort_uploads(self._bucket, self._target.key, keys)
         except StoreError as error:

@@ -243,3 +243,13 @@ def test_the_rule_of_the_example_looks_at_steps_in_their_order(tmp_path: Path) -
     assert not judged(down, "-t/acc", 1, 10, 0.5)
     assert not judged(down, "-t/acc", 1, 20, 0.4)
     assert judged(down, "-t/acc", 1, 30, 0.4)
+
+
+def test_the_rule_of_the_example_writes_through_no_link(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    (run / "_unshard").mkdir(parents=True)
+    other.write_text("another's")
+    (run / "_unshard" / "STOP").symlink_to(other)
+    assert judged(run, "t/acc", 0, 10, 0.5)
+    assert other.read_text() == "another's"
+    assert not (run / "_unshard" / "STOP").is_symlink()

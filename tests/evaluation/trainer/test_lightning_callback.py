@@ -117,6 +117,15 @@ def test_loggers_stay_what_they_are_and_checkpoints_written_by_a_thread_are_whol
 
 
 @pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
+def test_an_address_that_is_refused_does_not_end_the_training(tmp_path: Path, server: Stub) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    saver.dirpath = "s3://user:password@bucket/run"  # credentials do not belong there
+    trainer = Trainer(default_root_dir=tmp_path, callbacks=[saver], logger=False)
+    callback = callback_for(server)
+    callback.on_fit_start(trainer, LightningModule())
+    assert callback.submitter is None
+
+
 def test_a_stop_file_ends_the_training(tmp_path: Path, server: Stub) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
     (tmp_path / "_unshard").mkdir()

@@ -58,16 +58,11 @@ class UnshardEvalCallback(Callback):
         """Begin, and continue with what an earlier process submitted."""
         del pl_module
         savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
-        saved_to = getattr(savers[0], "dirpath", None) if savers else None
-        run_dir, config = self._run_dir, self.config
-        if saved_to and is_url(saved_to):  # submissions and results need a disk
-            run_dir = run_dir or Path(trainer.default_root_dir)
-            config = replace(config, run=config.run or RunFolder(path_of(saved_to)).name)
-        run_dir = run_dir or Path(saved_to or trainer.default_root_dir)
-        self._stop = StopFile(run_dir, is_first=trainer.is_global_zero)
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
+            run_dir, config = self._place(trainer, savers)
+            self._stop = StopFile(run_dir, is_first=trainer.is_global_zero)
             found: list[Sink] = []
             paced: list[PacedSink] = []
             if trainer.is_global_zero:
@@ -81,6 +76,17 @@ class UnshardEvalCallback(Callback):
                 paced=paced,
                 acts=trainer.is_global_zero,
             )
+
+    def _place(
+        self, trainer: Trainer, savers: Sequence[ModelCheckpoint]
+    ) -> tuple[Path, EvalConfig]:
+        """Return the run's directory on a disk, and the configuration with the run's name."""
+        saved_to = getattr(savers[0], "dirpath", None) if savers else None
+        run_dir, config = self._run_dir, self.config
+        if saved_to and is_url(saved_to):  # submissions and results need a disk
+            run_dir = run_dir or Path(trainer.default_root_dir)
+            config = replace(config, run=config.run or RunFolder(path_of(saved_to)).name)
+        return run_dir or Path(saved_to or trainer.default_root_dir), config
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
