@@ -77,13 +77,16 @@ def test_each_thing_that_is_wrong_is_told_with_what_to_do(server: Live, tmp_path
     shut = tmp_path / "file"
     shut.write_text("")
     config |= {"roots": [str(tmp_path / "none")], "gpus": [97], "work_directory": str(shut)}
+    config["on_result"] = {"command": [str(tmp_path / "rule")]}
     save(server, config)
     found = wrong(examined(server, "--host", "0.0.0.0", code=1))  # noqa: S104
-    texts = dict(zip(["access", "work", "root", "GPUs", "profile"], found.values(), strict=True))
+    subjects = ("access", "work", "root", "GPUs", "rule", "profile")
+    texts = dict(zip(subjects, found.values(), strict=True))
     assert "--token-file" in texts["access"]
     assert "choose another by --work-dir" in texts["work"]
     assert texts["root"] == "no such directory; correct `roots` or --root"
     assert "no GPU 97" in texts["GPUs"]
+    assert "rule is not found; install it" in texts["rule"]
     assert "libcudart.so.12 is not there" in texts["profile"]
 
 

@@ -126,6 +126,7 @@ def test_an_address_that_is_refused_does_not_end_the_training(tmp_path: Path, se
     assert callback.submitter is None
 
 
+@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
 def test_a_stop_file_ends_the_training(tmp_path: Path, server: Stub) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
     (tmp_path / "_unshard").mkdir()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Arguments, Request, Status
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.config.server_yaml import RAY, ServerConfig
 from unshard.evaluate.server.evaluators.installed import versions_of
@@ -73,6 +74,8 @@ def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
     for root in config.roots:
         yield _look_at_root(root)
     yield _look_at_gpus(config)
+    if config.on_result is not None and config.on_result.command:
+        yield _look_at_command(config.on_result)
     with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
         for name, profile in profiles.items():
             yield (found := _look_at_profile(name, profile, Path(directory)))
@@ -135,6 +138,16 @@ def _look_at_gpus(config: ServerConfig) -> Finding:
         text = f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus"
         return Finding(f"GPUs {names}", is_fine=False, text=text)
     return Finding(f"GPUs {names}", is_fine=True, text=f"{len(there)} on this machine")
+
+
+def _look_at_command(on_result: OnResult) -> Finding:
+    """Look for the program that is told about results; it is not run."""
+    program = on_result.command[0]
+    search = on_result.environment.get("PATH", os.environ.get("PATH", os.defpath))
+    if (path := shutil.which(program, path=search)) is None:
+        text = f"the program {program} is not found; install it, or change `command`"
+        return Finding("on_result", is_fine=False, text=text)
+    return Finding("on_result", is_fine=True, text=path)
 
 
 def _look_at_profile(name: str, profile: Profile, directory: Path) -> Finding:
