@@ -139,6 +139,29 @@ def test_names_that_torch_recorded_stay(tmp_path: Path) -> None:
     assert group["param_names"] == list(tensors)
 
 
+class Unknown:
+    """A hyper-parameter that is nothing that a reader knows."""
+
+
+class Listed(list):  # type: ignore[type-arg]
+    """As configurations have them."""
+
+
+def test_hyper_parameters_that_are_left_out_are_reported(tmp_path: Path) -> None:
+    tensors = some_tensors()
+    save_ranks(tmp_path / "a", tensors, 2)
+    group = {"betas": Listed([0.8, 0.95]), "hook": Unknown()}
+    save_optimizer(tmp_path / "a", {"exp_avg": like(tensors, 1)}, 2, group=group)
+    for to in ("verl", "dcp"):
+        report = unshard.reshard(tmp_path / "a", tmp_path / to, world_size=3, to=to)
+        assert any("hook: an instance of" in note for note in report.notes)
+    (written,) = loaded(tmp_path / "verl" / "optim_world_size_3_rank_1.pt")["param_groups"]
+    assert written["betas"] == [0.8, 0.95]
+    assert "hook" not in written
+    merging = unshard.merge(tmp_path / "a", tmp_path / "out", optimizer=True)
+    assert any("hook: an instance of" in note for note in merging.notes)
+
+
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     tensors = some_tensors()
     save_ranks(tmp_path / "a", tensors, 2)

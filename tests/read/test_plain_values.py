@@ -189,6 +189,16 @@ def test_keys_of_odd_characters_are_shown_as_such(tmp_path: Path) -> None:
     assert places == ["['\\x1b[31m']", "['\\ud800']", "ü"]
 
 
+class Listed(list):  # type: ignore[type-arg]
+    """As configurations have them."""
+
+
+def test_a_subclass_of_list_keeps_its_elements(tmp_path: Path) -> None:
+    found = read(tmp_path, {"betas": Listed([0.8, 0.95]), "none": Listed()})
+    assert found.value == {"betas": [0.8, 0.95]}
+    assert [one.split(": ")[0] for one in found.notes] == ["betas", "none"]
+
+
 def test_attributes_of_a_dict_are_named(tmp_path: Path) -> None:
     made: OrderedDict[str, int] = OrderedDict(a=1)
     made.note = "lost"  # type: ignore[attr-defined]  # as `state_dict()` does with _metadata

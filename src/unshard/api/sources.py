@@ -123,7 +123,9 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
 
 def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
     """Return a checkpoint with the state of its optimizer."""
-    return replace(checkpoint, optimizer=read_optimizer(checkpoint, options.reading))
+    state = read_optimizer(checkpoint, options.reading)
+    catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, *state.notes))
+    return replace(checkpoint, catalog=catalog, optimizer=state)
 
 
 def _compressed_bytes(checkpoint: Checkpoint) -> int:

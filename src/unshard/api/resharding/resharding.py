@@ -178,6 +178,9 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
         _make_files(plan, made, stage.directory, options, listener)
         notes, others = writing.add(stage.directory)
+        # DCP that stays in its format has every object as it was.
+        if source.optimizer is not None and not (kind.is_dcp and kind is format_of(source)):
+            notes += source.optimizer.notes
         if options.verify != "off":
             check_output(source, made, kind, stage.directory, options, listener)
         listener(Stage("committing"))

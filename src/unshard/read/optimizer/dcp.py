@@ -20,12 +20,13 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
+from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.reader import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
 from unshard.read.optimizer.groups import Group, alike_groups
 from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer.state import Key, SavedState, flat_name, refuse_quantised
+from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import Catalog, TensorEntry
 
@@ -135,22 +136,29 @@ def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
     for parameter, kinds in keys.items():
         refuse_quantised(f"{place.weights_dir}: parameter {parameter}", kinds)
     values: dict[Key, dict[str, Plain]] = {}
+    left_out: list[str] = []
     for name, (owner, key) in found.objects.items():
-        values.setdefault(key_of(owner), {})[key] = read_value(metadata, place, name)
+        read = read_value(metadata, place, name)
+        values.setdefault(key_of(owner), {})[key] = read.value
+        left_out += read.notes
     groups = _groups(metadata, found, place)
+    notes = left_out_note(place.weights_dir.name, (*left_out, *groups.notes))
     catalog = Catalog("", 1, tensors, archives=archives)
-    return SavedState(str(place.weights_dir), catalog, keys, groups, values)
+    return SavedState(str(place.weights_dir), catalog, keys, groups.value, values, notes)
 
 
-def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> list[Group]:
+def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list[Group]]:
     """Return the parameter groups, of which every value is an object or a tensor of its own."""
     values: dict[str, dict[str, Plain]] = {}
     listed: dict[str, list[Key]] = {}
+    left_out: list[str] = []
     tensors, _ = read_tensors(
         metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
     )
     for name, (owner, key) in found.groups.items():
-        value = _number(tensors[name]) if name in tensors else read_value(metadata, place, name)
+        read = _number(tensors[name]) if name in tensors else read_value(metadata, place, name)
+        value = read.value
+        left_out += read.notes
         fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
         if key[0] == _PARAMS and not found.is_flat:
             inner = value if isinstance(value, list) else [value]
@@ -162,22 +170,23 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> list[Group
             if isinstance(whole, list):
                 whole.append(value)
     if found.is_flat:
-        return alike_groups([([owner], fields) for owner, fields in values.items()])
+        groups = alike_groups([([owner], fields) for owner, fields in values.items()])
+        return Noted(groups, tuple(left_out))
     order = sorted(values, key=lambda owner: (len(owner), owner))
-    return [(listed[owner], values[owner]) for owner in order]
+    return Noted([(listed[owner], values[owner]) for owner in order], tuple(left_out))
 
 
-def _number(entry: TensorEntry) -> Plain:
-    """Return the number in a tensor of one element; None if it is compressed."""
+def _number(entry: TensorEntry) -> Noted[Plain]:
+    """Return the number in a tensor of one element; None, and a note, if it cannot be read."""
     chunks = entry.chunks
     if entry.shape or not len(chunks) or chunks.compressed[0]:
-        return None
+        return Noted(None, (f"{entry.fqn}: a tensor that has dimensions or is compressed",))
     with opened(chunks.paths[int(chunks.file[0])]) as file:
-        return read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0]
+        return Noted(read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0])
 
 
-def read_value(metadata: DcpMetadata, place: Location, name: str) -> Plain:
-    """Return a pickled object as a plain value; None if it has none.
+def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain]:
+    """Return a pickled object as a plain value; None if it has none, and what was left out of it.
 
     Raises:
         IncompleteError: its file is missing or too short.
@@ -187,8 +196,8 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Plain:
         archive = _decompressed(path, (item.offset, item.length), name)
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
-    fields = plain_values(replace(archive, value={name: archive.value})).value
-    return fields.get(name) if isinstance(fields, dict) else None
+    read = plain_values(replace(archive, value={name: archive.value}))
+    return Noted(read.value.get(name) if isinstance(read.value, dict) else None, read.notes)
 
 
 def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, Item]:

@@ -29,7 +29,7 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, alike_groups, flat_groups, saved_groups
-from unshard.read.optimizer.state import Key, SavedState, flat_name, refuse_quantised
+from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
@@ -99,7 +99,7 @@ def read_files(
         raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
     at = replace(location, weights_dir=first.path.parent)
     catalog = catalog_of(gathered, files, world, at, replace(options, ep_size=None))
-    return SavedState(str(first.path), catalog, first.keys, first.groups, first.values)
+    return SavedState(str(first.path), catalog, first.keys, first.groups, first.values, first.notes)
 
 
 @dataclass(slots=True)
@@ -113,6 +113,7 @@ class _One:
     groups: list[Group] = field(default_factory=list)
     values: dict[Key, dict[str, Plain]] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
@@ -133,13 +134,13 @@ def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
     table = tensors_of(
         archive, tensors, rank=rank, file_number=number, allowed=options.allowed_globals
     )
-    plain = plain_values(replace(archive, value={"groups": groups, "values": others})).value
-    if not isinstance(plain, dict):
+    noted = plain_values(replace(archive, value={"groups": groups, "values": others}))
+    if not isinstance(noted.value, dict):
         raise CorruptError(f"{path}: has no parameter groups")
-    made = _One(path, rank, table, keys)
-    found = saved_groups(plain.get("groups"), str(path))
+    made = _One(path, rank, table, keys, notes=left_out_note(path.name, noted.notes))
+    found = saved_groups(noted.value.get("groups"), str(path))
     made.groups = alike_groups(found) if is_flat else found
-    made.values = plain.get("values", {})
+    made.values = noted.value.get("values", {})
     made.scalars = _scalars(table, path)
     return made
 

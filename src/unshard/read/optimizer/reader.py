@@ -90,7 +90,7 @@ def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerStat
     numbers = {str(key): int(key) for params, _ in found.groups for key in params}
     groups = tuple(ParamGroup(tuple(map(str, params)), own) for params, own in found.groups)
     values = {str(key): fields for key, fields in found.values.items()}
-    return OptimizerState(found.catalog, groups, values, {}, "numbers", numbers)
+    return OptimizerState(found.catalog, groups, values, {}, "numbers", numbers, found.notes)
 
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
@@ -278,7 +278,7 @@ def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> Optim
     catalog = replace(found.catalog, tensors=tensors, roots=model.roots, format=model.format)
     groups = tuple(_groups(found.groups, names))
     numbers = {name: key for key, name in names.items() if isinstance(key, int)}
-    return OptimizerState(catalog, groups, values, {}, "", numbers)
+    return OptimizerState(catalog, groups, values, {}, "", numbers, found.notes)
 
 
 def _groups(groups: Iterable[Group], names: Mapping[Key, str]) -> Iterable[ParamGroup]:

@@ -20,6 +20,7 @@ __all__ = [
     "ParamGroup",
     "SavedState",
     "flat_name",
+    "left_out_note",
     "refuse_quantised",
     "split_name",
 ]
@@ -34,6 +35,7 @@ LIKE_PARAMETER = frozenset(
 """Keys of torch's optimizers and of Muon whose tensors, with dimensions, are like the parameter."""
 
 _PREFIX = "state."
+_SHOWN = 5
 _QUANTISED = frozenset("state1 state2 absmax1 qmap1 __bnb_optimizer_quant_state__".split())
 
 
@@ -60,6 +62,7 @@ class SavedState:
         keys: of every parameter with state, the keys of its tensors.
         groups: the parameters of each group, and its hyper-parameters.
         values: what is not a tensor, by parameter.
+        notes: which of its values were left out, for the user.
     """
 
     where: str
@@ -67,6 +70,7 @@ class SavedState:
     keys: Mapping[Key, Sequence[str]]
     groups: Sequence[tuple[list[Key], dict[str, Plain]]]
     values: Mapping[Key, Mapping[str, Plain]]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +84,7 @@ class OptimizerState:
         steps: how many steps each parameter was trained, as far as this is stored.
         names: how the parameters' names are known: "recorded" in the files, or by their "order".
         numbers: of the parameters in the files, where these number them.
+        notes: which values of the files were left out, for the user.
     """
 
     catalog: Catalog
@@ -88,6 +93,7 @@ class OptimizerState:
     steps: Mapping[str, float]
     names: str
     numbers: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> list[str]:
@@ -105,6 +111,13 @@ def split_name(name: str) -> tuple[str, str]:
     """Return the parameter, and the key of its state, that a tensor's name states."""
     parameter, _, key = name.removeprefix(_PREFIX).rpartition(".")
     return parameter, key
+
+
+def left_out_note(where: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Return a note of values of the optimizer that have no plain form; none without any."""
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    shown = ", ".join(values[:_SHOWN])
+    return (f"{where}: left out of the optimizer's state: {shown}{more}",) if values else ()
 
 
 def refuse_quantised(where: str, keys: Iterable[str]) -> None:

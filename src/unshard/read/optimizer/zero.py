@@ -16,7 +16,7 @@ from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, saved_groups
 from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer.state import SavedState, flat_name, refuse_quantised
+from unshard.read.optimizer.state import SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.torch_save.state_dict import start_of
 from unshard.read.torch_save.values import is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
@@ -37,6 +37,7 @@ class _Base:
     state: OptimState
     flat: Sequence[Mapping[str, Value]]
     groups: Sequence[Group]
+    notes: tuple[str, ...]
 
 
 def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
@@ -67,6 +68,7 @@ def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
         dict.fromkeys(names, moments),
         _groups_of(first, shapes),
         _steps(first, shapes),
+        first.notes,
     )
 
 
@@ -84,7 +86,8 @@ def _base_of(state: OptimState, count: int) -> _Base:
     # The keys of pickles are salted, so that none can be made to collide.
     numbered = {int(key): value for key, value in found if isinstance(key, int)}
     listed = {"groups": (items or {}).get("param_groups")}
-    plain = plain_values(replace(state.file, value=listed)).value
+    noted = plain_values(replace(state.file, value=listed))
+    plain, notes = noted.value, left_out_note(state.path.name, noted.notes)
     groups = saved_groups(plain["groups"] if isinstance(plain, dict) else None, str(state.path))
     numbers = [number for params, _ in groups for number in params]
     flat = [items_of(numbered.get(one)) if isinstance(one, int) else None for one in numbers]
@@ -95,7 +98,7 @@ def _base_of(state: OptimState, count: int) -> _Base:
             expected=f"of {count}",
             found=f"of {len(kept)}",
         )
-    return _Base(state, kept, groups)
+    return _Base(state, kept, groups, notes)
 
 
 def _values(base: _Base, key: str) -> tuple[Value, ...]:

@@ -2,8 +2,8 @@
 
 numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. What has no plain form (an
 object, a function, a DTensor, numpy's arrays of objects or texts) is left out and named: of a dict
-with its key, of a list or tuple with None in its place. Values may be shared and even form cycles,
-so depth, number and bytes of what comes out are bounded.
+with its key, of a list or tuple with None in its place. Of a subclass of list the elements stay.
+Values may be shared and even form cycles, so depth, number and bytes of what comes out are bounded.
 
 Sources: numpy's `ndarray.__reduce__`, the pickles of numpy 1.26 (`numpy.core`) and 2.x
 (`numpy._core`).
@@ -120,6 +120,9 @@ class _Decoder:
                 found = self._set(elements, at)
             case (tuple() as sizes,) if value.is_call_of("torch.Size"):
                 found = tuple(self._items(sizes, at, depth))
+            case () if value.elements and value.state is None and not value.items:
+                found = self._items(value.elements, at, depth)  # a list with methods of its own
+                self._tell(at, f"the class of {named(value)} (its elements are kept)")
         if found is None:
             raise TensorFormError(named(value))
         return found

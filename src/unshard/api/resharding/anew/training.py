@@ -78,7 +78,7 @@ def _in_dcp(metadata: DcpMetadata, source: Checkpoint) -> Plain:
                 if not isinstance(below, dict):
                     return None
                 inner = below
-            inner[path[-1]] = read_value(metadata, source.location, name)
+            inner[path[-1]] = read_value(metadata, source.location, name).value
     return whole or None
 
 
