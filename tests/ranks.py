@@ -44,7 +44,7 @@ def save_ranks(
     world: int,
     *,
     mesh_shape: Sequence[int] | None = None,
-    mesh_names: Sequence[str] = ("fsdp",),
+    mesh_names: Sequence[str] | None = ("fsdp",),
     placements: Sequence[Placement] | None = None,
     plain: Sequence[Tensors] | None = None,
     extra: Mapping[str, object] | None = None,
@@ -54,7 +54,9 @@ def save_ranks(
     for rank in range(world):
         with as_rank(rank, world):
             mesh = init_device_mesh(
-                "cpu", tuple(mesh_shape or (world,)), mesh_dim_names=tuple(mesh_names)
+                "cpu",
+                tuple(mesh_shape or (world,)),
+                mesh_dim_names=None if mesh_names is None else tuple(mesh_names),
             )
             state: dict[str, object] = {
                 name: shard(tensor, mesh, placements) for name, tensor in tensors.items()

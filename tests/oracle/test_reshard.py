@@ -20,7 +20,7 @@ from optimizers import KEYS, like, save_optimizer
 from oracle.writers.resuming import Run, resume, train
 from oracle.writers.workers import WorkerPool
 from other_versions import unpack_rank_files
-from ranks import assert_same, contents, merged, save_ranks, some_tensors
+from ranks import as_rank, assert_same, contents, merged, save_ranks, some_tensors
 from saved_values import loaded, parts_of, same
 from unshard import NotMergeableError, OutputError, UsageError
 
@@ -137,6 +137,22 @@ def test_names_that_torch_recorded_stay(tmp_path: Path) -> None:
     unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
     (group,) = loaded(tmp_path / "out" / "optim_world_size_3_rank_1.pt")["param_groups"]
     assert group["param_names"] == list(tensors)
+
+
+def test_a_mesh_without_names_stays_without(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "a", some_tensors(), 2, mesh_names=None)
+    save_ranks(tmp_path / "truth", some_tensors(), 3, mesh_names=None)
+    report = unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
+    unshard.reshard(tmp_path / "a", tmp_path / "named", world_size=3, mesh_names=["dp"])
+    assert report.mesh_names == ()
+    with as_rank(1, 3):
+        found, truth, named = (
+            loaded(tmp_path / place / "model_world_size_3_rank_1.pt")["model.norm.weight"]
+            for place in ("out", "truth", "named")
+        )
+    assert found.device_mesh == truth.device_mesh
+    assert found.device_mesh.mesh_dim_names is None
+    assert named.device_mesh.mesh_dim_names == ("dp",)
 
 
 class Unknown:

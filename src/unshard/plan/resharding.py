@@ -91,7 +91,7 @@ class RankTensors:
 
 
 def meshes_of(
-    shape: tuple[int, ...], names: tuple[str, ...], device_type: str
+    shape: tuple[int, ...], names: tuple[str, ...] | None, device_type: str
 ) -> Sequence[DeviceMesh]:
     """Return a mesh as each of its ranks sees it, in the order of the ranks."""
     meshes = []

@@ -49,18 +49,25 @@ class Target:
         known = _mesh_of(source)
         of_fsdp = [name for name in known.dim_names or () if name not in TENSOR_PARALLEL]
         names = tuple(mesh_names or of_fsdp[-len(shape) :] or ("fsdp",))
-        if not TENSOR_PARALLEL.isdisjoint(names):
-            raise UsageError(
-                f"--mesh-names {','.join(names)}: tensor parallelism is not written",
-                expected="dimensions of FSDP, of which the last shards",
-                hint="write for FSDP alone: leave the dimension out of --mesh and --mesh-names",
-            )
-        if len(names) != len(shape):
-            what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
-            raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
+        _check_names(names, shape)
         if device is not None and not device.isidentifier():
             raise UsageError(f"--device {device!r}: is not a type of device", expected="cuda, cpu")
-        return cls(meshes_of(shape, names, device or known.device_type or "cuda"), torch)
+        # torch compares them, and the mesh that `fully_shard` makes by itself has none.
+        own = None if mesh_names is None and known.dim_names is None else names
+        return cls(meshes_of(shape, own, device or known.device_type or "cuda"), torch)
+
+
+def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
+    """Raise if the names of a mesh's dimensions do not fit it, or are not of FSDP."""
+    if not TENSOR_PARALLEL.isdisjoint(names):
+        raise UsageError(
+            f"--mesh-names {','.join(names)}: tensor parallelism is not written",
+            expected="dimensions of FSDP, of which the last shards",
+            hint="write for FSDP alone: leave the dimension out of --mesh and --mesh-names",
+        )
+    if len(names) != len(shape):
+        what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
+        raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
 
 
 def _mesh_of(source: Checkpoint) -> DeviceMesh:
