@@ -155,6 +155,19 @@ def test_a_mesh_without_names_stays_without(tmp_path: Path) -> None:
     assert named.device_mesh.mesh_dim_names == ("dp",)
 
 
+def test_names_of_wrappers_stay_in_the_same_format(tmp_path: Path) -> None:
+    """torch.compile's model loads no other names, and a trainer of another format has its own."""
+    wrapped = {f"_orig_mod.{name}": one for name, one in some_tensors().items()}
+    save_ranks(tmp_path / "a", wrapped, 2)
+    same_format = unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, verify="full")
+    assert list(loaded(tmp_path / "out" / "model_world_size_3_rank_1.pt")) == list(wrapped)
+    other = unshard.reshard(tmp_path / "a", tmp_path / "lmms", world_size=3, to="lmms")
+    file = tmp_path / "lmms" / "pytorch_model_fsdp_0" / "model_world_size_3_rank_1.pt"
+    assert list(loaded(file)) == list(some_tensors())
+    for report, is_told in ((same_format, False), (other, True)):
+        assert any("wrappers were removed" in note for note in report.notes) is is_told
+
+
 class Unknown:
     """A hyper-parameter that is nothing that a reader knows."""
 

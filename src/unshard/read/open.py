@@ -26,7 +26,7 @@ from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.optimizer.state import OptimizerState
 from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.read.wrapper_names import refuse_flat_parameters, unwrapped
+from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
@@ -218,6 +218,7 @@ def _weights(location: Location, options: ReadOptions) -> Catalog:
         writer=_writer(found.writer, location),
         tensors=tensors.value,
         notes=(*found.notes, *tensors.notes),
+        stored_names=stored_names(found.tensors),
     )
 
 

@@ -22,11 +22,16 @@ from unshard.noted import Noted
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = [
+    "REMOVED",
     "names_without_wrappers",
     "refuse_flat_parameters",
+    "stored_names",
     "unwrapped",
     "without_wrapper_module",
 ]
+
+REMOVED = "names of wrappers were removed from"
+"""How the note begins that names of tensors are not those of the files."""
 
 _WRAPPERS = frozenset(
     "_fsdp_wrapped_module _fpw_module _orig_mod _checkpoint_wrapped_module _forward_module".split()
@@ -60,8 +65,16 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry
     raise_all(CorruptError, "tensors whose names differ by a wrapper only", problems)
     changed = sum(short != name for name, short in names.items())
     if changed:
-        notes.insert(0, f"names of wrappers were removed from {changed} tensor names")
+        notes.insert(0, f"{REMOVED} {changed} tensor names")
     return Noted(kept, tuple(notes))
+
+
+def stored_names(tensors: Iterable[str]) -> dict[str, str]:
+    """Return what the files call the tensors that `unwrapped` renames."""
+    found: dict[str, str] = {}
+    for name, short in names_without_wrappers([one for one in tensors if one != _AVERAGES]).items():
+        found.setdefault(short, name)
+    return {short: name for short, name in found.items() if short != name}
 
 
 def names_without_wrappers(meant: Sequence[str]) -> dict[str, str]:

@@ -157,6 +157,7 @@ class Catalog:
         format: how the weights are stored, for people: "FSDP rank files".
         step: training step, where the directory's name states it.
         recorded: arguments of the training that the files record, plain values only.
+        stored_names: what the files call the tensors whose names had wrappers in them.
     """
 
     writer: str
@@ -172,3 +173,4 @@ class Catalog:
     format: str = ""
     step: int | None = None
     recorded: Mapping[str, object] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict)

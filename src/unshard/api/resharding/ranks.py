@@ -1,7 +1,7 @@
 """What the files of ranks contain, and the files beside them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles
@@ -20,12 +20,15 @@ __all__ = ["add_files", "files_of_ranks"]
 _STATE, _LOADER = "scheduler and random state", "dataloader position"
 
 
-def files_of_ranks(source: Checkpoint, target: Target, files: SourceFiles) -> Iterator[RankFile]:
-    """Yield the files of all ranks, those of the model first."""
+def files_of_ranks(
+    source: Checkpoint, target: Target, files: SourceFiles, names: Mapping[str, str]
+) -> Iterator[RankFile]:
+    """Yield the files of all ranks, those of the model first; some tensors may get other names."""
     world = len(target.meshes)
     for rank, mesh in enumerate(target.meshes):
         tensors = RankTensors(target.version, mesh)
-        weights = {name: tensors.make(one) for name, one in source.catalog.tensors.items()}
+        model = source.catalog.tensors.items()
+        weights = {names.get(name, name): tensors.make(one) for name, one in model}
         yield RankFile(files.renamed(files.model, world, rank), weights, tensors)
     state = source.optimizer
     if state is None or files.optimizer is None:

@@ -30,6 +30,7 @@ from unshard.plan.resharding import Resharded, lay_out_ranks
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_numbered, find_optimizer
+from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
 from unshard.write.sealing import seal
 from unshard.write.staging.stage import Staging
@@ -178,14 +179,21 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
         _make_files(plan, made, stage.directory, options, listener)
         notes, others = writing.add(stage.directory)
-        # DCP that stays in its format has every object as it was.
-        if source.optimizer is not None and not (kind.is_dcp and kind is format_of(source)):
-            notes += source.optimizer.notes
+        notes += _notes_of(source, kind)
         if options.verify != "off":
             check_output(source, made, kind, stage.directory, options, listener)
         listener(Stage("committing"))
         notes += stage.commit()
     return warn(listener, notes), others
+
+
+def _notes_of(source: Checkpoint, kind: ReshardFormat) -> Sequence[str]:
+    """Return what the readers noted of model and optimizer, as far as it is true of the output."""
+    stays = kind is format_of(source)
+    if stays and kind.is_dcp:  # everything is written under its own name
+        return ()
+    notes = [one for one in source.catalog.notes if not (stays and one.startswith(REMOVED))]
+    return [*notes, *(() if source.optimizer is None else source.optimizer.notes)]
 
 
 def _writing(
@@ -199,7 +207,8 @@ def _writing(
     if kind.is_dcp:
         return dcp_again(source, target, output, stack)
     files = SourceFiles.of(source)
-    made = lay_out_ranks([*files_of_ranks(source, target, files)], target.version)
+    ranks = files_of_ranks(source, target, files, source.catalog.stored_names)
+    made = lay_out_ranks([*ranks], target.version)
     small = sum(one.stat().st_size for one in files.small.values())
     return Writing(made, small, partial(add_files, source, target, files))
 

@@ -22,7 +22,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def ranks_anew(source: Checkpoint, target: Target, to: ReshardFormat) -> Writing:
     """Return what is written of a checkpoint that is placed (see `placing`)."""
     world = len(target.meshes)
-    made = lay_out_ranks([*files_of_ranks(source, target, files_for(to, source))], target.version)
+    ranks = files_of_ranks(source, target, files_for(to, source), {})
+    made = lay_out_ranks([*ranks], target.version)
     files = Addition()
     add_companions(source, "huggingface/" if to is ReshardFormat.VERL else "", files)
     if to is ReshardFormat.VERL:
