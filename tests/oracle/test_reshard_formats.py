@@ -1,5 +1,6 @@
 """Checkpoints resharded into other formats: torch, accelerate and trainers resume from them."""
 
+import tarfile
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 import unshard
 from oracle.writers.accelerate import accelerate_load
@@ -29,6 +31,7 @@ pytestmark = [
 ]
 
 
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed.tar.xz"
 ON_TWO = Run("uneven", (2,), ("fsdp",))
 
 
@@ -145,6 +148,22 @@ def test_a_model_of_the_hub_gets_its_names_in_training(tmp_path: Path) -> None:
     unshard.reshard(tmp_path / "hub", tmp_path / "lmms", world_size=2, to="lmms")
     file = tmp_path / "lmms" / "pytorch_model_fsdp_0" / "model_world_size_2_rank_0.pt"
     assert loaded(file).keys() == tiny_model("qwen2_5_vl").state_dict().keys()
+
+
+@pytest.mark.parametrize("case", ["zero1_fp32", "zero2_bf16"])
+def test_all_parameters_of_deepspeed_are_sharded(tmp_path: Path, case: str) -> None:
+    """Also frozen and tied ones, which ZeRO has whole up to stage 2, as it has buffers."""
+    with tarfile.open(DEEPSPEED) as archive:
+        archive.extractall(tmp_path, filter="data")
+    place = tmp_path / "deepspeed" / case
+    unshard.reshard(place, tmp_path / "out", world_size=2, to="verl")
+    found = loaded(tmp_path / "out" / "model_world_size_2_rank_0.pt")
+    (stated,) = place.rglob("mp_rank_00_model_states.pt")
+    with unshard.open_checkpoint(place, framework="pt") as opened:
+        floating = {name for name, one in opened.items() if one.is_floating_point() and one.ndim}
+    sharded = {name for name, one in found.items() if isinstance(one, DTensor)}
+    assert sharded == floating - set(loaded(stated)["buffer_names"])
+    assert {"frozen_one", "frozen_proj.weight"} <= sharded
 
 
 SAMPLES = {

@@ -17,6 +17,7 @@ from unshard.errors import NotMergeableError
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import OptimizerState, split_name
 from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.read.zero.reader import ZERO, frozen_names
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 from unshard.tensors.placements import DeviceMesh, Shard, Sharding, StridedShard
@@ -43,9 +44,11 @@ def placed(source: Checkpoint) -> Checkpoint:
     tensors = dict(source.catalog.tensors)
     if source.location.format is WHOLE_FILES:
         tensors = _in_training(source, tensors)
-    trained = _trained(source.optimizer)
     are_cut = any(map(_is_cut, tensors.values()))
-    placings = {name: _sharding(entry, trained, are_cut=are_cut) for name, entry in tensors.items()}
+    known = _trained(source.optimizer)
+    if are_cut and source.location.format is ZERO:
+        known |= _whole_in_zero(source, known)
+    placings = {name: _sharding(entry, known, are_cut=are_cut) for name, entry in tensors.items()}
     model = {name: replace(one, sharding=placings[name]) for name, one in tensors.items()}
     state = None if source.optimizer is None else _state(source.optimizer, model)
     catalog = replace(source.catalog, tensors=model)
@@ -86,6 +89,20 @@ def _trained(state: OptimizerState | None) -> frozenset[str]:
     return frozenset(name for group in groups for name in group.params)
 
 
+def _whole_in_zero(source: Checkpoint, trained: Iterable[str]) -> frozenset[str]:
+    """Return the parameters that ZeRO does not cut: frozen ones, and other names of parameters."""
+    tensors = source.catalog.tensors
+    known = {*trained, *frozen_names(source.location)}
+    places = {_place(tensors[name]) for name in known if name in tensors}
+    return frozenset({*known, *(name for name, one in tensors.items() if _place(one) in places)})
+
+
+def _place(entry: TensorEntry) -> tuple[object, ...]:
+    """Return where a tensor begins; the same of tied ones."""
+    chunks = entry.chunks
+    return (entry.shape, *((int(chunks.file[0]), int(chunks.start[0])) if len(chunks) else ()))
+
+
 def _dims_cut(entry: TensorEntry) -> list[int]:
     """Return the dimensions along which its chunks differ."""
     found: list[int] = np.flatnonzero(entry.chunks.offsets.any(axis=0)).tolist()
@@ -96,7 +113,7 @@ def _is_cut(entry: TensorEntry) -> bool:
     return entry.sharding is not None or bool(_dims_cut(entry))
 
 
-def _sharding(entry: TensorEntry, trained: Iterable[str], *, are_cut: bool) -> Sharding | None:
+def _sharding(entry: TensorEntry, known: Iterable[str], *, are_cut: bool) -> Sharding | None:
     """Return how a tensor of the model is placed; None: each rank has it whole, as a buffer."""
     if entry.sharding is not None:
         return entry.sharding
@@ -104,7 +121,7 @@ def _sharding(entry: TensorEntry, trained: Iterable[str], *, are_cut: bool) -> S
     if not dims and (not entry.shape or entry.dtype.kind is not DTypeKind.FLOAT):
         return None
     # Of a checkpoint whose parameters are cut, a tensor of several rows that is not is a buffer.
-    if not dims and are_cut and entry.fqn not in trained and entry.shape[0] > 1:
+    if not dims and are_cut and entry.fqn not in known and entry.shape[0] > 1:
         return None
     return Sharding(_MESH, (Shard(dims[0] if len(dims) == 1 else 0),))
 
