@@ -9,9 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys, load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    SequentialLR,
+)
 
 import unshard
 from oracle.writers.accelerate import accelerate_load
@@ -164,6 +171,35 @@ def test_all_parameters_of_deepspeed_are_sharded(tmp_path: Path, case: str) -> N
     sharded = {name for name, one in found.items() if isinstance(one, DTensor)}
     assert sharded == floating - set(loaded(stated)["buffer_names"])
     assert {"frozen_one", "frozen_proj.weight"} <= sharded
+
+
+def scheduler_of(name: str, *, is_tensor: bool) -> LRScheduler:
+    """Return a scheduler; a rate that is a tensor is what torch.compile needs."""
+    rate = torch.tensor(0.1) if is_tensor else 0.1
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=rate)
+    if name == "milestones":
+        return MultiStepLR(optimizer, milestones=[2, 2, 4], gamma=0.5)
+    parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 10)]
+    return SequentialLR(optimizer, parts, milestones=[2])
+
+
+@pytest.mark.parametrize("name", ["milestones", "one after another"])
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["number", "tensor"])
+def test_schedulers_of_any_form_are_carried(tmp_path: Path, name: str, *, is_tensor: bool) -> None:
+    truth = scheduler_of(name, is_tensor=is_tensor).state_dict()
+    saved = {"model": {"w": torch.rand(4, 3)}, "lr_scheduler": truth}
+    save(saved, checkpoint_id=tmp_path / "source", no_dist=True)
+    unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=2, to="verl")
+    file = tmp_path / "verl" / "extra_state_world_size_2_rank_1.pt"
+    found = loaded(file)["lr_scheduler"]
+    assert same(found, truth)
+    assert type(found.get("milestones")) is type(truth.get("milestones"))
+    unshard.reshard(tmp_path / "verl", tmp_path / "dcp", world_size=3, to="dcp")
+    for place in ("source", "dcp"):  # torch itself makes words of the milestones
+        again = {"lr_scheduler": scheduler_of(name, is_tensor=is_tensor).state_dict()}
+        load(again, checkpoint_id=tmp_path / place, no_dist=True)
+        again["lr_scheduler"].pop("milestones", None)
+        assert same(again["lr_scheduler"], {k: v for k, v in truth.items() if k != "milestones"})
 
 
 SAMPLES = {

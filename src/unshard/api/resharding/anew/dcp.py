@@ -16,14 +16,15 @@ from pathlib import Path, PurePosixPath
 
 from unshard.api.resharding.anew.placing import cut_dimension
 from unshard.api.resharding.anew.ranks import add_companions
-from unshard.api.resharding.anew.training import SCHEDULER, add_training, read_training
+from unshard.api.resharding.anew.rebuilding import SCHEDULER
+from unshard.api.resharding.anew.training import add_training, read_training
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, Writing, write_additions
 from unshard.containers.torch_files.dcp_files import object_data
 from unshard.containers.torch_files.dcp_metadata import ItemPath, SavedObject
 from unshard.containers.torch_files.dtensors import Version
-from unshard.containers.torch_files.writer import Plain
+from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_directories
 from unshard.read.open import Checkpoint
@@ -82,7 +83,7 @@ def _state(state: OptimizerState, version: Version) -> _Items:
 
 
 def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedObject]:
-    """Yield the items that torch makes of a value: dicts are flattened, and lists of them.
+    """Yield the items that torch makes of a value: dicts are flattened, and lists that have any.
 
     Raises:
         NotMergeableError: a value is not one that can be written.
@@ -90,7 +91,7 @@ def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedOb
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _objects((*path, str(key)), part, version)
-    elif isinstance(value, list) and any(isinstance(part, Mapping) for part in value):
+    elif isinstance(value, list) and not _is_item(value):
         for index, part in enumerate(value):
             yield from _objects((*path, index), part, version)
     elif value is not None or len(path) > 1:
@@ -100,3 +101,13 @@ def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedOb
             where = ".".join(map(str, path))
             raise NotMergeableError(f"{where}: cannot be written: {error}") from error
         yield SavedObject(path, data)
+
+
+def _is_item(value: Plain) -> bool:
+    """Return whether torch saves a value as one item: not a dict, nor a list of dicts or tensors.
+
+    A list inside counts as what it has; a tuple is always one item.
+    """
+    if not isinstance(value, list):
+        return not isinstance(value, Mapping)
+    return all(_is_item(part) and not isinstance(part, SavedTensor) for part in value)

@@ -3,23 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from unshard.api.resharding.anew.rebuilding import SCHEDULER, scheduler_in_dcp
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.writing import Addition, random_note
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain
-from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.metadata import read_metadata
 from unshard.read.dcp.reader import DCP, metadata_files
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.dcp import read_value
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 
-__all__ = ["SCHEDULER", "Training", "add_training", "read_training"]
+__all__ = ["Training", "add_training", "read_training"]
 
-SCHEDULER = "lr_scheduler"
-"""What the scheduler is called in the dict that is saved; so do torchtitan and torch's examples."""
-_SCHEDULERS = (SCHEDULER, "scheduler")
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
 _TOKENS = "total_tokens"  # without it lmms-engine does not load
@@ -46,7 +43,9 @@ def read_training(source: Checkpoint) -> Training:
     found = Training() if files is None else _of_files(files)
     if found.scheduler is None and source.location.format is DCP:
         metadata = read_metadata(metadata_files(source.location))
-        found = replace(found, scheduler=_in_dcp(metadata, source))
+        scheduler = scheduler_in_dcp(metadata, source.location)
+        notes = (*found.notes, *scheduler.notes)
+        found = replace(found, scheduler=scheduler.value, notes=notes)
     return found
 
 
@@ -63,23 +62,6 @@ def _of_files(files: StateFiles) -> Training:
     known = [one.others.get(SCHEDULER) for one in states if one is not None]
     scheduler = next((one for one in (*schedulers, *known) if one is not None), None)
     return Training(scheduler, tuple(states), tuple(notes))
-
-
-def _in_dcp(metadata: DcpMetadata, source: Checkpoint) -> Plain:
-    """Return the scheduler that was saved in the model's own directory; None without one."""
-    whole: dict[str, Plain] = {}
-    for name in metadata.objects:
-        path = metadata.paths.get(name, (name,))
-        at = next((at for at, part in enumerate(path[:-1]) if part in _SCHEDULERS), None)
-        if at is not None:
-            inner = whole
-            for part in path[at + 1 : -1]:
-                below = inner.setdefault(part, {})
-                if not isinstance(below, dict):
-                    return None
-                inner = below
-            inner[path[-1]] = read_value(metadata, source.location, name).value
-    return whole or None
 
 
 def add_training(
