@@ -17,7 +17,7 @@ _ACCELERATE = "pytorch_model_fsdp_"
 
 
 class ReshardFormat(Enum):
-    """Who loads the output: `dcp` is for `dcp.load`, `accelerate` also for the HF Trainer."""
+    """Who loads the output: `dcp` is for `dcp.load`, `accelerate` for its `load_state`."""
 
     VERL = "verl"
     LMMS = "lmms"

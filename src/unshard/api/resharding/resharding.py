@@ -100,8 +100,8 @@ def reshard(
         world_size: the number of ranks to write for.
         to: the format to write: "verl" or "lmms", the files of ranks of verl and lmms-engine;
             "dcp", one directory for `dcp.load` with `{"model": …, "optimizer": …}`; "accelerate",
-            what its `load_state` and the HF Trainer load. Default: the one the checkpoint is in,
-            where the names in DCP stay as they are.
+            what its `load_state` loads. Default: the one the checkpoint is in, where the names in
+            DCP stay as they are.
         mesh: sizes of the device mesh; the last dimension shards, the others replicate. Default:
             one dimension of `world_size`. Only for files of ranks.
         mesh_names: names of its dimensions; default: those of the checkpoint's mesh.

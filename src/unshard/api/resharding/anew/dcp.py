@@ -4,7 +4,7 @@
     optimizer             what `get_optimizer_state_dict` returns
     lr_scheduler          what the scheduler's `state_dict` returns (in one directory only)
 
-accelerate and the HF Trainer have model and optimizer in directories of their own.
+accelerate has model and optimizer in directories of their own.
 
 Source: `torch.distributed.checkpoint._traverse`, accelerate 1.15's `load_fsdp_model` and
 `load_fsdp_optimizer`.
