@@ -22,7 +22,7 @@ from oracle.writers.workers import WorkerPool
 from other_versions import unpack_rank_files
 from ranks import as_rank, assert_same, contents, merged, save_ranks, some_tensors
 from saved_values import loaded, parts_of, same
-from unshard import NotMergeableError, OutputError, UsageError
+from unshard import IncompleteError, NotMergeableError, OutputError, UsageError
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -137,6 +137,15 @@ def test_names_that_torch_recorded_stay(tmp_path: Path) -> None:
     unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
     (group,) = loaded(tmp_path / "out" / "optim_world_size_3_rank_1.pt")["param_groups"]
     assert group["param_names"] == list(tensors)
+
+
+@pytest.mark.parametrize("to", ["verl", "lmms"])
+def test_a_missing_file_of_the_optimizer_is_named(tmp_path: Path, to: str) -> None:
+    save_ranks(tmp_path / "a", some_tensors(), 2)
+    save_optimizer(tmp_path / "a", {"exp_avg": like(some_tensors(), 1)}, 2)
+    (tmp_path / "a" / "optim_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"missing: .*optim_world_size_2_rank_1\.pt"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, to=to)
 
 
 def test_a_mesh_without_names_stays_without(tmp_path: Path) -> None:

@@ -86,11 +86,12 @@ def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerStat
         )
     _check_listed(found)
     _check_forms(found, checkpoint.catalog)
-    check_coverage(found.catalog)
+    catalog = replace(found.catalog, roots=checkpoint.catalog.roots)
+    check_coverage(catalog)
     numbers = {str(key): int(key) for params, _ in found.groups for key in params}
     groups = tuple(ParamGroup(tuple(map(str, params)), own) for params, own in found.groups)
     values = {str(key): fields for key, fields in found.values.items()}
-    return OptimizerState(found.catalog, groups, values, {}, "numbers", numbers, found.notes)
+    return OptimizerState(catalog, groups, values, {}, "numbers", numbers, found.notes)
 
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
