@@ -148,6 +148,17 @@ def test_a_missing_file_of_the_optimizer_is_named(tmp_path: Path, to: str) -> No
         unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, to=to)
 
 
+def test_what_one_rank_saved_is_resharded_by_way_of_dcp(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    torch.save(some_tensors(), tmp_path / "a" / "model_world_size_1_rank_0.pt")
+    with pytest.raises(NotMergeableError, match=r"one rank saved them[\s\S]*--to dcp"):
+        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2)
+    unshard.reshard(tmp_path / "a", tmp_path / "dcp", world_size=1, to="dcp")
+    unshard.reshard(tmp_path / "dcp", tmp_path / "out", world_size=2, to="verl", verify="full")
+    found = loaded(tmp_path / "out" / "model_world_size_2_rank_1.pt")
+    assert all(isinstance(one, DTensor) for one in found.values())
+
+
 def test_a_mesh_without_names_stays_without(tmp_path: Path) -> None:
     save_ranks(tmp_path / "a", some_tensors(), 2, mesh_names=None)
     save_ranks(tmp_path / "truth", some_tensors(), 3, mesh_names=None)

@@ -73,6 +73,13 @@ def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
 def _mesh_of(source: Checkpoint) -> DeviceMesh:
     """Return the mesh of a checkpoint's tensors; one of most dimensions, if there are several."""
     found = [one.sharding.mesh for one in source.catalog.tensors.values() if one.sharding]
+    if not found and source.catalog.world_size == 1:
+        raise NotMergeableError(
+            f"{source.location.weights_dir}: its tensors are not DTensors, but whole: one rank "
+            "saved them",
+            expected="the files of several ranks",
+            hint="write it as DCP (--to dcp), and reshard that into files of ranks",
+        )
     if not found:
         raise NotMergeableError(
             f"{source.location.weights_dir}: its tensors are not DTensors",
