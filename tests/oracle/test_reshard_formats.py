@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 import unshard
+from megatron_cases import unpack
 from oracle.writers.accelerate import accelerate_load
 from oracle.writers.resuming import Run, resume, resume_dcp, save_dcp, train
 from oracle.writers.samples import Samples
@@ -254,6 +255,16 @@ def test_dcp_again_need_not_know_what_it_has(tmp_path: Path) -> None:
     assert same(_load_state_dict_from_keys(checkpoint_id=tmp_path / "again"), saved)
     with pytest.raises(NotMergeableError, match="the state of 2 optimizers"):
         unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=3, to="verl")
+
+
+def test_names_of_megatron_are_not_written_for_other_trainers(tmp_path: Path) -> None:
+    source = unpack(tmp_path) / "llama_tp2_pp2"
+    for to in ("verl", "lmms", "accelerate"):
+        with pytest.raises(NotMergeableError, match="merge it first"):
+            unshard.reshard(source, tmp_path / "out", world_size=2, to=to)
+    assert not (tmp_path / "out").exists()
+    unshard.merge(source, tmp_path / "merged")
+    unshard.reshard(tmp_path / "merged", tmp_path / "out", world_size=2, to="verl")
 
 
 def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> None:

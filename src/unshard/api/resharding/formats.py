@@ -7,6 +7,7 @@ from pathlib import Path
 from unshard.api.resharding.source import SourceFiles
 from unshard.errors import NotMergeableError, UsageError
 from unshard.read.dcp.reader import DCP
+from unshard.read.megatron.reader import MEGATRON
 from unshard.read.open import Checkpoint
 from unshard.read.rank_files.reader import RANK_FILES
 
@@ -24,6 +25,17 @@ class ReshardFormat(Enum):
     DCP = "dcp"
     ACCELERATE = "accelerate"
 
+    @classmethod
+    def _of_model(cls, source: Checkpoint, to: "ReshardFormat") -> "ReshardFormat":
+        """Return a format; of Megatron only DCP is written, as no other trainer has its names."""
+        if source.location.format is MEGATRON and to is not cls.DCP:
+            raise NotMergeableError(
+                f"{source.location.weights_dir}: has the names of {MEGATRON}, which trainers of "
+                f"--to {to.value} do not load",
+                hint="merge it first, and reshard the merged model",
+            )
+        return to
+
     @property
     def is_dcp(self) -> bool:
         """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
@@ -35,13 +47,14 @@ class ReshardFormat(Enum):
 
         Raises:
             UsageError: there is none of that name.
-            NotMergeableError: none was named, and the source is in none of these formats.
+            NotMergeableError: none was named, and the source is in none of these formats; or its
+                trainers do not load the source's names.
         """
         names = ", ".join(one.value for one in cls)
         if to is not None:
             if to not in {one.value for one in cls}:
                 raise UsageError(f"--to {to}: unknown", expected=names)
-            return cls(to)
+            return cls._of_model(source, cls(to))
         found = format_of(source)
         if found is None:
             raise NotMergeableError(
