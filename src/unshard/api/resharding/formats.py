@@ -58,8 +58,8 @@ class ReshardFormat(Enum):
         found = format_of(source)
         if found is None:
             raise NotMergeableError(
-                f"{source.location.file or source.location.weights_dir}: is "
-                f"{source.catalog.format}, which is not written for a number of ranks",
+                f"{source.location.file or source.location.weights_dir}: unshard reads its "
+                f"format ({source.catalog.format}) but does not write it",
                 expected="rank files, such as model_world_size_4_rank_0.pt, or a DCP checkpoint",
                 hint=f"name the format to write: --to {names.replace(', ', '|')}",
             )

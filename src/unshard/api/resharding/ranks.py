@@ -13,6 +13,7 @@ from unshard.plan.resharding import RankFile, RankTensors, optimizer_value
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import split_name
 from unshard.read.training_state.plain_values import plain_values
+from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["add_files", "files_of_ranks"]
@@ -78,9 +79,9 @@ def add_files(
 
 def _loader_note(before: int, world: int) -> str:
     return (
-        f"the dataloaders of {before} ranks have no equivalent on {world}: rank R gets the "
-        f"position of rank R modulo {before}, so it goes on after as many batches of its own, and "
-        "some samples of this epoch may be seen twice or not at all"
+        f"the dataloaders of {counted(before, 'rank')} have no equivalent on {world}: rank R gets "
+        f"the position of rank R modulo {before}, so it goes on after as many batches of its own, "
+        "and some samples of this epoch may be seen twice or not at all"
     )
 
 

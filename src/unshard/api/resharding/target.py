@@ -43,9 +43,12 @@ class Target:
         if torch not in VERSIONS:
             raise UsageError(f"--torch {torch}: unknown", expected=", ".join(VERSIONS))
         shape = (world_size,) if mesh is None else tuple(mesh)
-        if world_size < 1 or min(shape, default=0) < 1 or prod(shape) != world_size:
+        if world_size < 1:
+            raise UsageError(f"--world-size {world_size}: must be at least 1")
+        if min(shape, default=0) < 1 or prod(shape) != world_size:
             sizes = "x".join(map(str, shape))
-            raise UsageError(f"--mesh {sizes} has not --world-size {world_size} ranks")
+            what = f"--mesh {sizes} has {prod(shape)} ranks, not {world_size} as --world-size says"
+            raise UsageError(what)
         known = _mesh_of(source)
         of_fsdp = [name for name in known.dim_names or () if name not in TENSOR_PARALLEL]
         names = tuple(mesh_names or of_fsdp[-len(shape) :] or ("fsdp",))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
+from unshard.showing import counted
 
 __all__ = ["Added", "Addition", "Writing", "random_note", "write_additions"]
 
@@ -69,7 +70,7 @@ def write_additions(files: Addition, directory: Path) -> Added:
 def random_note(before: int, world: int) -> str:
     """Return what a user should know of random state on another number of ranks."""
     return (
-        f"the random state of {before} ranks has no equivalent on {world}: rank R gets that of "
-        f"rank R modulo {before}, so random numbers will not be those of the same run on "
-        f"{before} ranks"
+        f"the random state of {counted(before, 'rank')} has no equivalent on {world}: rank R gets "
+        f"that of rank R modulo {before}, so random numbers will not be those of the same run on "
+        f"{counted(before, 'rank')}"
     )

@@ -4,6 +4,7 @@ import re
 from functools import partial
 from json import dumps
 
+from unshard.api.resharding.anew.rebuilding import SCHEDULERS
 from unshard.api.resharding.anew.training import add_training, read_training
 from unshard.api.resharding.formats import ReshardFormat, files_for
 from unshard.api.resharding.ranks import files_of_ranks
@@ -16,6 +17,7 @@ from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["add_companions", "ranks_anew"]
 
+_NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -40,12 +42,15 @@ def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
     config = {} if own.config is None else {"config.json": own.config}
     files.copied |= {f"{folder}{name}": path for name, path in (config | dict(own.files)).items()}
     if source.optimizer is None:
-        files.notes.append("no state of an optimizer was found: only the model can be loaded")
+        files.notes.append(
+            "no state of an optimizer was found that can be read: only the model can be loaded"
+        )
     if source.location.format is WHOLE_FILES and any(map(_EXPERT.search, source.catalog.tensors)):
         files.notes.append(
             "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
             "of most families in one tensor, and then does not load these"
         )
-    skipped = [one.fqn for one in source.catalog.skipped if not one.fqn.startswith("optim")]
+    # Of the optimizer and the scheduler, other notes say what is left out.
+    skipped = [one.fqn for one in source.catalog.skipped if not _NOTED.search(one.fqn)]
     if skipped:
         files.notes.append(f"left out: {', '.join(skipped[:5])} (not the model's weights)")

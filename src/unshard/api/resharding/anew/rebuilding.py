@@ -19,11 +19,11 @@ from unshard.read.format import Location
 from unshard.read.optimizer.dcp import read_value
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["SCHEDULER", "scheduler_in_dcp"]
+__all__ = ["SCHEDULER", "SCHEDULERS", "scheduler_in_dcp"]
 
 SCHEDULER = "lr_scheduler"
 """What the scheduler is called in the dict that is saved; so do torchtitan and torch's examples."""
-_SCHEDULERS = (SCHEDULER, "scheduler")
+SCHEDULERS = (SCHEDULER, "scheduler")
 _MILESTONES = "milestones"
 _LARGEST = 1 << 16
 """Bytes of a tensor of a scheduler."""
@@ -42,7 +42,7 @@ def scheduler_in_dcp(metadata: DcpMetadata, place: Location) -> Noted[Plain]:
     found: dict[ItemPath, dict[ItemPath, str]] = {}
     for name in (*metadata.objects, *metadata.tensors):
         path = metadata.steps.get(name, (name,))
-        at = next((at for at, part in enumerate(path[:-1]) if part in _SCHEDULERS), None)
+        at = next((at for at, part in enumerate(path[:-1]) if part in SCHEDULERS), None)
         if at is not None:
             found.setdefault(path[: at + 1], {})[path[at + 1 :]] = name
     if not found:

@@ -140,7 +140,7 @@ def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Ite
     lacks = ["scheduler"] if found.scheduler is None else []
     lacks += [] if first.rng else ["random state"]
     if lacks:
-        yield f"extra_state has no {' and no '.join(lacks)}: the source has none"
+        yield f"extra_state has no {' and no '.join(lacks)}: none was found that can be read"
     if to is ReshardFormat.LMMS:
         yield "dataloader_state is not written: lmms-engine needs the files of such a run to resume"
 
