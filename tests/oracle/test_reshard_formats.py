@@ -258,6 +258,16 @@ def test_dcp_again_need_not_know_what_it_has(tmp_path: Path) -> None:
         unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=3, to="verl")
 
 
+def test_small_files_next_to_dcp_are_copied_or_named(tmp_path: Path) -> None:
+    save({"model": {"w": torch.rand(4, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
+    small = ("scaler.pt", "dl_state_dict.bin", "dl_state_dict_1.bin")
+    for name in (*small, "notes.txt"):
+        (tmp_path / "source" / name).write_bytes(name.encode())
+    report = unshard.reshard(tmp_path / "source", tmp_path / "out", world_size=2)
+    assert all((tmp_path / "out" / name).read_bytes() == name.encode() for name in small)
+    assert "not copied from source: notes.txt" in report.notes
+
+
 def test_names_of_megatron_are_not_written_for_other_trainers(tmp_path: Path) -> None:
     source = unpack(tmp_path) / "llama_tp2_pp2"
     for to in ("verl", "lmms", "accelerate"):
