@@ -343,8 +343,9 @@ def test_an_output_that_exists_is_left(tmp_path: Path) -> None:
     save_ranks(tmp_path / "a", some_tensors(), 2)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with pytest.raises(OutputError, match="exists"):
+    with pytest.raises(OutputError, match="exists") as raised:
         unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)
+    assert raised.value.hint == "give another output"  # it has no --overwrite
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     shutil.rmtree(tmp_path / "out")
     unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3)

@@ -22,7 +22,7 @@ from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Added, Writing
 from unshard.api.sources import inflated
 from unshard.engines.threads import Overflows, run_plan
-from unshard.errors import NotMergeableError, UsageError
+from unshard.errors import NotMergeableError, OutputError, UsageError
 from unshard.keywords import ReshardKeywords
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
@@ -167,6 +167,8 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     plan = make_plan(made.layout)
     entries = source.catalog.tensors.values()
     refuse_sources(output, {path for one in entries for path in one.chunks.paths})
+    if output.is_symlink() or output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise OutputError(f"{output}: exists already", hint="give another output")
     stage = Staging(
         output,
         plan.bytes_written + writing.small_bytes * 2,
