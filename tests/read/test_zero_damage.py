@@ -155,3 +155,37 @@ def test_parameters_without_values_are_named(tmp_path: Path) -> None:
         changed(path, lambda state: state.update({"frozen_param_shapes": None}))
     with pytest.raises(NotMergeableError, match=r"no values in any file: frozen\.weight"):
         unshard.inspect(tag)
+
+
+FROZEN_FILE = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def tag3(tmp_path: Path) -> Path:
+    """Return the directory of a save of stage 3 on four ranks."""
+    return save_zero(tmp_path / "global_step1", MODEL, world=4, stage=3)
+
+
+def test_frozen_parts_of_another_world_are_refused(tag3: Path, tmp_path: Path) -> None:
+    other = save_zero(tmp_path / "other/global_step1", MODEL, world=2, stage=3)
+    (other / FROZEN_FILE).replace(tag3 / FROZEN_FILE)
+    with pytest.raises(CorruptError, match="differ in dp_world_size"):
+        unshard.inspect(tag3)
+    changed(tag3 / FROZEN_FILE, lambda state: state.update({"dp_world_size": None}))
+    with pytest.raises(CorruptError, match="does not have rank 1's part"):
+        unshard.inspect(tag3)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"frozen_param_shapes": {"frozen.weight": torch.Size((4, 3))}}, "frozen_param_shapes"),
+        ({"ds_config": {"zero_optimization": {"stage": 2}}}, "the stage of ZeRO"),
+    ],
+)
+def test_frozen_parts_of_another_save_are_refused(
+    tag3: Path, change: dict[str, object], what: str
+) -> None:
+    changed(tag3 / FROZEN_FILE, lambda state: state.update(change))
+    with pytest.raises(CorruptError, match=f"differ in {what}"):
+        unshard.inspect(tag3)

@@ -166,7 +166,7 @@ def frozen_of_ranks(
         for rank, state in enumerate(states):
             part = state.fragments.get(name)
             runs = _joined([(state.file, [] if part is None else [part])], rank, rank=rank)
-            if runs.count < min(-(-prod(shape) // len(states)), prod(shape)):
+            if runs.count != -(-prod(shape) // len(states)):
                 raise CorruptError(
                     f"tensor {name}: {state.path.name} does not have rank {rank}'s part of it",
                     expected=f"{-(-prod(shape) // len(states))} elements of {list(shape)}",

@@ -210,8 +210,10 @@ class _Reading:
         missing = [rank for rank in range(world) if rank not in self.files.models]
         if missing:
             raise self._missing(missing, "zero_pp_rank_*_mp_rank_00_model_states.pt", world)
-        others = (self.files.models[rank] for rank in range(1, world))
-        return [self.state, *(read_model_state(path) for path in others)]
+        others = [read_model_state(self.files.models[rank]) for rank in range(1, world)]
+        for one in others:
+            _check_same_save(self.state, one)
+        return [self.state, *others]
 
     def _module_tensors(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
         """Return what the model's own file has; of stage 3 parameters have no elements there."""
@@ -261,6 +263,23 @@ class _Reading:
             archives=tuple(ByteRange(path, 0, path.stat().st_size) for path in paths),
             notes=tuple(self.notes),
         )
+
+
+def _check_same_save(first: ModelState, one: ModelState) -> None:
+    """Raise if two ranks' files of the model contradict each other, where both state something."""
+    facts = (
+        ("dp_world_size", first.world_size, one.world_size),
+        ("the stage of ZeRO", first.stage, one.stage),
+        ("frozen_param_shapes", first.frozen, one.frozen),
+    )
+    for what, expected, found in facts:
+        if expected is not None and found is not None and expected != found:
+            raise CorruptError(
+                f"{one.path}: was not saved together with {first.path.name}: they differ in {what}",
+                expected="" if isinstance(expected, Mapping) else str(expected),
+                found="" if isinstance(found, Mapping) else str(found),
+                hint="files of two saves are in one directory: move the older ones elsewhere",
+            )
 
 
 def _trained(state: ModelState) -> dict[str, tuple[int, ...]]:
