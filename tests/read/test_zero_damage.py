@@ -1,6 +1,6 @@
 """What the pickles of ZeRO say is not trusted: a contradiction is an error that names a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -180,12 +180,67 @@ def test_frozen_parts_of_another_world_are_refused(tag3: Path, tmp_path: Path) -
     ("change", "what"),
     [
         ({"frozen_param_shapes": {"frozen.weight": torch.Size((4, 3))}}, "frozen_param_shapes"),
+        ({"global_steps": 4}, "global_steps"),
         ({"ds_config": {"zero_optimization": {"stage": 2}}}, "the stage of ZeRO"),
     ],
 )
 def test_frozen_parts_of_another_save_are_refused(
     tag3: Path, change: dict[str, object], what: str
 ) -> None:
+    for path in tag3.glob("*model_states.pt"):
+        changed(path, lambda state: state.update({"global_steps": 3}))
     changed(tag3 / FROZEN_FILE, lambda state: state.update(change))
     with pytest.raises(CorruptError, match=f"differ in {what}"):
         unshard.inspect(tag3)
+
+
+def with_moments(directory: Path, stage: int, steps: Sequence[float], lr: float = 0.1) -> Path:
+    """Save of two ranks, each with the step of its own."""
+    tag = save_zero(directory, MODEL, world=len(steps), stage=stage)
+    for rank, step in enumerate(steps):
+
+        def add(state: dict[str, object], rank: int = rank, step: float = step) -> None:
+            flat = state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
+            assert isinstance(flat, list)
+            each = {"step": torch.tensor(step), "exp_avg": torch.zeros_like(flat[0])}
+            groups = [{"lr": lr * (1 + rank * (lr > 0.1)), "params": [0]}]
+            key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+            state[key] = {"state": {0: each}, "param_groups": groups}
+
+        changed(tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", add)
+    return tag
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_of_two_steps_are_refused(tmp_path: Path, stage: int) -> None:
+    mixed = with_moments(tmp_path / "mixed", stage, [3.0, 4.0])
+    for optimizer in (False, True):
+        with pytest.raises(CorruptError, match="at another step") as error:
+            unshard.merge(mixed, dry_run=True, optimizer=optimizer)
+        assert OPTIM in error.value.subject
+        assert (error.value.expected, error.value.found) == ("step 3.0", "step 4.0")
+    alike = with_moments(tmp_path / "alike", stage, [3.0, 3.0])
+    unshard.merge(alike, dry_run=True, optimizer=True)
+
+
+def test_a_rank_that_has_only_padding_may_state_another_step(tmp_path: Path) -> None:
+    model = ZeroModel([{"one": torch.ones(2)}])
+    for keeps_padding in (False, True):
+        tag = save_zero(
+            tmp_path / str(keeps_padding), model, world=2, stage=1, keeps_padding=keeps_padding
+        )
+        for rank, step in enumerate((3, 0)):
+            changed(
+                tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+                lambda state, step=step: state.update(  # type: ignore[misc]
+                    {"base_optimizer_state": {"state": {0: {"step": step}}}}
+                ),
+            )
+        assert [one.name for one in unshard.inspect(tag).tensors] == ["one"]
+
+
+def test_ranks_of_other_hyper_parameters_are_refused(tmp_path: Path) -> None:
+    tag = with_moments(tmp_path / "mixed", 2, [3.0, 3.0], lr=0.2)
+    with pytest.raises(CorruptError, match="about lr of group 0"):
+        unshard.merge(tag, dry_run=True, optimizer=True)
+    unshard.merge(tag, dry_run=True)

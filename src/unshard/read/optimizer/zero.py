@@ -27,7 +27,7 @@ from unshard.tensors.catalog import Catalog, TensorEntry
 
 __all__ = ["read_zero"]
 
-_STEP = "step"
+_STEP, _SHOWN = "step", 200
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,8 @@ def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
     states, shapes = read
     bases = [_base_of(state, len(shapes)) for state in states]
     first = bases[0]
+    for base in bases[1:]:
+        _compare_groups(first, base)
     moments = [key for key, value in first.flat[0].items() if is_tensor(value) and key != _STEP]
     refuse_quantised(str(first.state.path), first.flat[0])
     paths = tuple(state.path for state in states)
@@ -99,6 +101,20 @@ def _base_of(state: OptimState, count: int) -> _Base:
             found=f"of {len(kept)}",
         )
     return _Base(state, kept, groups, notes)
+
+
+def _compare_groups(first: _Base, base: _Base) -> None:
+    """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
+    for number, ((_, ours), (_, theirs)) in enumerate(zip(first.groups, base.groups, strict=False)):
+        for key in dict.fromkeys([*ours, *theirs]):
+            if ours.get(key) != theirs.get(key):
+                raise CorruptError(
+                    f"{base.state.path}: disagrees with {first.state.path.name} about {key} of "
+                    f"group {number}",
+                    expected=str(ours.get(key))[:_SHOWN],
+                    found=str(theirs.get(key))[:_SHOWN],
+                    hint="files of two saves are in one directory: take another checkpoint",
+                )
 
 
 def _values(base: _Base, key: str) -> tuple[Value, ...]:

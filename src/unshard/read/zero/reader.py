@@ -28,6 +28,7 @@ from unshard.read.zero.states import (
     read_model_state,
     read_optim_state,
 )
+from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
@@ -165,6 +166,7 @@ class _Reading:
                     found=f"{one.world_size} ranks of stage {3 if one.is_stage3 else '1 or 2'}",
                     hint="files of two saves are in one directory: move the older ones elsewhere",
                 )
+        check_steps((one.path, one.steps) for one in states)
         if self.state.groups is None:
             raise NotMergeableError(
                 f"{self.state.path}: has no param_shapes, which DeepSpeed writes since 0.6"
@@ -269,6 +271,7 @@ def _check_same_save(first: ModelState, one: ModelState) -> None:
     """Raise if two ranks' files of the model contradict each other, where both state something."""
     facts = (
         ("dp_world_size", first.world_size, one.world_size),
+        ("global_steps", first.step, one.step),
         ("the stage of ZeRO", first.stage, one.stage),
         ("frozen_param_shapes", first.frozen, one.frozen),
     )

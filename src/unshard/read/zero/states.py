@@ -27,6 +27,7 @@ from unshard.read.torch_save.values import (
 )
 from unshard.read.zero.files import is_zero_file
 from unshard.read.zero.flat import Run
+from unshard.read.zero.steps import stated_steps
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import DType
 
@@ -38,7 +39,7 @@ __all__ = [
     "read_optim_state",
 ]
 
-_MOST_RANKS = 99_999
+_MOST_RANKS, _MOST_STEPS = 99_999, 1 << 53
 # What an engine writes about itself; all other values are the trainer's, and are listed.
 _BOOKKEEPING = frozenset(
     """
@@ -68,6 +69,7 @@ class ModelState:
         fragments: what the rank has of those.
         shared: names of parameters that are others under another name.
         world_size: data parallel; None where it is not stated.
+        step: how many steps were made; None where it is not stated.
         stage: of ZeRO, as the config of DeepSpeed says; None if it does not.
         is_bf16: whether that config trains in bfloat16.
         others: values that the trainer added.
@@ -81,6 +83,7 @@ class ModelState:
     fragments: Mapping[str, Value]
     shared: Mapping[str, str]
     world_size: int | None
+    step: int | None
     stage: int | None
     is_bf16: bool
     others: tuple[str, ...]
@@ -102,6 +105,7 @@ class OptimState:
         world_size: data parallel: the number of such files.
         paddings: elements after each parameter of each group, which only align the next one.
         base: the state of torch's optimizer, whose moments are cut like the weights.
+        steps: how many steps were made, by the number of the flat tensor; as far as it is stated.
     """
 
     file: TorchFile
@@ -110,6 +114,7 @@ class OptimState:
     world_size: int
     paddings: tuple[tuple[int, ...], ...] | None
     base: Value
+    steps: Mapping[int, float]
 
     @property
     def path(self) -> Path:
@@ -142,6 +147,7 @@ def read_model_state(path: Path, *, may_be_sliced: bool = False) -> ModelState:
         _optional(_items, path, "frozen_param_fragments", top) or {},
         _shared(path, top.get("shared_params")),
         None if world is None else _ranks(path, "dp_world_size", world),
+        _step_of(top.get("global_steps")),
         _stage_of((items_of(config.get("zero_optimization")) or {}).get("stage")),
         bool((items_of(config.get("bf16")) or {}).get("enabled")),
         tuple(name for name in top if name not in _BOOKKEEPING),
@@ -178,7 +184,9 @@ def read_optim_state(path: Path) -> OptimState:
     world = max((_ranks(path, "partition_count", one) for one in each), default=1)
     paddings = _paddings(path, state.get("param_alignment_paddings"))
     base = state.get("optimizer_state_dict" if is_stage3 else "base_optimizer_state")
-    return OptimState(file, is_stage3, tuple(flat), world, paddings, base)
+    kept = None if "zero_stage" in state else state.get("group_paddings")  # of BF16_Optimizer
+    steps = stated_steps(file, base, flat, kept)
+    return OptimState(file, is_stage3, tuple(flat), world, paddings, base, steps)
 
 
 def flat_run(file: TorchFile, value: Value, *, rank: int, number: int) -> tuple[DType, Run]:
@@ -290,6 +298,10 @@ def _ranks(path: Path, name: str, value: Value) -> int:
     if type(value) is not int or not 0 < value <= _MOST_RANKS:
         raise _bad(path, name, value, f"a number of ranks, 1 to {_MOST_RANKS:,}")
     return value
+
+
+def _step_of(value: Value) -> int | None:
+    return value if type(value) is int and 0 <= value < _MOST_STEPS else None
 
 
 def _stage_of(value: Value) -> int | None:
