@@ -160,6 +160,7 @@ def test_what_leaves_the_model_open_is_named(
         ("head_dim", 2),
         ("num_hidden_layers", 3),
         ("hidden_size", 8),
+        ("vocab_size", 28),
     ],
 )
 def test_a_config_that_the_training_contradicts_is_refused(

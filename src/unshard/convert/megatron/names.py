@@ -159,6 +159,11 @@ def _compare_with_recorded(model: _Model) -> None:
         for key, stated, other in pairs
         if stated is not None and type(recorded.get(key)) is int and recorded[key] != stated
     ]
+    stated, known = config.get("vocab_size"), recorded.get("vocab_size")
+    if type(stated) is int and type(known) is int and known > stated:
+        # A larger number in config.json is right: the hub's models have padding of their own.
+        what = f"config.json: vocab_size is {stated}, but the training had {known}"
+        problems.append(ConversionError(f"{what}: rows that it trained would be left out"))
     raise_all(ConversionError, "config.json is not that of the model that was trained", problems)
 
 
