@@ -166,7 +166,35 @@ def test_a_trainers_tree_means_its_own_step(unpacked: Path) -> None:
     for place in (run, run / "checkpoint-4", run / "checkpoint-4/global_step4"):
         found = unshard.inspect(place)
         assert (found.step, found.format, found.writer) == (4, "DeepSpeed ZeRO", "DeepSpeed")
-        assert found.would_write == str(run / "merged/checkpoint-4")
+        assert found.would_write is not None
+        assert found.would_write.startswith(f"{run / 'merged/checkpoint-4'}:")
+
+
+@pytest.mark.parametrize("latest", ["global_step4", None, "global_step9"])
+@pytest.mark.parametrize("others", [(), ("global_step2",)])
+def test_a_run_and_its_step_give_the_same_weights_whatever_latest_says(
+    unpacked: Path, tmp_path: Path, latest: str | None, others: tuple[str, ...]
+) -> None:
+    run = Path(shutil.copytree(unpacked / "deepspeed/hf_trainer_zero2", tmp_path / "run"))
+    shutil.rmtree(run / "checkpoint-2")
+    step = run / "checkpoint-4"
+    for other in others:
+        shutil.copytree(step / "global_step4", step / other)
+    (step / "latest").unlink()
+    if latest is not None:
+        (step / "latest").write_text(latest)
+    for place in (run, step, step / "global_step4"):
+        found = unshard.inspect(place)
+        assert (found.path, found.step) == (str(step / "global_step4"), 4)
+        assert found.would_write is not None
+        assert found.would_write.startswith(f"{run / 'merged/checkpoint-4'}:")
+        noted = any("global_step4 was taken" in one for one in found.warnings)
+        assert noted is (latest != "global_step4")
+    for number, place in enumerate((run, step)):
+        unshard.merge(place, tmp_path / f"out{number}")
+        assert (tmp_path / f"out{number}" / "lr_scheduler_state.json").is_file()
+    assert_same(merged(tmp_path / "out0"), merged(tmp_path / "out1"))
+    assert_same(merged(tmp_path / "out0"), without(truth_of(run), "lm_head.weight"))
 
 
 def test_of_an_interrupted_save_the_weights_of_training_are_named(unpacked: Path) -> None:

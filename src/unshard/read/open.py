@@ -19,7 +19,7 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import ModelConfig
 from unshard.read.finding.discover import discover, find
-from unshard.read.finding.markers import note_markers
+from unshard.read.finding.markers import note_markers, note_tag
 from unshard.read.finding.places import at_same_step
 from unshard.read.finding.step_names import step_of
 from unshard.read.finding.writers import writer_by_tree
@@ -102,7 +102,7 @@ def open_latest(
                 passed.append((location, why))
             else:
                 is_chosen = choice.step is not None or path.resolve() not in location.path.parents
-                notes = [] if is_chosen else note_markers(location)
+                notes = note_tag(location) + ([] if is_chosen else note_markers(location))
                 return passing_over(_with_notes(checkpoint, notes), location.empty, passed)
     raise_all(IncompleteError, f"{path}: no step is complete", [error for _, error in passed])
     raise IncompleteError(

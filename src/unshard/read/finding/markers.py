@@ -13,8 +13,17 @@ from typing import NamedTuple
 
 from unshard.read.finding.step_names import step_of
 from unshard.read.format import Location
+from unshard.read.zero.files import is_zero_file
 
-__all__ = ["Marker", "find_markers", "note_markers", "run_of", "stated_tag", "step_of_tag"]
+__all__ = [
+    "Marker",
+    "find_markers",
+    "note_markers",
+    "note_tag",
+    "run_of",
+    "stated_tag",
+    "step_of_tag",
+]
 
 _NAMES = (
     "latest_checkpointed_iteration.txt",  # verl, Megatron
@@ -28,6 +37,7 @@ _NAMES = (
 _LINKS = ("last", "latest", "hf-latest")  # lerobot, xtuner
 _LONGEST = 4096
 _TAG = "latest"  # DeepSpeed
+_TRAINER_STATE = "trainer_state.json"
 _FIRST, _SECOND = "pytorch_model", re.compile(r"pytorch_model_\d+")
 
 
@@ -66,17 +76,40 @@ def step_of_tag(place: Path) -> Path | None:
     """Return the folder of the tag that is the checkpoint of a place; None if it may be several.
 
     A trainer's step (`checkpoint-10`) has one tag, whatever its name; a run has one per step. So a
-    tag whose name states a step is the place's own only if that is a step, too.
+    tag whose name states a step is the place's own only if that is a step, too. Where `latest` does
+    not say which it is, a trainer's step has that of the highest step: its weights are what the
+    training goes on from, and those of a whole model next to it are not.
     """
     tag = stated_tag(place)
     if tag is None or not (place / tag).is_dir():
-        return None
+        return _highest_tag(place) if _is_trainers_step(place) else None
     if _SECOND.fullmatch(tag) and (place / _FIRST).is_dir():
         return None  # accelerate names the tag of each model, and the last one stays
     if step_of(tag) is None:
         return place / tag
+    if step_of(place.name) is None:
+        return None
     is_only = sum(step_of(one.name) is not None and one.is_dir() for one in place.iterdir()) == 1
-    return place / tag if is_only and step_of(place.name) is not None else None
+    return place / tag if is_only or _is_trainers_step(place) else None
+
+
+def _is_trainers_step(place: Path) -> bool:
+    """Return whether a place is a step for which transformers' Trainer saved its own state."""
+    return step_of(place.name) is not None and (place / _TRAINER_STATE).is_file()
+
+
+def _highest_tag(place: Path) -> Path | None:
+    """Return the folder of DeepSpeed's files with the highest step; None if that is not one."""
+    folders = [one for one in sorted(place.iterdir()) if one.is_dir() and _has_partitions(one)]
+    steps = [-1 if (step := step_of(one.name)) is None else step for one in folders]
+    highest = max(steps, default=-1)
+    return folders[steps.index(highest)] if steps.count(highest) == 1 else None
+
+
+def _has_partitions(folder: Path) -> bool:
+    with suppress(OSError):  # just removed, or closed
+        return any(is_zero_file(one.name) for one in folder.iterdir())
+    return False
 
 
 def _stated(text: str) -> int | None:
@@ -103,3 +136,15 @@ def note_markers(location: Location) -> list[str]:
         for name, step in find_markers(run)
         if step is not None and location.step is not None and step != location.step
     ]
+
+
+def note_tag(location: Location) -> list[str]:
+    """Return, for the user, that a trainer's `latest` does not name the tag that was taken."""
+    place, tag = location.step_dir, location.weights_dir
+    if tag.parent != place or not _is_trainers_step(place) or not _has_partitions(tag):
+        return []
+    stated = stated_tag(place)
+    if stated == tag.name:
+        return []
+    why = "is missing" if stated is None else f"names {stated}, which is not there"
+    return [f"{place / _TAG} {why}: {tag.name} was taken, the highest there"]
