@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 FROZEN = {"base.weight": torch.linspace(0, 1, 12).bfloat16().reshape(3, 4)}
 MODEL = ZeroModel([some_tensors()], FROZEN, {"steps": torch.tensor(3)})
+NAMED = some_tensors().items()
 Run = Callable[..., dict[str, torch.Tensor]]
 
 
@@ -56,6 +57,19 @@ def test_another_tag_may_be_named(checkpoint: Path, convert: Run) -> None:
 def test_frozen_parameters_may_be_left_out(checkpoint: Path, convert: Run) -> None:
     found = convert(checkpoint, "--exclude_frozen_parameters")
     assert_same(found, {name: MODEL.truth[name] for name in (*some_tensors(), "steps")})
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_may_be_inside_of_wrappers(
+    tmp_path: Path, convert: Run, stage: int
+) -> None:
+    trained = {f"module.a._checkpoint_wrapped_module.{name}": value for name, value in NAMED}
+    frozen = {"module.c._orig_mod.weight": torch.ones(2, 2).bfloat16()}
+    model = ZeroModel([trained], frozen, shared={"module.tied": "module.c._orig_mod.weight"})
+    save_zero(tmp_path / "step" / "tag", model, world=2, stage=stage)
+    found = convert(tmp_path / "step", "--tag", "tag", "--exclude_frozen_parameters")
+    assert_same(found, {f"a.{name}": value for name, value in NAMED})
+    assert {"c.weight", "tied"} < {*convert(tmp_path / "step", "--tag", "tag")}
 
 
 def test_several_files_are_named_as_those_of_the_original(

@@ -18,6 +18,7 @@ from unshard.read.format import Format, Location, ReadOptions, by_name, has_file
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_tensor
+from unshard.read.wrapper_names import names_without_wrappers
 from unshard.read.zero.files import ZeroFiles, find_files, is_zero_file
 from unshard.read.zero.flat import FlatCuts
 from unshard.read.zero.masters import frozen_of_ranks, unflattened
@@ -67,16 +68,21 @@ def read_partitions(
 
 
 def frozen_names(location: Location) -> list[str]:
-    """Return the names of the parameters that were not trained.
+    """Return the names of the parameters that were not trained, without those of wrappers.
 
     Raises:
         CheckpointError: the model's file cannot be read.
     """
     state = read_model_state(_model_file(find_files(location)))
-    if state.frozen is not None:
-        return list(state.frozen)
+    tensors = [name for name, value in state.module.items() if is_tensor(value)]
     known = {*_trained(state), *state.buffers, *state.shared}
-    return [] if state.groups is None else [name for name in state.module if name not in known]
+    left = [] if state.groups is None else [name for name in tensors if name not in known]
+    frozen = left if state.frozen is None else list(state.frozen)
+    aliases = [alias for alias, name in state.shared.items() if name in frozen]
+    # As `unwrapped` takes them off: whether a part is of a wrapper depends on all names.
+    every = dict.fromkeys((*tensors, *_trained(state), *state.shared, *frozen))
+    names = names_without_wrappers(list(every))
+    return [names[name] for name in (*frozen, *aliases)]
 
 
 def _model_file(files: ZeroFiles) -> Path:
