@@ -111,6 +111,14 @@ def test_without_a_config_one_is_made_of_the_recorded_arguments(
         key: stated.get(key) for key in {*made, *stated}
     }
     assert "no config.json: it is made of the arguments in common.pt" in report.notes[0]
+    assert "NullTokenizer, which may count a token more than vocab_size 29" in report.notes[1]
+
+
+def test_megatrons_own_names_get_no_config_that_does_not_fit_them(
+    cases: Path, tmp_path: Path
+) -> None:
+    unshard.merge(cases / "llama_tp1", tmp_path / "out", names="training")
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_tp2", "glm4_moe_ep2"])

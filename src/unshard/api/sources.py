@@ -17,7 +17,7 @@ from unshard.read.beside.base import read_base
 from unshard.read.beside.companions import completed
 from unshard.read.beside.model_config import ConfigFile
 from unshard.read.dcp.items import inflate, inflated_bytes
-from unshard.read.megatron.config import config_of
+from unshard.read.megatron.config import config_of, doubts
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
@@ -97,7 +97,8 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     checkpoint = open_latest(path, choice, reading, [path_of(one) for one in options.also])
     _log_choice(path, checkpoint)
     if base is None:
-        return _with_recorded_config(checkpoint)
+        # transformers would load a model under Megatron's names with random weights.
+        return checkpoint if options.names == "training" else _with_recorded_config(checkpoint)
     if options.lora != "adapter" and not base.tensors:
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
         if split_adapter(recipes).adapter_only:  # it is fused into the weights of the base
@@ -117,7 +118,7 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     companions = replace(companions, config_file=ConfigFile(path, made))
     what = f"no config.json: it is made of the arguments in {path.name} ({made.types[0]})"
-    catalog = replace(catalog, notes=(*catalog.notes, what))
+    catalog = replace(catalog, notes=(*catalog.notes, what, *doubts(catalog.recorded)))
     return replace(checkpoint, companions=companions, catalog=catalog)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unshard.read.beside.model_config import Fields, ModelConfig
 
-__all__ = ["config_of", "why_no_config"]
+__all__ = ["config_of", "doubts", "why_no_config"]
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -125,6 +125,22 @@ def why_no_config(arguments: Fields) -> str:
     if not arguments:
         return ""
     return next(_open(arguments), "heads with a norm and a bias, or experts and a bias")
+
+
+def doubts(arguments: Fields) -> Iterator[str]:
+    """Yield, for the user, what of the config that is made of these arguments may be otherwise.
+
+    Megatron's own NullTokenizer counts one token more than `vocab_size`, the end of a document; a
+    trainer that only needs some tokenizer (slime) records the whole vocabulary with it. The stored
+    rows do not tell, because they are padded, so nothing is refused.
+    """
+    if arguments.get("tokenizer_type") == "NullTokenizer":
+        size = arguments["vocab_size"]
+        yield (
+            f"the training had NullTokenizer, which may count a token more than vocab_size {size}: "
+            "if it did, that token's row is left out; give --config with a vocab_size that is "
+            "larger by 1"
+        )
 
 
 def _experts(model_type: str, arguments: Fields) -> dict[str, object]:
