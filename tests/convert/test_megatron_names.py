@@ -169,15 +169,58 @@ def test_what_leaves_the_model_open_is_named(
         ("num_hidden_layers", 3),
         ("hidden_size", 8),
         ("vocab_size", 28),
+        ("rope_theta", 500000.0),
+        ("rms_norm_eps", 1e-5),
+        ("num_experts", 8),
+        ("num_experts_per_tok", 1),
     ],
 )
 def test_a_config_that_the_training_contradicts_is_refused(
-    cases: Path, tmp_path: Path, field: str, value: int
+    cases: Path, tmp_path: Path, field: str, value: float
 ) -> None:
-    fields = config_of(cases / "llama_tp1") | {field: value}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    case = cases / ("qwen3_moe_ep2" if "experts" in field else "llama_tp1")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(case) | {field: value}))
     with pytest.raises(ConversionError, match=f"config.json: {field} is {value}, but the training"):
-        unshard.merge(cases / "llama_tp1", config=str(tmp_path), dry_run=True)
+        unshard.merge(case, config=str(tmp_path), dry_run=True)
+
+
+def test_the_base_of_the_positions_may_be_where_transformers_5_has_it(
+    cases: Path, tmp_path: Path
+) -> None:
+    case = cases / "llama_tp1"
+    fields = config_of(case)
+    stated = fields.pop("rope_theta")
+    fields["rope_parameters"] = {"rope_theta": stated, "rope_type": "default"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    unshard.merge(case, config=str(tmp_path), dry_run=True)
+    fields["rope_parameters"]["rope_theta"] = 500000
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConversionError, match="rope_theta is 500000, but the training"):
+        unshard.merge(case, config=str(tmp_path), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("llama_tp1", "intermediate_size"),
+        ("mixtral_tp2", "intermediate_size"),
+        ("qwen3_moe_ep2", "moe_intermediate_size"),
+        ("deepseek_v3_tp2", "intermediate_size"),
+        ("deepseek_v3_tp2", "moe_intermediate_size"),
+    ],
+)
+def test_a_config_of_another_width_is_refused_without_recorded_arguments_too(
+    cases: Path, tmp_path: Path, name: str, field: str
+) -> None:
+    step = Path(shutil.copytree(cases / name / "iter_0000003", tmp_path / "iter_0000003"))
+    (step / "common.pt").unlink()
+    fields = config_of(cases / name)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    unshard.merge(step, config=str(tmp_path), dry_run=True)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {field: 24}))
+    with pytest.raises(ConversionError, match="does not fit config") as error:
+        unshard.merge(step, config=str(tmp_path), dry_run=True)
+    assert f"rows of {field} 24" in str(error.value)
 
 
 def test_the_heads_are_those_of_the_config_where_nothing_is_recorded(

@@ -32,7 +32,16 @@ _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"
 )
 _KEEP = "or keep Megatron's names with --names training"
-_SIZES = (("num_layers", "num_hidden_layers"), ("hidden_size", "hidden_size"))
+_SIZES = (
+    ("num_layers", "num_hidden_layers"),
+    ("hidden_size", "hidden_size"),
+    ("norm_epsilon", "rms_norm_eps"),
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WIDTHS = {  # of a matrix's rows, by its name; the first that config.json has
+    "mlp.down_proj.weight": ("intermediate_size",),
+    "mlp.experts.down_proj": ("moe_intermediate_size", "intermediate_size"),
+}
 _LISTED = 12
 _MOST, _MOST_PARTS = 1 << 32, 1 << 14  # larger numbers are slips, or attacks
 # Layers that predict more tokens share these with the model; the hub's files repeat them.
@@ -144,6 +153,11 @@ def _compare_with_recorded(model: _Model) -> None:
                 hint=f"convert the checkpoint with Megatron-Bridge, {_KEEP}",
             )
     pairs = [(key, config.get(other), other) for key, other in _SIZES]
+    if recorded.get("position_embedding_type") == "rope":
+        pairs.append(("rotary_base", _rope_theta(config), "rope_theta"))
+    if recorded.get("num_experts") is not None:
+        pairs += [("num_experts", config.get(one), one) for one in _EXPERTS]
+        pairs.append(("moe_router_topk", config.get("num_experts_per_tok"), "num_experts_per_tok"))
     if any(row.how is How.GROUPS for row in model.family.layers.values()):
         heads = model.heads
         grouped = recorded.get("group_query_attention") is not False
@@ -157,7 +171,8 @@ def _compare_with_recorded(model: _Model) -> None:
             f"config.json: {other} is {stated!r}, but the training had {key} {recorded[key]}"
         )
         for key, stated, other in pairs
-        if stated is not None and type(recorded.get(key)) is int and recorded[key] != stated
+        if stated is not None and type(recorded.get(key)) in {int, float}
+        if recorded[key] != stated
     ]
     stated, known = config.get("vocab_size"), recorded.get("vocab_size")
     if type(stated) is int and type(known) is int and known > stated:
@@ -165,6 +180,13 @@ def _compare_with_recorded(model: _Model) -> None:
         what = f"config.json: vocab_size is {stated}, but the training had {known}"
         problems.append(ConversionError(f"{what}: rows that it trained would be left out"))
     raise_all(ConversionError, "config.json is not that of the model that was trained", problems)
+
+
+def _rope_theta(config: Fields) -> object:
+    """Return the base of the positions: transformers 5 has it in `rope_parameters`."""
+    parameters = config.get("rope_parameters")
+    inner = parameters.get("rope_theta") if isinstance(parameters, dict) else None
+    return config.get("rope_theta") if inner is None else inner
 
 
 def _renamed(
@@ -217,6 +239,7 @@ def _of_layers(name: str, recipe: Recipe, model: _Model) -> Iterator[_Named]:
 def _parts(name: str, recipe: Recipe, row: Row, model: _Model) -> Iterator[_Named]:
     match row.how:
         case How.WHOLE:
+            _check_width(name, recipe, row, model)
             parts = [recipe]
         case How.VOCABULARY:
             parts = [_without_padding(name, recipe, model)]
@@ -225,6 +248,19 @@ def _parts(name: str, recipe: Recipe, row: Row, model: _Model) -> Iterator[_Name
         case How.GROUPS:
             parts = by_groups(name, recipe, model.heads)
     yield from zip(row.hub, parts, strict=True)
+
+
+def _check_width(name: str, recipe: Recipe, row: Row, model: _Model) -> None:
+    """Compare the width of a model's inner layers, which nothing else needs, with the config."""
+    keys = (key for key in _WIDTHS.get(row.hub[0], ()) if type(model.config.get(key)) is int)
+    key, shape = next(keys, None), shape_of(recipe)
+    if key is not None and shape and shape[-1] != model.config[key]:
+        raise ConversionError(
+            f"tensor {name} does not fit config.json",
+            expected=f"rows of {key} {model.config[key]}",
+            found=f"shape {list(shape)}",
+            hint="check that this is the config of the model that was trained",
+        )
 
 
 def _without_padding(name: str, recipe: Recipe, model: _Model) -> Recipe:
