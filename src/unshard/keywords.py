@@ -28,7 +28,7 @@ __all__ = [
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("keep", "config", "base", "bfloat16", "float16", "float32"),
     "names": ("hub", "training"),
-    "lora": ("fuse", "adapter", "both"),
+    "lora": ("fuse", "adapter", "both", "keep"),
     "quantize": ("fp8-block",),
     "weights": ("model", "ema", "module"),
     "verify": ("light", "full", "off"),

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import unshard
 from ranks import assert_same, merged, some_tensors
 from unshard.compat import zero_to_fp32
-from unshard.errors import IncompleteError, UnknownFormatError
+from unshard.errors import IncompleteError, UnknownFormatError, UsageError
 from zero_files import ZeroModel, save_zero
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -70,6 +71,28 @@ def test_frozen_parameters_may_be_inside_of_wrappers(
     found = convert(tmp_path / "step", "--tag", "tag", "--exclude_frozen_parameters")
     assert_same(found, {f"a.{name}": value for name, value in NAMED})
     assert {"c.weight", "tied"} < {*convert(tmp_path / "step", "--tag", "tag")}
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_an_adapter_stays_as_training_has_it(
+    tmp_path: Path, convert: Run, *, has_base: bool
+) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    trained = {
+        f"{layer}.lora_A.default.weight": torch.arange(16.0).reshape(2, 8),
+        f"{layer}.lora_B.default.weight": torch.ones(8, 2),
+    }
+    frozen = {f"{layer}.base_layer.weight": torch.ones(8, 8).bfloat16()} if has_base else {}
+    model = ZeroModel([trained], frozen)
+    step = tmp_path / "checkpoint-3"
+    save_zero(step / "global_step3", model, world=2, stage=2)
+    (step / "latest").write_text("global_step3")
+    stated = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (step / "adapter_config.json").write_text(json.dumps(stated))
+    assert_same(convert(step), model.truth)
+    assert unshard.verify(tmp_path / "out", against=step).equal
+    with pytest.raises(UsageError, match="keeps the names of training"):
+        unshard.merge(step, lora="keep", dry_run=True)
 
 
 def test_several_files_are_named_as_those_of_the_original(

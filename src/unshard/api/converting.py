@@ -146,7 +146,9 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
 
 
 def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
-    """Return a checkpoint's tensors, its adapter fused into them."""
+    """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
+    if options.lora == "keep":
+        return Noted(_as_stored(checkpoint.catalog))
     split = split_adapter(_as_stored(checkpoint.catalog))
     if not split.pairs:
         if options.lora == "both":

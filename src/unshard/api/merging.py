@@ -91,7 +91,8 @@ def merge(
             config.json, does not have.
         include: a regular expression; only tensors whose output names it matches are written.
         exclude: a regular expression; tensors whose output names it matches are left out.
-        lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both".
+        lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both"; or
+            "keep" their matrices among the weights as training has them, with `names="training"`.
         lora_alpha: the scale of the adapter, if no file of the checkpoint records it.
         weights: "model" (default), "ema", or "module": of DeepSpeed, the weights in the dtype of
             training, where they are whole (stages 0 to 2).

@@ -107,17 +107,23 @@ class MergeOptions:
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
         if self.ep_size is not None and self.ep_size < 2:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
-        if self.names == "training" and self.base is not None:
-            raise UsageError("--names training excludes --base, whose names are those of the hub")
-        if self.names == "training" and self.quantize is not None:
-            what = f"--quantize {self.quantize} needs the names of the hub: it excludes --names"
-            raise UsageError(f"{what} training")
+        self._check_names()
         if self.optimizer:
             self._check_optimizer()
         if self.overwrite not in (False, True, "all"):
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
+
+    def _check_names(self) -> None:
+        """Refuse what the names of the hub, or those of training, cannot be written with."""
+        if self.names == "training" and self.base is not None:
+            raise UsageError("--names training excludes --base, whose names are those of the hub")
+        if self.lora == "keep" and self.names != "training":
+            raise UsageError("--lora keep keeps the names of training: it needs --names training")
+        if self.names == "training" and self.quantize is not None:
+            what = f"--quantize {self.quantize} needs the names of the hub: it excludes --names"
+            raise UsageError(f"{what} training")
 
     def _check_optimizer(self) -> None:
         """Refuse what an optimizer's state cannot be written with."""

@@ -119,6 +119,7 @@ def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> Merg
         names=names or by_default,
         include=given.include or record.text("include"),
         exclude=given.exclude or record.text("exclude"),
+        lora="keep" if record.text("lora") == "keep" else given.lora,
         quantize=given.quantize or record.text("quantize"),
         lora_alpha=given.lora_alpha or record.number("lora_alpha"),
         config=own if given.config is None and own.is_file() else given.config,

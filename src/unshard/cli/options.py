@@ -181,7 +181,11 @@ _TABLE: dict[str, dict[str, _Row]] = {
         ),
         "include": _Row(str, "Write only tensors with these names.", "REGEX"),
         "exclude": _Row(str, "Leave out tensors with these names.", "REGEX"),
-        "lora": _Row(str, "Fuse adapters into the weights, write the adapter alone, or both."),
+        "lora": _Row(
+            str,
+            "Fuse adapters into the weights, write the adapter alone, or both, or keep its "
+            "matrices.",
+        ),
         "lora_alpha": _Row(
             float, "lora_alpha of the adapter, if the checkpoint does not record it.", "ALPHA"
         ),

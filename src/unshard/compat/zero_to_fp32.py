@@ -54,6 +54,7 @@ def main() -> None:
     frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
     options = api.MergeOptions(
         names="training",
+        lora="keep",
         max_shard_size=arguments.max_shard_size,
         exclude=f"^(?:{'|'.join(map(re.escape, frozen))})$" if frozen else None,
         overwrite=True,
