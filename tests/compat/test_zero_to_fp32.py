@@ -11,7 +11,7 @@ import torch
 import unshard
 from ranks import assert_same, merged, some_tensors
 from unshard.compat import zero_to_fp32
-from unshard.errors import IncompleteError, UnknownFormatError, UsageError
+from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
 from zero_files import ZeroModel, save_zero
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -123,4 +123,17 @@ def test_a_missing_rank_is_named(checkpoint: Path, convert: Run, tmp_path: Path)
     (checkpoint / "global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(IncompleteError, match="rank 1 of world size 3"):
         convert(checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_stage_0_has_no_float32_weights(tmp_path: Path, convert: Run) -> None:
+    tag = save_zero(tmp_path / "step/tag", MODEL, world=2, stage=1)
+    for path in tag.glob("*optim_states.pt"):
+        path.unlink()
+    state = torch.load(tag / "mp_rank_00_model_states.pt")
+    state["param_shapes"] = state["ds_config"] = None
+    torch.save(state, tag / "mp_rank_00_model_states.pt")
+    with pytest.raises(NotMergeableError, match="of ZeRO stage 0") as error:
+        convert(tmp_path / "step", "-t", "tag")
+    assert f"unshard merge {tag} {tmp_path / 'out'} --names training" in error.value.hint
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from unshard.compat.commands import merge_line, run, showing
-from unshard.errors import UnknownFormatError
+from unshard.errors import NotMergeableError, UnknownFormatError
 from unshard.fronts import Command
 
 
@@ -46,11 +46,19 @@ def main() -> None:
     from unshard import api
     from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
-    from unshard.read.zero.reader import frozen_names
+    from unshard.read.zero.reader import ZERO, frozen_names, is_stage0
+    from unshard.showing import counted
 
     arguments = _arguments()
     place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
     location = discover(place, Choice())[0]
+    if location.format is ZERO and is_stage0(location):
+        raise NotMergeableError(
+            f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
+            expected="stage 1, 2 or 3",
+            hint="for the weights in the dtype of training: "
+            f"unshard merge {place} {arguments.output_dir} --names training",
+        )
     frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
     options = api.MergeOptions(
         names="training",
@@ -64,7 +72,7 @@ def main() -> None:
     with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
         print(f"Processing zero checkpoint '{place}'", flush=True)
         report = api.merge_with(place, arguments.output_dir, options, listener, pass_over=False)
-    print(f"Saved {report.tensors} tensors to {report.output}")
+    print(f"Saved {counted(report.tensors, 'tensor')} to {report.output}")
 
 
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:

@@ -33,7 +33,7 @@ from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-__all__ = ["ZERO", "frozen_names", "read_partitions"]
+__all__ = ["ZERO", "frozen_names", "is_stage0", "read_partitions"]
 
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
 _Tensors = Mapping[str, TensorEntry]
@@ -43,7 +43,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     files = find_files(location)
     state = read_model_state(_model_file(files), may_be_sliced=bool(files.universal))
     reading = _Reading(files, state, options)
-    if location.weights == "module" or _is_stage0(files, state):
+    if location.weights == "module" or _is_of_stage0(files, state):
         return reading.of_module(is_asked=location.weights == "module")
     if files.universal and not files.optim:
         return reading.of_universal()
@@ -103,7 +103,17 @@ def _model_file(files: ZeroFiles) -> Path:
     return found
 
 
-def _is_stage0(files: ZeroFiles, state: ModelState) -> bool:
+def is_stage0(location: Location) -> bool:
+    """Return whether a checkpoint has no float32 weights with names: ZeRO was off.
+
+    Raises:
+        CheckpointError: the model's file cannot be read.
+    """
+    files = find_files(location)
+    return _is_of_stage0(files, read_model_state(_model_file(files), may_be_sliced=True))
+
+
+def _is_of_stage0(files: ZeroFiles, state: ModelState) -> bool:
     return not (files.optim or files.models or files.universal or state.groups or state.stage)
 
 
