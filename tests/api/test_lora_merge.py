@@ -31,7 +31,7 @@ def test_an_adapter_is_fused_by_default(tmp_path: Path) -> None:
     adapter = adapted(tmp_path / "ckpt")
     report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full")
     assert_close(merged(tmp_path / "out"), fused(adapter, 4.0))
-    assert any("1 LoRA pairs were fused" in warning for warning in report.warnings)
+    assert any("1 LoRA pair was fused" in warning for warning in report.warnings)
 
 
 def test_the_users_alpha_is_taken_where_none_is_known(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_an_adapter_is_fused_on_the_way(qwen: Any, tmp_path: Path, *, alone: boo
     place = adapted(tmp_path / "ckpt", qwen, alone=alone)
     qwen.save_pretrained(tmp_path / "base")
     options: dict[str, Any] = {"base": tmp_path / "base"} if alone else {}
-    with pytest.warns(UnshardWarning, match="1 LoRA pairs were fused"):
+    with pytest.warns(UnshardWarning, match="1 LoRA pair was fused"):
         found = unshard.from_pretrained(place, **options)
     assert not torch.equal(found.state_dict()[HEAD], qwen.state_dict()[HEAD])
     assert_same_model(found, merged_model(place, tmp_path / "out", **options))

@@ -126,6 +126,15 @@ def test_a_missing_rank_is_named(checkpoint: Path, convert: Run, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+def test_one_tensor_is_a_tensor(
+    tmp_path: Path, convert: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ZeroModel([{"one": torch.ones(3)}])
+    save_zero(tmp_path / "step/tag", model, world=2, stage=2)
+    assert_same(convert(tmp_path / "step", "-t", "tag"), model.truth)
+    assert f"Saved 1 tensor to {tmp_path / 'out'}" in capsys.readouterr().out
+
+
 def test_stage_0_has_no_float32_weights(tmp_path: Path, convert: Run) -> None:
     tag = save_zero(tmp_path / "step/tag", MODEL, world=2, stage=1)
     for path in tag.glob("*optim_states.pt"):

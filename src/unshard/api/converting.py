@@ -47,6 +47,7 @@ from unshard.read.beside.base import Base
 from unshard.read.beside.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import OptimizerState
+from unshard.showing import counted
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
@@ -161,7 +162,8 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             base = training_names(base, checkpoint.config)
     config = read_adapter_config(checkpoint.location)
     fused = fuse(split, config, options.lora_alpha, base)
-    note = f"{len(split.pairs)} LoRA pairs were fused into the weights"
+    pairs = counted(len(split.pairs), "LoRA pair")
+    note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
 
 

@@ -16,6 +16,7 @@ from unshard.convert.recipes import LowRank, Recipe, Stack, Take, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
+from unshard.showing import counted
 from unshard.tensors.boxes import Box
 
 __all__ = ["check_rank", "check_saved_modules", "fuse", "known_alpha", "scale_of"]
@@ -120,8 +121,8 @@ def _weights(
         return dict(split.base), (() if base is None else (ignored,))
     if base is None:
         raise ConversionError(
-            f"the checkpoint has a LoRA adapter only ({len(split.pairs)} pairs), not the model "
-            "that it was trained on",
+            f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
+            "not the model that it was trained on",
             hint="give that model: --base MODEL; or write the adapter by itself: --lora adapter",
         )
     check_saved_modules(split, config)

@@ -65,7 +65,12 @@ class _Model:
         found = self.config.get(key)
         found = default if found is None else found
         if type(found) is not int or not 1 <= found <= most:
-            raise ConversionError(f"config.json: {key} is needed to {why}", found=repr(found))
+            is_there = found is not None
+            raise ConversionError(
+                f"config.json: {key} is needed to {why}, and "
+                + ("is not a number that a model can have" if is_there else "is not there"),
+                found=repr(found) if is_there else "",
+            )
         return found
 
     @property

@@ -214,8 +214,7 @@ def _pieces(
     files = {name: find_file(roots, name) for name in used}
     if missing := [name for name, path in files.items() if path is None]:
         raise IncompleteError(
-            f"{roots[0]}: {len(missing)} files that the metadata names are missing: "
-            f"{shortened(missing, 8)}",
+            f"{roots[0]}: files that the metadata names are missing: {shortened(missing, 8)}",
             hint="copy them here from the nodes that wrote them, or name those nodes' "
             "directories: --also DIR",
         )
