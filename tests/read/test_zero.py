@@ -142,8 +142,8 @@ def test_weights_in_the_dtype_of_training_have_no_optimizer(unpacked: Path) -> N
         )
 
 
-def test_a_checkpoint_of_deepspeed_is_not_resharded(unpacked: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotMergeableError, match="ds_to_universal"):
+def test_a_reshard_of_deepspeed_needs_a_format_to_write(unpacked: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotMergeableError, match="name the format to write: --to verl"):
         unshard.reshard(unpacked / "deepspeed/zero3_bf16", tmp_path / "out", world_size=2)
 
 
