@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
-from unshard.api.resharding.formats import ReshardFormat, format_of
+from unshard.api.resharding.formats import ReshardFormat, keeps_numbers
 from unshard.engines.threads import verify_full
 from unshard.errors import OutputError
 from unshard.plan.planner import make_plan
@@ -54,11 +54,10 @@ def _optimizer_again(
     source: Checkpoint, again: Checkpoint, kind: ReshardFormat, options: MergeOptions
 ) -> OptimizerState | None:
     """Read the optimizer's state of the output as that of the source was read."""
-    stays = kind is format_of(source)
-    if stays and not kind.is_dcp:
+    if keeps_numbers(source, kind):
         return find_numbered(again, options.reading)
     # Of numbers that are new, the order of the groups alone may not tell the parameters.
-    return find_optimizer(again, options.reading, {} if stays else _numbers(source, kind))
+    return find_optimizer(again, options.reading, _numbers(source, kind))
 
 
 def _compare(ours: Catalog, theirs: Catalog, directory: Path) -> None:

@@ -18,8 +18,6 @@ from unshard.tensors.catalog import TensorEntry
 
 __all__ = ["add_files", "files_of_ranks"]
 
-_STATE, _LOADER = "scheduler and random state", "dataloader position"
-
 
 def files_of_ranks(
     source: Checkpoint, target: Target, files: SourceFiles, names: Mapping[str, str]
@@ -58,9 +56,13 @@ def add_files(
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
         written.append(name)
-    for kind, own in ((_STATE, files.extra), (_LOADER, files.loaders)):
+    carried = (
+        ("scheduler and random state", files.extra, random_note),
+        ("dataloader position", files.loaders, _loader_note),
+    )
+    for kind, own, changed in carried:
         if own and world != before:
-            notes.append((random_note if kind == _STATE else _loader_note)(before, world))
+            notes.append(changed(before, world))
         of_ranks = {rank: own.get(rank % before) for rank in range(world if own else 0)}
         for rank, file in of_ranks.items():
             if file is None:

@@ -15,7 +15,7 @@ from unshard.api.resharding.anew.placing import placed
 from unshard.api.resharding.anew.ranks import ranks_anew
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp_again import dcp_again
-from unshard.api.resharding.formats import ReshardFormat, format_of
+from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_numbers
 from unshard.api.resharding.ranks import add_files, files_of_ranks
 from unshard.api.resharding.source import SourceFiles, read_source, refuse_parts
 from unshard.api.resharding.target import Target
@@ -143,12 +143,12 @@ def _prepared(
     source: Checkpoint, kind: ReshardFormat, options: MergeOptions, stack: ExitStack
 ) -> Checkpoint:
     """Return a checkpoint with its optimizer's state, placed as the format needs it."""
-    stays = kind is format_of(source)
-    find = find_numbered if stays and not kind.is_dcp else find_optimizer
+    keeps = keeps_numbers(source, kind)
+    find = find_numbered if keeps else find_optimizer
     # What DCP has is written again without knowing what it is.
-    with suppress(*[NotMergeableError] if stays and kind.is_dcp else []):
+    with suppress(*[NotMergeableError] if kind.is_dcp and kind is format_of(source) else []):
         source = replace(source, optimizer=find(source, options.reading))
-    if kind.is_dcp or not stays:
+    if not keeps:
         return placed(inflated(source, stack))
     refuse_parts(source)
     return source
