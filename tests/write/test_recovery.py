@@ -25,6 +25,7 @@ from commits import (
     write,
 )
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
+from unshard.errors import OutputError
 from unshard.write.staging.journal import Journal, Mode, read_journal, write_journal
 from unshard.write.staging.owners import Owner, StagingDirectory, claim, staging_name
 from unshard.write.staging.recovery import recover
@@ -96,6 +97,26 @@ def test_a_staging_that_was_shipped_with_a_checkpoint_is_named_and_left_alone(
     shutil.rmtree(parent / "out")
     assert snapshot(tmp_path) == before
     assert str(staged(parent)[0]) in caplog.text
+
+
+def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that is not sealed would never be believed, and the directory never removed."""
+    key = tmp_path / "state" / "unshard" / "key"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
+
+    def named_then_lost(parent: int, mtime_ns: int | None) -> str:
+        name = staging_name(parent, mtime_ns)
+        key.write_bytes(b"cut")
+        return name
+
+    monkeypatch.setattr("unshard.write.staging.stage.staging_name", named_then_lost)
+    source = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    with pytest.raises(OutputError, match=r"out: cannot be written: .*key of this user"):
+        unshard.merge(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "state"]
 
 
 def test_a_real_staging_that_was_copied_is_left_alone(

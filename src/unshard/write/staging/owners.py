@@ -15,6 +15,7 @@ drops the locks of a process that ends, however it ends. A free lock on this hos
 of another host's owner nothing is known.
 """
 
+import errno
 import hmac
 import json
 import logging
@@ -88,6 +89,12 @@ def mtime_in(name: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def _codes(place: StagingDirectory) -> tuple[str, str, str]:
+    """Return what `staging_name` drew, the code that seals it ("" without a key), and the mtime."""
+    text, mark, mtime = place.path.name.removeprefix(STAGING_PREFIX).partition(_MTIME)
+    return text[:16], text[16:], mark + mtime
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """What an owner file records for a later process.
@@ -108,6 +115,7 @@ def claim(place: StagingDirectory, owner: Owner) -> int:
 
     Raises:
         OutputError: the file system has no locks.
+        OSError: it cannot be written, or the key that sealed the name cannot be read any more.
     """
     fields: dict[str, object] = {
         "host": socket.gethostname(),
@@ -118,6 +126,8 @@ def claim(place: StagingDirectory, owner: Owner) -> int:
         "keeps": owner.keeps,
     }
     fields["seal"] = seal("owner", fields, os.fstat(place.fd).st_ino)
+    if not fields["seal"] and _codes(place)[1]:  # no later run could tell that it may remove this
+        raise OSError(errno.EIO, "the key of this user cannot be read any more")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd)
     try:
@@ -179,8 +189,8 @@ def _check_made_here(place: StagingDirectory) -> None:
     status = os.fstat(place.fd)
     if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise PermissionError("it is not a private directory of this user")
-    drawn, mark, mtime = place.path.name.removeprefix(STAGING_PREFIX).partition(_MTIME)
-    if not is_sealed(drawn[16:], "name", drawn[:16], mark + mtime, os.fstat(place.parent).st_ino):
+    drawn, code, mtime = _codes(place)
+    if not is_sealed(code, "name", drawn, mtime, os.fstat(place.parent).st_ino):
         raise PermissionError("its name does not prove that this user made it in this directory")
 
 
