@@ -148,7 +148,7 @@ bench-peers: $(TEST_VENV)/.installed
 # in every way, and 210 kills; docs/security.md has the figures. Hours on two idle cores.
 torture: $(TEST_VENV)/.installed
 	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 UNSHARD_FAULTS=0 UNSHARD_KILLS=30 \
-		$(TEST_VENV)/bin/python -m pytest -s tests/oracle/test_attacks.py \
+		$(TEST_VENV)/bin/python -m pytest -s --timeout 0 tests/oracle/test_attacks.py \
 		tests/oracle/test_mutations.py tests/hostile/test_failing_calls.py
 
 # Every parser, guided by coverage. FUZZ="200000 600": inputs and seconds for each.
@@ -169,7 +169,7 @@ torture-eval: export PYTHONPATH := $(CURDIR)/tests
 torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m evaluation.torture $(TORTURE)
 	$(TEST_VENV)/bin/python -m evaluation.storms $(STORMS)
-	$(TEST_VENV)/bin/python -m pytest -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
+	$(TEST_VENV)/bin/python -m pytest --timeout 0 -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
 	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
