@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import chain, count
 
 from unshard.evaluate.jobs import Arguments, Filters, Job, JobEvent, Phase, Request, Result, Status
@@ -90,12 +91,20 @@ def request_as_json(request: Request) -> str:
 
 def as_request(text: str) -> Request:
     """Return a request from its text, which another version may have written."""
+    # Whoever looks at the server lists the same jobs again and again. The bound is 2 MiB.
+    return (_remembered if len(text) <= 4096 else _parsed)(text)
+
+
+def _parsed(text: str) -> Request:
     found = json.loads(text)
     values = {name: value for name, value in found.items() if name in _OWN_FIELDS}
     values["tasks"] = tuple(values["tasks"])
     chosen_then = {name: found[name] for name in Arguments.model_fields.keys() & found.keys()}
     # Not validated: an older server accepted them.
     return Request(**values, arguments=Arguments.model_construct(**chosen_then))
+
+
+_remembered = lru_cache(maxsize=512)(_parsed)
 
 
 def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
