@@ -90,6 +90,22 @@ def without_checksums(
         torch.serialization.set_crc32_options(before)
 
 
+def test_files_that_have_no_checksums_are_named(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ckpt", large(), 2)
+    first = unshard.merge(tmp_path / "ckpt", tmp_path / "first", verify="full", max_shard_size=300)
+    assert not any("checksums" in note for note in first.notes)
+    light = unshard.merge(tmp_path / "first", tmp_path / "light")
+    assert not any("checksums" in note for note in light.notes)
+    again = unshard.merge(tmp_path / "first", tmp_path / "again", verify="full")
+    (note,) = [one for one in again.notes if "checksums" in one]
+    assert "saved in model-00001-of-00002.safetensors, model-0000" in note
+    assert note.endswith("these 2 files have no checksums")
+    report = unshard.reshard(
+        tmp_path / "light", tmp_path / "shards", world_size=2, to="verl", verify="full"
+    )
+    assert any(note.endswith("this file has no checksums") for note in report.notes)
+
+
 @pytest.mark.parametrize("name", ["long", "short"])
 def test_replicas_that_differ_are_found_without_checksums(tmp_path: Path, name: str) -> None:
     without_checksums(tmp_path / "ckpt", 4, (2, 2), ("ddp", "fsdp"))

@@ -48,7 +48,7 @@ from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
-from unshard.write.verification.output import verify_light
+from unshard.write.verification.output import verify_light, without_checksums
 
 __all__ = [
     "ADAPTER_FOLDER",
@@ -114,7 +114,7 @@ class Prepared:
 
 def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Prepared:
     """Lay out the output's files, and plan how they are made."""
-    read = tuple(note for one in sources.checkpoints for note in one.catalog.notes)
+    read = (*sources.notes, *without_checksums(sources.catalogs, options.verify))
     if options.lora == "adapter":
         return _plan_adapter(sources, made, read)
     base, size, like = sources.last.base, options.max_shard_size, None

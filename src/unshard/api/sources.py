@@ -64,6 +64,11 @@ class Sources:
         return [catalog for one in self.checkpoints for catalog in one.catalogs]
 
     @property
+    def notes(self) -> list[str]:
+        """What a user should know about how they were read."""
+        return [note for one in self.checkpoints for note in one.catalog.notes]
+
+    @property
     def compressed_bytes(self) -> int:
         """How many bytes decompressing takes, at most; 0 if nothing is compressed."""
         return sum(map(_compressed_bytes, self.checkpoints))

@@ -174,3 +174,9 @@ class Catalog:
     step: int | None = None
     recorded: Mapping[str, object] = field(default_factory=dict)
     stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weight_files(self) -> set[Path]:
+        """The files that hold the tensors."""
+        tables = {id(one.chunks.paths): one.chunks.paths for one in self.tensors.values()}
+        return {path for paths in tables.values() for path in paths}

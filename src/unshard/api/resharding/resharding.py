@@ -35,6 +35,7 @@ from unshard.showing import hearing
 from unshard.write.sealing import seal
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
+from unshard.write.verification.output import without_checksums
 
 __all__ = ["ReshardReport", "reshard"]
 
@@ -165,8 +166,7 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     """Write the output and commit it; return notes, and the paths of its files without tensors."""
     made, locations = writing.made, source.location
     plan = make_plan(made.layout)
-    entries = source.catalog.tensors.values()
-    refuse_sources(output, {path for one in entries for path in one.chunks.paths})
+    refuse_sources(output, source.catalog.weight_files)
     if output.is_symlink() or output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise OutputError(f"{output}: exists already", hint="give another output")
     stage = Staging(
@@ -181,7 +181,7 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
         _make_files(plan, made, stage.directory, options, listener)
         notes, others = writing.add(stage.directory)
-        notes += _notes_of(source, kind)
+        notes += [*_notes_of(source, kind), *without_checksums(source.catalogs, options.verify)]
         if options.verify != "off":
             check_output(source, made, kind, stage.directory, options, listener)
         listener(Stage("committing"))

@@ -177,7 +177,8 @@ class OverRay:
     ) -> None:
         """Check as `threads.verify_full` does; a node takes some files and sources at a time."""
         count = _PARTS * max(1, len(self.cluster.nodes()))
-        sources = _sources(plan).union(*map(_sources_of, catalogs))
+        sources = _sources(plan).union(*(one.weight_files for one in catalogs))
+        sources |= {part.path for one in catalogs for part in one.archives}
         output = {directory / file.filename for file in plan.layout.files}
         problems: list[UnshardError] = []
         work = Work(
@@ -339,13 +340,6 @@ def _sources(plan: Plan) -> set[Path]:
     tables = [source.chunks.paths for one in plan.tiled for source in stored_tensors(one)]
     shared = {id(paths): paths for paths in (plan.paths, *tables)}
     return {path for paths in shared.values() for path in paths}
-
-
-def _sources_of(catalog: Catalog) -> set[Path]:
-    """Return the files of a checkpoint in which there are weights."""
-    tables = {id(one.chunks.paths): one.chunks.paths for one in catalog.tensors.values()}
-    found = {path for paths in tables.values() for path in paths}
-    return found | {one.path for one in catalog.archives}
 
 
 def _by_directory(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:

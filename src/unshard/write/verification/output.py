@@ -33,7 +33,7 @@ from unshard.tensors.boxes import row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
 
-__all__ = ["Check", "Checker", "source_jobs", "verify_light"]
+__all__ = ["Check", "Checker", "source_jobs", "verify_light", "without_checksums"]
 
 Check = ByteRange | TensorEntry | Unit
 """What to check: the checksums of a torch.save zip, the replicas of a tensor, part of an output."""
@@ -83,6 +83,23 @@ def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Check]:
     for catalog in catalogs:
         yield from catalog.archives
         yield from (one for one in catalog.tensors.values() if len(one.chunks) > 1)
+
+
+def without_checksums(catalogs: Sequence[Catalog], verify: str) -> list[str]:
+    """Return a note about source files in which `full` cannot notice every damage, if there are."""
+    if verify != "full":
+        return []
+    files = sorted({path for one in catalogs for path in one.weight_files - _with_records(one)})
+    if not files:
+        return []
+    named = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+    them = "this file has" if len(files) == 1 else f"these {len(files)} files have"
+    what = f"bytes that were damaged after they were saved in {named}: {them} no checksums"
+    return [f"--verify full cannot notice {what}"]
+
+
+def _with_records(catalog: Catalog) -> set[Path]:
+    return {archive.path for archive in catalog.archives}
 
 
 class Checker:
