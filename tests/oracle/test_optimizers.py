@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
 from oracle.writers.optimizers import (
@@ -21,13 +23,13 @@ from oracle.writers.optimizers import Trained as Model
 from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
 from ranks import assert_same
-from saved_values import parts_of, same
+from saved_values import loaded, parts_of, same
 from unshard import CorruptError, IncompleteError, NotMergeableError, UsageError
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (unavailable|disabled)"),
 ]
 
 Trained = Callable[[str], Path]
@@ -122,6 +124,43 @@ def test_the_state_of_accelerate_is_what_torch_loads(
     }
     assert len(truth) > 20
     assert_same(state_of(place), truth)
+
+
+def save_flattened(directory: Path, *, decay: tuple[float, float]) -> torch.optim.Optimizer:
+    """Train equal layers, matrices and vectors apart, and save the optimizer flattened."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(3)))
+    given = [[one for one in model.parameters() if one.ndim == ndim] for ndim in (1, 2)]
+    optimizer = torch.optim.AdamW(
+        [{"params": own, "weight_decay": one} for own, one in zip(given, decay, strict=True)]
+    )
+    model(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    save({**model.state_dict(), "optimizer": moments}, checkpoint_id=directory, no_dist=True)
+    return optimizer
+
+
+@pytest.mark.parametrize("decay", [(0.0, 0.0), (0.0, 0.1)])
+def test_groups_that_were_flattened_are_groups_again(
+    tmp_path: Path, decay: tuple[float, float]
+) -> None:
+    """With equal values, too: the order of the parameters shows where the second one begins."""
+    optimizer = save_flattened(tmp_path / "flat", decay=decay)
+    reports = (
+        unshard.reshard(tmp_path / "flat", tmp_path / "verl", world_size=1, to="verl"),
+        unshard.merge(tmp_path / "flat", tmp_path / "merged", optimizer=True),
+    )
+    for report in reports:
+        assert any("without its parameter groups" in note for note in report.notes)
+    truth = optimizer.state_dict()
+    found = loaded(tmp_path / "verl" / "optim_world_size_1_rank_0.pt")
+    assert same(found["param_groups"], truth["param_groups"])
+    for number, fields in truth["state"].items():
+        own = {key: one.to_local() for key, one in found["state"][number].items() if one.ndim}
+        assert same(own, {key: one for key, one in fields.items() if one.ndim})
+    again = unshard.reshard(tmp_path / "flat", tmp_path / "again", world_size=3)
+    assert not any("parameter groups" in note for note in again.notes)  # nothing was concluded
 
 
 def written(output: Path) -> dict[str, torch.Tensor]:

@@ -81,7 +81,7 @@ class DcpMetadata:
 
     Attributes:
         tensors: by flat name, in the order of the saved dict.
-        objects: flat names of values that are not tensors.
+        objects: flat names of values that are not tensors, in the same order.
         paths: of flat names in the saved dict; empty if the save was not flattened.
         steps: the same, with the indices of lists as numbers, which keys of dicts never are.
         items: where each chunk and each object is stored.
@@ -119,6 +119,8 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
     named = [name for name in whole.paths if name in whole.tensors]
     if len(named) == len(whole.tensors):
         whole.tensors = {name: whole.tensors[name] for name in named}
+    objects = (name for name in whole.paths if name in whole.objects)
+    whole.objects = dict.fromkeys((*objects, *whole.objects))
     return whole
 
 

@@ -24,7 +24,7 @@ from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.reader import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
-from unshard.read.optimizer.groups import Group, alike_groups
+from unshard.read.optimizer.groups import Group
 from unshard.read.optimizer.rank_files import read_numbers
 from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.training_state.plain_values import plain_values
@@ -144,7 +144,8 @@ def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
     groups = _groups(metadata, found, place)
     notes = left_out_note(place.weights_dir.name, (*left_out, *groups.notes))
     catalog = Catalog("", 1, tensors, archives=archives)
-    return SavedState(str(place.weights_dir), catalog, keys, groups.value, values, notes)
+    where, is_flat = str(place.weights_dir), found.is_flat
+    return SavedState(where, catalog, keys, groups.value, values, notes, flattened=is_flat)
 
 
 def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list[Group]]:
@@ -170,7 +171,7 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list
             if isinstance(whole, list):
                 whole.append(value)
     if found.is_flat:
-        groups = alike_groups([([owner], fields) for owner, fields in values.items()])
+        groups: list[Group] = [([owner], fields) for owner, fields in values.items()]
         return Noted(groups, tuple(left_out))
     order = sorted(values, key=lambda owner: (len(owner), owner))
     return Noted([(listed[owner], values[owner]) for owner in order], tuple(left_out))

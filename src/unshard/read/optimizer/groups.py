@@ -1,13 +1,13 @@
 """Parameter groups as state dicts have them: whole, or flattened per parameter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError
 from unshard.read.optimizer.state import Key
 
-__all__ = ["Group", "alike_groups", "flat_groups", "saved_groups"]
+__all__ = ["Group", "flat_groups", "joined_groups", "saved_groups"]
 
 Group = tuple[list[Key], dict[str, Plain]]
 """The parameters of a group, by number or name, and its hyper-parameters."""
@@ -41,7 +41,7 @@ def flat_groups(
 ) -> tuple[dict[Key, dict[str, Value]], list[dict[str, Value]]]:
     """Return state and groups of a flattened state dict: `state.NAME.KEY`, `param_groups.NAME.KEY`.
 
-    Groups were lost when it was flattened: parameters with equal values are one group.
+    Groups were lost when it was flattened, and each parameter is one: see `joined_groups`.
     """
     state: dict[Key, dict[str, Value]] = {}
     values: dict[str, dict[str, Value]] = {}
@@ -51,18 +51,22 @@ def flat_groups(
             state.setdefault(owner.removeprefix(_STATE), {})[key] = value
         elif owner.startswith(_GROUPS):
             values.setdefault(owner.removeprefix(_GROUPS), {})[key] = value
-    # Compared once they are plain: see `alike_groups`.
     return state, [{**fields, "params": [name]} for name, fields in values.items()]
 
 
-def alike_groups(groups: Sequence[Group]) -> list[Group]:
-    """Return groups of one parameter each as groups of all parameters with equal values."""
-    united: list[Group] = []
-    for params, values in groups:
-        for others, known in united:
-            if known == values:
-                others.extend(params)
-                break
+def joined_groups(groups: Iterable[Group], order: Mapping[Key, int]) -> list[Group]:
+    """Return groups of one parameter each, in the optimizer's order, as the groups they were.
+
+    A group ends where the values change, or where the parameters stop to be in the order of the
+    model, in which every group has them (see `matching`). `order` is a parameter's place in it.
+    Two groups that nothing else divides become one.
+    """
+    joined: list[Group] = []
+    last = -1
+    for (parameter,), values in groups:
+        if joined and joined[-1][1] == values and order[parameter] > last:
+            joined[-1][0].append(parameter)
         else:
-            united.append(([*params], values))
-    return united
+            joined.append(([parameter], values))
+        last = order[parameter]
+    return joined

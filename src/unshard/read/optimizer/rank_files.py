@@ -28,7 +28,7 @@ from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, alike_groups, flat_groups, saved_groups
+from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
 from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.torch_save.gathering import Gathering
@@ -99,7 +99,15 @@ def read_files(
         raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
     at = replace(location, weights_dir=first.path.parent)
     catalog = catalog_of(gathered, files, world, at, replace(options, ep_size=None))
-    return SavedState(str(first.path), catalog, first.keys, first.groups, first.values, first.notes)
+    return SavedState(
+        str(first.path),
+        catalog,
+        first.keys,
+        first.groups,
+        first.values,
+        first.notes,
+        flattened=first.is_flat,
+    )
 
 
 @dataclass(slots=True)
@@ -114,6 +122,7 @@ class _One:
     values: dict[Key, dict[str, Plain]] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_flat: bool = False
 
 
 def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
@@ -137,9 +146,9 @@ def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
     noted = plain_values(replace(archive, value={"groups": groups, "values": others}))
     if not isinstance(noted.value, dict):
         raise CorruptError(f"{path}: has no parameter groups")
-    made = _One(path, rank, table, keys, notes=left_out_note(path.name, noted.notes))
-    found = saved_groups(noted.value.get("groups"), str(path))
-    made.groups = alike_groups(found) if is_flat else found
+    notes = left_out_note(path.name, noted.notes)
+    made = _One(path, rank, table, keys, notes=notes, is_flat=is_flat)
+    made.groups = saved_groups(noted.value.get("groups"), str(path))
     made.values = noted.value.get("values", {})
     made.scalars = _scalars(table, path)
     return made

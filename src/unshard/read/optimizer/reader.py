@@ -18,7 +18,7 @@ from unshard.read.dcp.reader import DCP
 from unshard.read.format import ReadOptions
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import read_dcp
-from unshard.read.optimizer.groups import Group
+from unshard.read.optimizer.groups import Group, joined_groups
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
 from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
 from unshard.read.optimizer.state import (
@@ -34,6 +34,7 @@ from unshard.read.optimizer.zero import read_zero
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
 from unshard.read.zero.reader import ZERO
+from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
@@ -277,9 +278,21 @@ def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> Optim
             tensors[name] = replace(found.catalog.tensors[stored], fqn=name)
     values = {names[key]: fields for key, fields in found.values.items() if key in names}
     catalog = replace(found.catalog, tensors=tensors, roots=model.roots, format=model.format)
-    groups = tuple(_groups(found.groups, names))
+    groups, notes = found.groups, found.notes
+    if found.flattened:
+        groups = joined_groups(groups, {key: order[name] for key, name in names.items()})
+        notes = (*notes, _flattened_note(found.where, len(groups)))
     numbers = {name: key for key, name in names.items() if isinstance(key, int)}
-    return OptimizerState(catalog, groups, values, {}, "", numbers, found.notes)
+    return OptimizerState(catalog, tuple(_groups(groups, names)), values, {}, "", numbers, notes)
+
+
+def _flattened_note(where: str, count: int) -> str:
+    """Return what a user should know of the groups of a flattened state."""
+    return (
+        f"{where}: the optimizer was saved flattened, without its parameter groups: where values "
+        f"or the order of the model divide its parameters, they are {counted(count, 'group')}; "
+        "groups with equal values that follow one another may have been several"
+    )
 
 
 def _groups(groups: Iterable[Group], names: Mapping[Key, str]) -> Iterable[ParamGroup]:

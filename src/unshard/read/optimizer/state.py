@@ -63,6 +63,7 @@ class SavedState:
         groups: the parameters of each group, and its hyper-parameters.
         values: what is not a tensor, by parameter.
         notes: which of its values were left out, for the user.
+        flattened: whether every parameter is a group, because the groups were lost.
     """
 
     where: str
@@ -71,6 +72,7 @@ class SavedState:
     groups: Sequence[tuple[list[Key], dict[str, Plain]]]
     values: Mapping[Key, Mapping[str, Plain]]
     notes: tuple[str, ...] = ()
+    flattened: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,7 @@ class OptimizerState:
         steps: how many steps each parameter was trained, as far as this is stored.
         names: how the parameters' names are known: "recorded" in the files, or by their "order".
         numbers: of the parameters in the files, where these number them.
-        notes: which values of the files were left out, for the user.
+        notes: which values of the files were left out, or had to be concluded, for the user.
     """
 
     catalog: Catalog
