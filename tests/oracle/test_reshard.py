@@ -56,11 +56,13 @@ def resumes_equal(
     kind: str,
     mesh: tuple[int, ...],
     names: tuple[str, ...] = ("ddp", "fsdp"),
+    device: str | None = None,
 ) -> None:
     """Reshard, go on with torch, and compare with the run that was not interrupted."""
     world, own = prod(mesh), names[-len(mesh) :]
     output = place / f"resharded-{world}"
-    unshard.reshard(source, output, world_size=world, mesh=mesh, mesh_names=own, verify="full")
+    options: dict[str, Any] = {"mesh": mesh, "mesh_names": own, "device": device}
+    unshard.reshard(source, output, world_size=world, verify="full", **options)
     worker_pool.run(partial(resume, run=Run(kind, mesh, own)), world, place)
     before, resumed = loaded(source / "before.pt"), loaded(place / f"resumed-{world}.pt")
     assert same(resumed, before)
@@ -70,7 +72,7 @@ def resumes_equal(
     assert not same(gone_on["model"], before["model"])
 
 
-@pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (2, 2)], ids=str)
 def test_torch_goes_on_as_if_nothing_had_happened(
     trained: Path, worker_pool: WorkerPool, tmp_path: Path, mesh: tuple[int, ...]
 ) -> None:
@@ -148,15 +150,51 @@ def test_a_missing_file_of_the_optimizer_is_named(tmp_path: Path, to: str) -> No
         unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, to=to)
 
 
-def test_what_one_rank_saved_is_resharded_by_way_of_dcp(tmp_path: Path) -> None:
+def test_what_one_rank_saved_without_dtensors_is_sharded(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    source = tmp_path / "run"
+    source.mkdir()
+    worker_pool.run(partial(train, run=Run("FSDP1 alone", (1,), ("fsdp",))), 1, source)
+    (file,) = source.rglob("model_*.pt")
+    assert not any(isinstance(one, DTensor) for one in loaded(file).values())
+    resumes_equal(worker_pool, source, tmp_path, kind="FSDP1 alone", mesh=(3,), device="cpu")
+    unshard.reshard(source, tmp_path / "resharded-1", world_size=1, verify="full")
+    worker_pool.run(partial(resume, run=Run("FSDP1 alone", (1,), ("fsdp",))), 1, tmp_path)
+    assert same(loaded(tmp_path / "resumed-1.pt"), loaded(source / "before.pt"))
+
+
+def test_one_rank_of_fsdp1_gets_no_dtensors(tmp_path: Path) -> None:
+    """torch does not shard there, and copies no DTensor into a tensor."""
+    tensors = some_tensors()
+    save_ranks(tmp_path / "a", tensors, 2)
+    save_optimizer(tmp_path / "a", {"exp_avg": like(tensors, 1)}, 2)
+    config = tmp_path / "a" / "fsdp_config.json"
+    for version in (1, 2):
+        config.write_text(json.dumps({"FSDP_version": version, "world_size": 2}))
+        output = tmp_path / str(version)
+        unshard.reshard(tmp_path / "a", output, world_size=1, verify="full")
+        found = loaded(output / "model_world_size_1_rank_0.pt")
+        state = loaded(output / "optim_world_size_1_rank_0.pt")["state"]
+        for one in (*found.values(), *(fields["exp_avg"] for fields in state.values())):
+            assert isinstance(one, DTensor) is (version == 2)
+        assert same(
+            {key: getattr(one, "_local_tensor", one) for key, one in found.items()}, tensors
+        )
+        report = unshard.reshard(output, tmp_path / f"{version} again", world_size=3)
+        assert any("go on with FSDP2" in note for note in report.notes) is (version == 1)
+
+
+def test_flat_parameters_of_one_rank_are_named(tmp_path: Path) -> None:
+    tensors = some_tensors()
     (tmp_path / "a").mkdir()
-    torch.save(some_tensors(), tmp_path / "a" / "model_world_size_1_rank_0.pt")
-    with pytest.raises(NotMergeableError, match=r"one rank saved them[\s\S]*--to dcp"):
-        unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2)
-    unshard.reshard(tmp_path / "a", tmp_path / "dcp", world_size=1, to="dcp")
-    unshard.reshard(tmp_path / "dcp", tmp_path / "out", world_size=2, to="verl", verify="full")
-    found = loaded(tmp_path / "out" / "model_world_size_2_rank_1.pt")
-    assert all(isinstance(one, DTensor) for one in found.values())
+    torch.save(tensors, tmp_path / "a" / "model_world_size_1_rank_0.pt")
+    elements = sum(one.numel() for one in tensors.values())
+    flat = {"state": {0: {"exp_avg": torch.ones(elements)}}, "param_groups": [{"params": [0]}]}
+    torch.save(flat, tmp_path / "a" / "optim_world_size_1_rank_0.pt")
+    for to in (None, "dcp"):
+        with pytest.raises(NotMergeableError, match="flat parameters of FSDP1"):
+            unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, to=to)
 
 
 def test_a_mesh_without_names_stays_without(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -101,6 +101,15 @@ def _trainable(grid: DeviceMesh) -> tuple[nn.Module, list[nn.Parameter]]:
     return model, [one for one in parameters if one.requires_grad]
 
 
+def _alone(grid: DeviceMesh) -> tuple[nn.Module, list[nn.Parameter]]:
+    """Return a model of FSDP1 on one rank, which does not shard it, and of FSDP2 on several."""
+    if grid.size() > 1:
+        return _uneven(grid)
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(Uneven(), use_orig_params=True, device_id=cpu)
+    return model, list(model.parameters())
+
+
 def _tensor_parallel(grid: DeviceMesh) -> tuple[nn.Module, list[nn.Parameter]]:
     model = Uneven(14)  # divided by the ranks of "tp", which torch needs, but not by all four
     if "tp" in (grid.mesh_dim_names or ()):
@@ -116,6 +125,7 @@ MODELS: dict[str, Callable[[DeviceMesh], tuple[nn.Module, list[nn.Parameter]]]] 
     "uneven": _uneven,
     "frozen, all given": _partly,
     "frozen, not given": _trainable,
+    "FSDP1 alone": _alone,
     "tensor parallel": _tensor_parallel,
 }
 """What makes a model on a mesh, and the parameters that its optimizer is given."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles
+from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles, is_fsdp1
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import random_note
 from unshard.containers.torch_files.reader import read_torch_file
@@ -73,6 +73,11 @@ def add_files(
             if left_out and not rank:
                 notes.append(f"{file.name}: left out {', '.join(left_out)}")
             written.append(name)
+    if world > 1 and source.optimizer is not None and is_fsdp1(source):
+        notes.append(
+            f"{FSDP_CONFIG} says FSDP1, which on several ranks loads the model, but no moments of "
+            "whole parameters: with the optimizer, go on with FSDP2"
+        )
     skipped = [one.fqn for one in source.catalog.skipped]
     if skipped:
         notes.append(f"left out of the model: {', '.join(skipped[:5])} (not tensors)")

@@ -11,13 +11,13 @@ from typing import Unpack
 from unshard.api.making import warn
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.resharding.anew.dcp import dcp_anew
-from unshard.api.resharding.anew.placing import placed
+from unshard.api.resharding.anew.placing import placed, unplaced
 from unshard.api.resharding.anew.ranks import ranks_anew
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp_again import dcp_again
 from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_numbers
 from unshard.api.resharding.ranks import add_files, files_of_ranks
-from unshard.api.resharding.source import SourceFiles, read_source, refuse_parts
+from unshard.api.resharding.source import SourceFiles, is_fsdp1, is_whole, read_source, refuse_parts
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Added, Writing
 from unshard.api.sources import inflated
@@ -131,7 +131,7 @@ def reshard(
             what = "--mesh, --mesh-names and --device exclude DCP, which is loaded on any mesh"
             raise UsageError(what, hint="leave them out")
         with ExitStack() as stack:
-            source = _prepared(source, kind, chosen, stack)
+            source = _prepared(source, kind, world_size, chosen, stack)
             target = Target.of(source, world_size, mesh, mesh_names, device, torch)
             goal = given_output(output)
             writing = _writing(source, target, kind, goal, stack)
@@ -141,7 +141,11 @@ def reshard(
 
 
 def _prepared(
-    source: Checkpoint, kind: ReshardFormat, options: MergeOptions, stack: ExitStack
+    source: Checkpoint,
+    kind: ReshardFormat,
+    world_size: int,
+    options: MergeOptions,
+    stack: ExitStack,
 ) -> Checkpoint:
     """Return a checkpoint with its optimizer's state, placed as the format needs it."""
     keeps = keeps_numbers(source, kind)
@@ -152,7 +156,7 @@ def _prepared(
     if not keeps:
         return placed(inflated(source, stack))
     refuse_parts(source)
-    return source
+    return placed(source) if is_whole(source) and world_size > 1 else source
 
 
 def _write(  # noqa: PLR0917 (what is read, and what is made of it)
@@ -209,6 +213,8 @@ def _writing(
     if kind.is_dcp:
         return dcp_again(source, target, output, stack)
     files = SourceFiles.of(source)
+    if len(target.meshes) == 1 and is_fsdp1(source):
+        source = unplaced(source)
     ranks = files_of_ranks(source, target, files, source.catalog.stored_names)
     made = lay_out_ranks([*ranks], target.version)
     small = sum(one.stat().st_size for one in files.small.values())

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
+from unshard.containers.json_file import json_object
 from unshard.errors import NotMergeableError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.rank_files import find_files
 from unshard.read.training_state.reader import find_state_files
 
-__all__ = ["FSDP_CONFIG", "SourceFiles", "read_source", "refuse_parts"]
+__all__ = ["FSDP_CONFIG", "SourceFiles", "is_fsdp1", "is_whole", "read_source", "refuse_parts"]
 
 _NUMBERS = re.compile(r"world_size_\d+_rank_\d+")
 FSDP_CONFIG = "fsdp_config.json"
@@ -43,6 +44,18 @@ def refuse_parts(source: Checkpoint) -> None:
                 expected="a DTensor, or a tensor that every rank has whole",
                 hint="write it for torch.distributed.checkpoint: --to dcp",
             )
+
+
+def is_whole(source: Checkpoint) -> bool:
+    """Return whether one rank saved files of ranks without DTensors, as FSDP1 alone does."""
+    tensors = source.catalog.tensors.values()
+    return source.catalog.world_size == 1 and not any(one.sharding for one in tensors)
+
+
+def is_fsdp1(source: Checkpoint) -> bool:
+    """Return whether verl recorded that it trained with FSDP1, which has no DTensors alone."""
+    path = source.location.weights_dir / FSDP_CONFIG
+    return path.is_file() and json_object(path).get("FSDP_version") == 1
 
 
 def _loader_beside(extra: Path) -> Path:

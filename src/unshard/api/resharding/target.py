@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from unshard.api.resharding.anew.placing import PLAIN_MESH
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
 from unshard.errors import NotMergeableError, UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
@@ -77,12 +78,7 @@ def _mesh_of(source: Checkpoint) -> DeviceMesh:
     """Return the mesh of a checkpoint's tensors; one of most dimensions, if there are several."""
     found = [one.sharding.mesh for one in source.catalog.tensors.values() if one.sharding]
     if not found and source.catalog.world_size == 1:
-        raise NotMergeableError(
-            f"{source.location.weights_dir}: its tensors are not DTensors, but whole: one rank "
-            "saved them",
-            expected="the files of several ranks",
-            hint="write it as DCP (--to dcp), and reshard that into files of ranks",
-        )
+        return PLAIN_MESH
     if not found:
         raise NotMergeableError(
             f"{source.location.weights_dir}: its tensors are not DTensors",

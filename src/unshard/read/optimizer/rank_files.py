@@ -29,7 +29,14 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
-from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
+from unshard.read.optimizer.state import (
+    Key,
+    SavedState,
+    flat_name,
+    flat_parameters,
+    left_out_note,
+    refuse_quantised,
+)
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
@@ -233,10 +240,4 @@ def _refuse_flat(first: _One) -> None:
     flat = [name for name in moments if forms[name].is_plain and len(forms[name].shape) == 1]
     by_number = not any(isinstance(key, str) for key in first.keys)
     if by_number and moments and len(flat) == len(moments):
-        raise NotMergeableError(
-            f"{first.path}: parts of the flat parameters of FSDP1",
-            expected="the state of each parameter",
-            found=f"{len(first.keys)} plain vectors a rank, whose parts only the model knows",
-            hint="save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict(), "
-            "or train with FSDP2",
-        )
+        raise flat_parameters(str(first.path), f"{len(first.keys)} plain vectors a rank")

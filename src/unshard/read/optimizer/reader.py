@@ -28,6 +28,7 @@ from unshard.read.optimizer.state import (
     ParamGroup,
     SavedState,
     flat_name,
+    flat_parameters,
     split_name,
 )
 from unshard.read.optimizer.zero import read_zero
@@ -86,6 +87,7 @@ def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerStat
             hint="unshard merge --optimizer reads it",
         )
     _check_listed(found)
+    _refuse_flat(found, checkpoint.catalog)
     _check_forms(found, checkpoint.catalog)
     catalog = replace(found.catalog, roots=checkpoint.catalog.roots)
     check_coverage(catalog)
@@ -169,6 +171,7 @@ def _names(found: SavedState, model: Catalog) -> Noted[dict[Key, str]]:
             known = _recorded(listed, model)
             return Noted({key: known[name] for key, name in zip(every, listed, strict=True)})
     _check_listed(found)
+    _refuse_flat(found, model)
     return Noted(_by_order(found, model), ("by order",))
 
 
@@ -181,6 +184,15 @@ def _check_listed(found: SavedState) -> None:
             f"{found.where}: {len(unknown)} parameters with state are in no parameter group",
             found=", ".join(sorted(map(str, unknown))[:5]),
         )
+
+
+def _refuse_flat(found: SavedState, model: Catalog) -> None:
+    """Refuse the flat parameters of FSDP1 on one rank: fewer vectors than parameters."""
+    parameters, forms = _parameters(model), _forms(found)
+    have = {one.form for one in parameters}
+    vectors = [one for one in forms.values() if len(one[0]) == 1 and one[1] is None]
+    if vectors and len(vectors) == len(forms) < len(parameters) and not have.issuperset(vectors):
+        raise flat_parameters(found.where, f"{len(vectors)} plain vectors")
 
 
 def _forms(found: SavedState) -> dict[int, Form]:

@@ -15,11 +15,13 @@ from unshard.tensors.catalog import Catalog
 
 __all__ = [
     "LIKE_PARAMETER",
+    "WITHOUT_IT",
     "Key",
     "OptimizerState",
     "ParamGroup",
     "SavedState",
     "flat_name",
+    "flat_parameters",
     "left_out_note",
     "refuse_quantised",
     "split_name",
@@ -33,6 +35,11 @@ LIKE_PARAMETER = frozenset(
     "ax mu eta prev step_size".split()
 )
 """Keys of torch's optimizers and of Muon whose tensors, with dimensions, are like the parameter."""
+
+WITHOUT_IT = (
+    "merge the model alone, without the optimizer; `unshard reshard` takes what was merged, too"
+)
+"""What can be done if the state of an optimizer cannot be read."""
 
 _PREFIX = "state."
 _SHOWN = 5
@@ -130,6 +137,16 @@ def refuse_quantised(where: str, keys: Iterable[str]) -> None:
             f"{where}: the state of an 8-bit optimizer (bitsandbytes)",
             expected="moments in the shape of their parameters",
             found=", ".join(found),
-            hint="its blocks are cut by each rank for itself, and cannot be joined; merge the "
-            "model alone: without --optimizer",
+            hint=f"its blocks are cut by each rank for itself, and cannot be joined; {WITHOUT_IT}",
         )
+
+
+def flat_parameters(where: str, found: str) -> NotMergeableError:
+    """Return the error of flat parameters of FSDP1, which belong to several parameters each."""
+    return NotMergeableError(
+        f"{where}: parts of the flat parameters of FSDP1",
+        expected="the state of each parameter",
+        found=f"{found}, whose parts only the model knows",
+        hint="save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict(), or "
+        f"train with FSDP2; or {WITHOUT_IT}",
+    )

@@ -16,7 +16,13 @@ from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, saved_groups
 from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer.state import SavedState, flat_name, left_out_note, refuse_quantised
+from unshard.read.optimizer.state import (
+    WITHOUT_IT,
+    SavedState,
+    flat_name,
+    left_out_note,
+    refuse_quantised,
+)
 from unshard.read.torch_save.state_dict import start_of
 from unshard.read.torch_save.values import is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
@@ -81,7 +87,7 @@ def _base_of(state: OptimState, count: int) -> _Base:
         raise NotMergeableError(
             f"{state.path}: the state of an elastic checkpoint, without parameter groups",
             expected="base_optimizer_state with state and param_groups",
-            hint="merge the model alone: without --optimizer",
+            hint=WITHOUT_IT,
         )
     saved = (items or {}).get("state")
     found = saved.items() if isinstance(saved, dict) else ()

@@ -18,19 +18,20 @@ from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import OptimizerState, split_name
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.zero.reader import ZERO, frozen_names
-from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 from unshard.tensors.placements import DeviceMesh, Shard, Sharding, StridedShard
 
-__all__ = ["cut_dimension", "placed", "placed_alone"]
+__all__ = ["PLAIN_MESH", "cut_dimension", "placed", "placed_alone", "unplaced"]
 
-_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
+PLAIN_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
+"""The mesh of tensors that state none."""
 
 
 def placed(source: Checkpoint) -> Checkpoint:
     """Return a checkpoint whose tensors are placed, under their names in training.
 
-    The parameters of its optimizer are numbered in the order of the groups.
+    The parameters of its optimizer are numbered in the order of the groups, if they have names.
 
     Raises:
         NotMergeableError: its weights are quantised.
@@ -55,6 +56,18 @@ def placed(source: Checkpoint) -> Checkpoint:
     return replace(source, catalog=catalog, optimizer=state)
 
 
+def unplaced(source: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose tensors are whole, as FSDP1 on one rank loads them."""
+    catalog, state = source.catalog, source.optimizer
+    if state is not None:
+        state = replace(state, catalog=replace(state.catalog, tensors=_plain(state.catalog)))
+    return replace(source, catalog=replace(catalog, tensors=_plain(catalog)), optimizer=state)
+
+
+def _plain(catalog: Catalog) -> dict[str, TensorEntry]:
+    return {name: replace(one, sharding=None) for name, one in catalog.tensors.items()}
+
+
 def cut_dimension(entry: TensorEntry) -> int | None:
     """Return the dimension along which a placed tensor is cut; None if each rank has it whole."""
     if entry.sharding is None:
@@ -66,7 +79,7 @@ def cut_dimension(entry: TensorEntry) -> int | None:
 def placed_alone(entry: TensorEntry) -> TensorEntry:
     """Return a tensor placed as it is stored: cut if it is stored in parts, and else whole."""
     dims = _dims_cut(entry)
-    sharding = Sharding(_MESH, (Shard(dims[0] if len(dims) == 1 else 0),)) if dims else None
+    sharding = Sharding(PLAIN_MESH, (Shard(dims[0] if len(dims) == 1 else 0),)) if dims else None
     return replace(entry, sharding=sharding)
 
 
@@ -123,19 +136,22 @@ def _sharding(entry: TensorEntry, known: Iterable[str], *, are_cut: bool) -> Sha
     # Of a checkpoint whose parameters are cut, a tensor of several rows that is not is a buffer.
     if not dims and are_cut and entry.fqn not in known and entry.shape[0] > 1:
         return None
-    return Sharding(_MESH, (Shard(dims[0] if len(dims) == 1 else 0),))
+    return Sharding(PLAIN_MESH, (Shard(dims[0] if len(dims) == 1 else 0),))
 
 
 def _state(state: OptimizerState, model: Mapping[str, TensorEntry]) -> OptimizerState:
     """Return an optimizer's state placed like its parameters, which are numbered."""
     tensors = {}
+    forms = {one.shape: one for one in model.values() if one.sharding is not None}
     for name, entry in state.catalog.tensors.items():
-        parameter = model[split_name(name)[0]]
+        # Of a number it is not known which parameter it is: it is placed like one of its shape.
+        parameter = model.get(split_name(name)[0], forms.get(entry.shape))
         sharding = entry.sharding
         if sharding is None and entry.shape:
             dims = _dims_cut(entry)
-            own = Sharding(_MESH, (Shard(dims[0]),)) if dims else None
-            sharding = parameter.sharding if entry.shape == parameter.shape else own
+            own = Sharding(PLAIN_MESH, (Shard(dims[0]),)) if dims else None
+            is_like = parameter is not None and entry.shape == parameter.shape
+            sharding = parameter.sharding if parameter is not None and is_like else own
         tensors[name] = replace(entry, sharding=sharding)
     every = [name for group in state.groups for name in group.params]
     numbers = dict(state.numbers) or {name: number for number, name in enumerate(every)}
