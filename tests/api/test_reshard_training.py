@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import unshard
+from optimizers import like, save_optimizer
 from ranks import save_ranks, some_tensors
 from saved_values import loaded, same
 from training_states import WRITERS, draw, seeded
@@ -90,4 +91,9 @@ def test_what_a_format_has_no_place_for_is_reported(tmp_path: Path) -> None:
     counted = WRITERS["lmms-engine"](tmp_path, [seeded(rank, SCHEDULER) for rank in range(2)])
     assert "compute_tracker, total_tokens: left out" in told(counted, "verl")
     save_ranks(tmp_path / "bare", some_tensors(), 2)
+    save_optimizer(tmp_path / "bare", {"exp_avg": like(some_tensors(), 1)}, 2)
+    unshard.merge(tmp_path / "bare", tmp_path / "merged", optimizer=True)
+    assert "optimizer: optimizer.json, optimizer.safetensors (not read)" in told(
+        tmp_path / "merged", "dcp"
+    )
     assert "no scheduler and no random state" in told(tmp_path / "bare", "lmms")

@@ -113,7 +113,12 @@ def test_only_deepspeed_has_weights_in_two_dtypes(unpacked: Path) -> None:
         unshard.inspect(alone, weights="module")
 
 
-MOMENTS = [case for case in ZERO if Path(case).name >= "zero1" and "elastic" not in case]
+MOMENTS = [
+    case
+    for case in ALL
+    if Path(case).name.startswith(("zero1", "zero2", "zero3", "universal"))
+    and "elastic" not in case
+]
 
 
 @pytest.mark.parametrize("case", MOMENTS)
@@ -133,6 +138,21 @@ def test_the_moments_have_the_names_of_parameters(
 def test_the_optimizer_of_an_elastic_checkpoint_is_refused(unpacked: Path) -> None:
     with pytest.raises(NotMergeableError, match="elastic checkpoint, without parameter groups"):
         unshard.merge(unpacked / "deepspeed/zero2_elastic", dry_run=True, optimizer=True)
+    with pytest.raises(NotMergeableError) as raised:
+        unshard.reshard(unpacked / "deepspeed/zero2_elastic", "out", world_size=2, to="dcp")
+    assert "`unshard reshard` takes what was merged" in raised.value.hint
+    assert "--optimizer" not in str(raised.value)
+
+
+def test_a_missing_moment_of_a_universal_checkpoint_is_named(
+    unpacked: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(unpacked / "deepspeed/universal_from_zero3_bf16", tmp_path / "copy")
+    zero = copy / "global_step3_universal/zero"
+    (zero / "layers.0.up.bias/exp_avg.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"layers\.0\.up\.bias: exp_avg\.pt is missing"):
+        unshard.merge(copy, dry_run=True, optimizer=True)
+    unshard.merge(copy, tmp_path / "out")  # the model is whole
 
 
 def test_weights_in_the_dtype_of_training_have_no_optimizer(unpacked: Path) -> None:

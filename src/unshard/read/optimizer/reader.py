@@ -4,6 +4,7 @@ The model must have been read before: its names, order, shapes and placements sa
 belongs to, or whether what the files say of that is true.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.dcp.reader import DCP
-from unshard.read.format import ReadOptions
+from unshard.read.format import ReadOptions, shortened
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import read_dcp
 from unshard.read.optimizer.groups import Group, joined_groups
@@ -39,7 +40,9 @@ from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
-__all__ = ["find_numbered", "find_optimizer", "read_optimizer", "steps_of"]
+__all__ = ["find_numbered", "find_optimizer", "read_optimizer", "steps_of", "unread_files"]
+
+_OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 
 
 def find_optimizer(
@@ -149,13 +152,20 @@ def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
     state = find_optimizer(checkpoint, options)
     if state is not None:
         return state
-    others = [path.name for path in checkpoint.catalog.training_state if "optim" in str(path)]
     raise NotMergeableError(
         f"{location.weights_dir}: no state of an optimizer that can be read was saved with it",
         expected=f"that of {RANK_FILES}, {DCP} or {ZERO}, next to the model's files",
-        found=", ".join(others[:5]) or "none",
+        found=shortened(unread_files(checkpoint), 5) or "none",
         hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
     )
+
+
+def unread_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of what may be the state of an optimizer in a form that is not read."""
+    location = checkpoint.location
+    folders = [one for one in dict.fromkeys((*location.roots, location.step_dir)) if one.is_dir()]
+    names = sorted({path.name for folder in folders for path in folder.iterdir()})
+    return [name for name in names if _OPTIMIZER.match(name)]
 
 
 def _names(found: SavedState, model: Catalog) -> Noted[dict[Key, str]]:

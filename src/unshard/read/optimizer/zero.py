@@ -23,6 +23,7 @@ from unshard.read.optimizer.state import (
     left_out_note,
     refuse_quantised,
 )
+from unshard.read.optimizer.universal import read_universal_moments
 from unshard.read.torch_save.state_dict import start_of
 from unshard.read.torch_save.values import is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
@@ -54,7 +55,7 @@ def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
     """
     read = read_partitions(location, options)
     if read is None:
-        return None
+        return read_universal_moments(location, options)
     states, shapes = read
     bases = [_base_of(state, len(shapes)) for state in states]
     first = bases[0]

@@ -33,7 +33,7 @@ from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-__all__ = ["ZERO", "frozen_names", "is_stage0", "read_partitions"]
+__all__ = ["ZERO", "frozen_names", "is_stage0", "read_partitions", "read_universal"]
 
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
 _Tensors = Mapping[str, TensorEntry]
@@ -65,6 +65,24 @@ def read_partitions(
     if not files.optim:
         return None
     return _Reading(files, read_model_state(_model_file(files)), options).partitions()
+
+
+def read_universal(
+    location: Location, options: ReadOptions
+) -> tuple[tuple[Shapes, ...] | None, dict[str, Path]] | None:
+    """Return the shapes of a universal checkpoint's groups, and its folders by name.
+
+    None if it is of another kind; the shapes are None if it was made of slices.
+
+    Raises:
+        CheckpointError: the model's file is missing, or cannot be read.
+    """
+    files = find_files(location)
+    if files.optim or not files.universal:
+        return None
+    state = read_model_state(_model_file(files), may_be_sliced=True)
+    folders = _Reading(files, state, options).folders()
+    return None if files.is_sliced else state.groups, folders
 
 
 def frozen_names(location: Location) -> list[str]:
@@ -154,13 +172,19 @@ class _Reading:
         """Return the tensors of a universal checkpoint, and what its model's files have."""
         state = self.state
         shapes = {} if self.files.is_sliced else _trained(state)
-        known = {*state.buffers, *state.shared, *(state.frozen or ())}
-        others = (one for one in self.files.universal if one.name not in known)
-        folders = {one.name: one for one in others if not shapes or one.name in shapes}
+        folders = self.folders()
         ranks = self._states_of_frozen()
         paths = (*(one.path for one in ranks), *(one / FILE for one in folders.values()))
-        masters = universal_tensors(folders, shapes, paths, len(ranks))
+        masters = universal_tensors(folders, shapes, paths, len(ranks), file=FILE)
         return self._catalog(self._united(masters, ranks, paths), paths, state.world_size or 1)
+
+    def folders(self) -> dict[str, Path]:
+        """Return the folders of the trained parameters of a universal checkpoint, by name."""
+        state = self.state
+        shapes = {} if self.files.is_sliced else _trained(state)
+        known = {*state.buffers, *state.shared, *(state.frozen or ())}
+        others = (one for one in self.files.universal if one.name not in known)
+        return {one.name: one for one in others if not shapes or one.name in shapes}
 
     def of_partitions(self) -> Catalog:
         """Return the float32 weights, and what only the model's files have."""

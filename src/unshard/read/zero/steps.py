@@ -18,7 +18,7 @@ from unshard.read.torch_save.state_dict import ShortStorageError, start_of
 from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["check_steps", "stated_steps"]
+__all__ = ["check_steps", "number_in", "stated_steps"]
 
 _MOST = 1 << 53  # larger numbers are slips, or attacks
 
@@ -45,7 +45,7 @@ def stated_steps(
     )
     steps: dict[int, float] = {}
     for number, (value, padding) in enumerate(zip(flat, ends, strict=True)):
-        step = _number(file, numbered.get(number, {}).get("step"))
+        step = number_in(file, numbered.get(number, {}).get("step"))
         if step is not None and isinstance(padding, int) and _elements(value) > padding:
             steps[number] = step
     return steps
@@ -79,7 +79,7 @@ def _elements(value: Value) -> int:
         return 0
 
 
-def _number(file: TorchFile, value: Value) -> float | None:
+def number_in(file: TorchFile, value: Value) -> float | None:
     """Return a number, or that of a tensor of one element; None for anything else."""
     found = _read(file, value) if is_tensor(value) else value
     return found if isinstance(found, int | float) and abs(found) < _MOST else None

@@ -30,7 +30,12 @@ _PARAM = "param"
 
 
 def universal_tensors(
-    folders: Mapping[str, Path], shapes: Shapes, paths: tuple[Path, ...], first: int
+    folders: Mapping[str, Path],
+    shapes: Shapes,
+    paths: tuple[Path, ...],
+    first: int,
+    *,
+    file: str,
 ) -> dict[str, TensorEntry]:
     """Return the tensors of a universal checkpoint.
 
@@ -39,6 +44,7 @@ def universal_tensors(
         shapes: as the model's file states them; of those that it does not, as they are stored.
         paths: all files that are read.
         first: the number of the first folder's file among them; the others follow.
+        file: the name of the file that is read of each folder.
 
     Raises:
         IncompleteError: a parameter's file is missing.
@@ -48,15 +54,14 @@ def universal_tensors(
     if lost:
         raise IncompleteError(
             f"{paths[0].parent}: has no folder of {len(lost)} parameters: {shortened(lost)}",
-            expected=f"zero/{lost[0]}/{FILE}",
+            expected=f"zero/{lost[0]}/{file}",
             hint="make the universal checkpoint again: was ds_to_universal interrupted?",
         )
     gathered = Gathering()
     for number, (name, folder) in enumerate(folders.items(), start=first):
-        if not (folder / FILE).is_file():
-            raise IncompleteError(f"{folder}: {FILE} is missing")
-        file = read_torch_file(folder / FILE)
-        gathered.add(_tensor_in(file, name, number))
+        if not (folder / file).is_file():
+            raise IncompleteError(f"{folder}: {file} is missing")
+        gathered.add(_tensor_in(read_torch_file(folder / file), name, number))
     raise_all(CorruptError, f"{paths[0].parent}: parameters cannot be read", gathered.problems)
     stored = gathered.entries(paths)
     cuts = FlatCuts(paths)

@@ -12,7 +12,9 @@ from unshard.api.resharding.source import FSDP_CONFIG
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, Writing, write_additions
 from unshard.plan.resharding import lay_out_ranks
+from unshard.read.format import shortened
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.reader import unread_files
 from unshard.read.whole_files.reader import WHOLE_FILES
 
 __all__ = ["add_companions", "ranks_anew"]
@@ -45,6 +47,9 @@ def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
         files.notes.append(
             "no state of an optimizer was found that can be read: only the model can be loaded"
         )
+        unread = unread_files(source)
+        if unread:
+            files.notes.append(f"left out of the optimizer: {shortened(unread, 5)} (not read)")
     if source.location.format is WHOLE_FILES and any(map(_EXPERT.search, source.catalog.tensors)):
         files.notes.append(
             "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
