@@ -4,8 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from oracle.writers.accelerate import launched
 from oracle.writers.hub_models import full_state, shards_state
@@ -16,6 +24,7 @@ __all__ = [
     "trainer_fsdp1",
     "trainer_fsdp2",
     "trainer_full",
+    "trainer_goes_on",
 ]
 
 _Place = tuple[int, int, Path]
@@ -24,12 +33,15 @@ _Place = tuple[int, int, Path]
 class Sentences(Dataset[dict[str, torch.Tensor]]):
     """Random tokens, the same in every process."""
 
+    def __init__(self, vocabulary: int = 37) -> None:
+        self.vocabulary = vocabulary
+
     def __len__(self) -> int:
-        return 16
+        return 48
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(37, (8,), generator=generator)
+        ids = torch.randint(self.vocabulary, (8,), generator=generator)
         return {"input_ids": ids, "labels": ids}
 
 
@@ -46,6 +58,58 @@ def trainer_fsdp1(rank: int, world: int, directory: Path) -> None:
 def trainer_full(rank: int, world: int, directory: Path) -> None:
     """Train with FSDP2 and save whole models, as a Trainer does by default; any world size."""
     _train((rank, world, directory), version=2, kind="FULL_STATE_DICT")
+
+
+class _Loaded(TrainerCallback):
+    """Saves what a Trainer has when its training begins, from rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        del control
+        model, optimizer = given["model"], given["optimizer"]
+        whole = StateDictOptions(full_state_dict=True)
+        found = {
+            "model": full_state(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer.optimizer, options=whole),
+            "scheduler": given["lr_scheduler"].state_dict(),
+            "step": state.global_step,
+        }
+        if args.process_index == 0:
+            torch.save(found, self.path)
+
+
+def trainer_goes_on(
+    rank: int, world: int, directory: Path, *, config: Path | None, step: int, resume: bool
+) -> None:
+    """Train with FSDP2 to one step after `step`, where it saves, with 12 sentences a step.
+
+    `config` has the model's, by default a tiny one. To resume, `resharded/checkpoint-STEP` is
+    loaded. What is loaded is left in `loaded-WORLD.pt`, the model after the last step in
+    `went-on-WORLD.pt`.
+    """
+    with launched(rank, world):
+        arguments = _arguments(directory / "run", 2, "SHARDED_STATE_DICT")
+        arguments.max_steps, arguments.save_steps = step + 1, step
+        arguments.per_device_train_batch_size = 12 // world
+        torch.manual_seed(world)
+        model: Any = tiny_model()
+        if config is not None:
+            model = type(model)(AutoConfig.from_pretrained(config))
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=Sentences(model.config.vocab_size),
+            callbacks=[_Loaded(directory / f"loaded-{world}.pt")],
+        )
+        place = directory / "resharded" / f"checkpoint-{step}"
+        trainer.train(resume_from_checkpoint=str(place) if resume else None)
+        after = full_state(trainer.model_wrapped)
+        if rank == 0:
+            torch.save(after, directory / f"went-on-{world}.pt")
 
 
 def _train(place: _Place, *, version: int, kind: str) -> None:

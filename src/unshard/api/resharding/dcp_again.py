@@ -12,7 +12,13 @@ from pathlib import Path, PurePosixPath
 
 from unshard.api.resharding.anew.placing import cut_dimension, placed_alone
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import Addition, Writing, random_note, write_additions
+from unshard.api.resharding.writing import (
+    Addition,
+    Writing,
+    random_note,
+    trainer_rng,
+    write_additions,
+)
 from unshard.api.sources import scratch_directory
 from unshard.containers.open_files import opened
 from unshard.containers.strided import read_exactly
@@ -36,7 +42,9 @@ _SMALL = re.compile(
     r"scheduler(_\d+)?\.bin|scheduler\.pt|sampler(_\d+)?\.bin|trainer_state\.json|meta\.pt"
     r"|training_args\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(_\d+)?\.bin"
 )
-_OF_RANK = re.compile(r"(random_states_|rng_state_)(\d{1,5})(\.pkl|\.pth)")
+_OF_RANK = re.compile(
+    r"random_states_(?P<accelerate>\d{1,5})\.pkl|rng_state(_(?P<hf>\d{1,5}))?\.pth"
+)
 
 
 def dcp_again(source: Checkpoint, target: Target, output: Path, stack: ExitStack) -> Writing:
@@ -122,17 +130,19 @@ def _add_small(source: Checkpoint, root: Path, world: int, files: Addition) -> N
     for path in (*config, *own.files.values()):
         if path.is_relative_to(root):
             files.copied[str(path.relative_to(root))] = path
-    ranks: dict[tuple[str, str], dict[int, Path]] = {}
+    ranks: dict[bool, dict[int, Path]] = {}
     for path in sorted(root.iterdir()):
         match = _OF_RANK.fullmatch(path.name)
         if match:
-            ranks.setdefault((match[1], match[3]), {})[int(match[2])] = path
+            number = int(match["accelerate"] or match["hf"] or 0)
+            ranks.setdefault(match["accelerate"] is None, {})[number] = path
         elif _SMALL.fullmatch(path.name):
             files.copied[path.name] = path
-    for (start, end), found in ranks.items():
+    for is_trainer, found in ranks.items():
         before = max(found) + 1
         for rank in range(world):
+            name = trainer_rng(rank, world) if is_trainer else f"random_states_{rank}.pkl"
             if rank % before in found:
-                files.copied[f"{start}{rank}{end}"] = found[rank % before]
+                files.copied[name] = found[rank % before]
         if before != world:
             files.notes.append(random_note(before, world))

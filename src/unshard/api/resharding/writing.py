@@ -8,7 +8,7 @@ from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
 from unshard.showing import counted
 
-__all__ = ["Added", "Addition", "Writing", "random_note", "write_additions"]
+__all__ = ["Added", "Addition", "Writing", "random_note", "trainer_rng", "write_additions"]
 
 Added = tuple[list[str], list[str]]
 """Notes for the user, and the paths of the files that were added."""
@@ -65,6 +65,11 @@ def write_additions(files: Addition, directory: Path) -> Added:
                 files.data[name] if name in files.data else files.copied[name].read_bytes()
             )
     return files.notes, names
+
+
+def trainer_rng(rank: int, world: int) -> str:
+    """Return where the HF Trainer looks for the random state of a rank."""
+    return "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth"
 
 
 def random_note(before: int, world: int) -> str:

@@ -2,23 +2,26 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from unshard.api.resharding.anew.rebuilding import SCHEDULER, scheduler_in_dcp
 from unshard.api.resharding.formats import ReshardFormat
-from unshard.api.resharding.writing import Addition, random_note
+from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain
 from unshard.read.dcp.metadata import read_metadata
 from unshard.read.dcp.reader import DCP, metadata_files
 from unshard.read.open import Checkpoint
 from unshard.read.training_state.plain_values import plain_values
-from unshard.read.training_state.reader import StateFiles, find_state_files
+from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 
 __all__ = ["Training", "add_training", "read_training"]
 
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
+_HF = {"cpu": "cpu", "numpy": "numpy", "random": "python"}
+_TRAINER = "trainer_state.json"
 _TOKENS = "total_tokens"  # without it lmms-engine does not load
 
 
@@ -30,11 +33,13 @@ class Training:
         scheduler: the state of its scheduler; None if it has none.
         ranks: what each rank saved; None where that is not known. Empty if no rank saved anything.
         notes: what was left out, for the user.
+        of_trainer: the HF Trainer's `trainer_state.json`, which says where it is; or None.
     """
 
     scheduler: Plain = None
     ranks: Sequence[RankState | None] = ()
     notes: tuple[str, ...] = ()
+    of_trainer: Path | None = None
 
 
 def read_training(source: Checkpoint) -> Training:
@@ -46,7 +51,8 @@ def read_training(source: Checkpoint) -> Training:
         scheduler = scheduler_in_dcp(metadata, source.location)
         notes = (*found.notes, *scheduler.notes)
         found = replace(found, scheduler=scheduler.value, notes=notes)
-    return found
+    paths = (folder / _TRAINER for folder in step_dirs(source.location))
+    return replace(found, of_trainer=next((one for one in paths if one.is_file()), None))
 
 
 def _of_files(files: StateFiles) -> Training:
@@ -148,6 +154,8 @@ def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Ite
 def _add_accelerate(found: Training, states: Sequence[RankState | None], files: Addition) -> None:
     if found.scheduler is not None:
         files.saved["scheduler.bin"] = found.scheduler
+    if found.of_trainer is not None:
+        _add_trainer(found, found.of_trainer, states, files)
     devices: set[str] = set()
     for rank, state in enumerate(states):
         if state is None or not state.rng:
@@ -164,3 +172,16 @@ def _add_accelerate(found: Training, states: Sequence[RankState | None], files: 
             "stores that of all devices of a node for every rank, and how they are spread is not "
             "known"
         )
+
+
+def _add_trainer(
+    found: Training, trainer: Path, states: Sequence[RankState | None], files: Addition
+) -> None:
+    """Add what the HF Trainer looks for in place of accelerate's files: it wrote the source."""
+    files.copied[_TRAINER] = trainer
+    if found.scheduler is not None:
+        files.saved["scheduler.pt"] = found.scheduler
+    for rank, state in enumerate(states):
+        if state is not None and state.rng:
+            own = {one: state.rng[name] for name, one in _HF.items() if name in state.rng}
+            files.saved[trainer_rng(rank, len(states))] = own
