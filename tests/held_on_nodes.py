@@ -10,8 +10,9 @@ from waiting import LIMIT_S, wait_until
 
 __all__ = ["begin", "begun", "ended", "ran", "wait_for_nodes"]
 
-# The command `unshard`. On a node each attempt at a file waits where HOLD says, until there is a
-# file "go": before it begins, or in the middle of its bytes. Each process that verifies leaves a
+# The command `unshard`. On a node each attempt at a file, or at a part of a comparison, waits where
+# HOLD says, until there is a file "go": before it begins, or in the middle of its bytes. With HOLD
+# "verify" those wait that verify an output, in their middle. Each process that verifies leaves a
 # note. PATCH is Python.
 HELD = """
 import os, time
@@ -22,7 +23,7 @@ from unshard.engines.several import cluster, over_ray
 from unshard.progress import Advanced
 
 class Held:
-    kind, events = over_ray._Making, 1
+    kind, events, middle = over_ray._Making, 1, "middle"
 
     def __init__(self, *given):
         self.task, self.control = self.kind(*given), Path(os.environ["CONTROL"])
@@ -45,7 +46,7 @@ class Held:
 
         def told(event):
             waited.append(True)
-            if self.where == "middle" and len(waited) == self.events:
+            if self.where == self.middle and len(waited) == self.events:
                 self.wait(attempt, listener)
             listener(event)
 
@@ -54,14 +55,18 @@ class Held:
 class HeldUpload(Held):
     kind, events = over_ray._Uploading, 2  # a part is on its way then
 
-class Noted(Held):
-    kind = over_ray._Verifying
+class HeldMeasuring(Held):
+    kind = over_ray._Measuring
+
+class HeldVerifying(Held):
+    kind, middle = over_ray._Verifying, "verify"
 
     def do(self, number, attempt, listener):
         (self.control / f"verified-{os.getpid()}").touch()
-        return self.task.do(number, attempt, listener)
+        return super().do(number, attempt, listener)
 
-over_ray._Making, over_ray._Uploading, over_ray._Verifying = Held, HeldUpload, Noted
+over_ray._Making, over_ray._Uploading = Held, HeldUpload
+over_ray._Measuring, over_ray._Verifying = HeldMeasuring, HeldVerifying
 exec(os.environ.get("PATCH", ""))
 main()
 """

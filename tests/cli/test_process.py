@@ -1,5 +1,6 @@
 """How a command begins and ends: signals while it imports, streams that fail, no traceback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -161,6 +162,29 @@ def test_what_cannot_be_printed_does_not_stop_the_work(
         assert b"Exception" not in done.stderr
         assert (out / "model.safetensors").exists()
         assert (b"standard output cannot be written: No space left" in done.stderr) == (code == 1)
+
+
+# A library that prints in a thread of its own while a command works.
+CHATTERING = """
+import json, threading
+from unshard.__main__ import main
+
+dumps = json.dumps
+def dump_loudly(*given, **more):
+    thread = threading.Thread(target=print, args=("a node has died",))
+    thread.start()
+    thread.join()
+    return dumps(*given, **more)
+json.dumps = dump_loudly
+main()
+"""
+
+
+def test_what_a_library_prints_in_a_thread_is_not_in_the_json(verl: Path) -> None:
+    done = run("-c", CHATTERING, "inspect", str(verl), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["world_size"] == 2
+    assert b"a node has died" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -159,17 +159,22 @@ raise SystemExit
         assert contents(tmp_path / name) == contents(tmp_path / f"{name} alone")
 
 
+def lose_a_node(cluster: Nodes, control: Path, process: "subprocess.Popen[str]") -> None:
+    """Kill a node when both are held at their work, and let the other one go on."""
+    wait_for_nodes(process, control, 2)
+    before = begun(control)
+    cluster.kill(0)
+    wait_until(lambda: any(map(all_gone, before.values())), "the end of what ran there")
+    (control / "go").touch()
+
+
 @pytest.mark.parametrize("command", ["merge", "average"])
 def test_the_files_of_a_lost_node_are_made_on_another_one(
     cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, command: str
 ) -> None:
     given = [checkpoint, checkpoint] if command == "average" else [checkpoint]
     process = begin(cluster, control, command, *given, tmp_path / "out", *OPTIONS, HOLD="middle")
-    wait_for_nodes(process, control, 2)
-    before = begun(control)
-    cluster.kill(0)
-    wait_until(lambda: any(map(all_gone, before.values())), "the end of what ran there")
-    (control / "go").touch()
+    lose_a_node(cluster, control, process)
     code, said = ended(process)
     cluster.add(0)
     assert code == 0, said
@@ -287,20 +292,50 @@ def test_without_ray_the_error_says_how_to_install_it(checkpoint: Path, tmp_path
     assert "pip install ray" in done.stderr
 
 
-def test_the_nodes_compare_what_one_process_compares(
-    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
-) -> None:
-    merged = tmp_path / "merged"
+def damage_last_byte(checkpoint: Path, merged: Path) -> Path:
+    """Merge a checkpoint, and damage a value of the output."""
     unshard.merge(checkpoint, merged, dtype="bfloat16", max_shard_size="60KB")
     first = next(iter(sorted(merged.glob("*.safetensors"))))
     data = bytearray(first.read_bytes())
     data[-1] ^= 0x10
     first.write_bytes(data)
+    return merged
+
+
+def test_the_nodes_compare_what_one_process_compares(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    merged = damage_last_byte(checkpoint, tmp_path / "merged")
     command = ("verify", merged, "--against", checkpoint, "--json")
     code, said = ran(cluster, control, *command, "--engine", "ray")
     here = unshard_alone(*command)
     assert code == here.returncode == 1, said
     assert said.splitlines()[0] == here.stdout.strip()
+
+
+@pytest.mark.parametrize("verifying", ["verify", "merge --verify full"])
+def test_what_a_lost_node_was_verifying_is_read_by_another_one(
+    cluster: Nodes, control: Path, checkpoint: Path, tmp_path: Path, verifying: str
+) -> None:
+    if verifying == "verify":
+        damage_last_byte(checkpoint, tmp_path / "out")
+        command = ("verify", tmp_path / "out", "--against", checkpoint, "--json")
+        process = begin(cluster, control, *command, "--engine", "ray", HOLD="middle")
+    else:
+        merge = ("merge", checkpoint, tmp_path / "out", *OPTIONS, "--verify", "full")
+        process = begin(cluster, control, *merge, HOLD="verify")
+    lose_a_node(cluster, control, process)
+    code, said = ended(process)
+    cluster.add(0)
+    assert "of the work are done again" in said
+    assert "Traceback" not in said
+    if verifying == "verify":
+        here = unshard_alone(*command)
+        assert code == here.returncode == 1, said
+        assert said.splitlines()[0] == here.stdout.strip()
+    else:
+        assert code == 0, said
+        assert contents(tmp_path / "out") == alone(checkpoint, tmp_path / "alone")
 
 
 def test_the_nodes_read_from_a_store_and_upload_into_it(

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TextIO
@@ -192,10 +193,16 @@ class _Unfailing(io.FileIO):
 
 
 class _Printable(io.TextIOWrapper):
-    """Escapes what would control a terminal: what others wrote is printed, too."""
+    """Escapes what would control a terminal: what others wrote is printed, too.
+
+    A command prints in the main thread. What is printed in another one is a library's message, such
+    as Ray's that a node is lost: it goes to stderr, because stdout may be one JSON object.
+    """
 
     def write(self, text: str, /) -> int:
         """Write a text."""
+        if threading.current_thread() is not threading.main_thread():
+            return sys.stderr.write(printable(text))
         return super().write(printable(text))
 
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from unshard._version import __version__
@@ -67,7 +67,8 @@ def disconnecting() -> Iterator[None]:
         if not was_connected and is_connected():
             import ray
 
-            with uninterrupted():
+            # It prints what the cluster had to say on stdout, where there may be JSON.
+            with uninterrupted(), redirect_stdout(sys.stderr):
                 ray.shutdown()
 
 
