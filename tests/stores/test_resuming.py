@@ -11,7 +11,7 @@ import torch
 import unshard
 from bucket_server import BUCKET, Request, Store
 from ranks import save_ranks
-from unshard import OutputError, UsageError
+from unshard import OutputError
 from unshard.errors import StoreError
 from unshard.progress import Chosen, Event, Stage, Warned, ignore
 from unshard.stores.remote_path import RemotePath, path_of
@@ -234,11 +234,6 @@ def test_ceph_compares_tags_without_their_quotes_and_does_not_tell_that_of_an_up
     assert not written(store) & {name_of(1), name_of(2)}
     assert store.files("ceph") == truth
     assert seen == {"quotes", "upload"}
-
-
-def test_a_store_that_replaces_nothing_by_its_etag_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(UsageError, match="on the condition of its ETag"):
-        unshard.merge(checkpoint, "gs://bucket/model", resume=True, listener=ignore)
 
 
 def test_an_output_that_differs_is_removed(

@@ -97,12 +97,6 @@ def _check(options: MergeOptions, target: RemotePath) -> None:
             f"--push-to-hub needs an output on a disk, and {target} is in an object store",
             hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
         )
-    if options.resume and target.bucket.url.startswith("gs:"):
-        raise UsageError(
-            f"--resume needs a store that replaces an object on the condition of its ETag, and "
-            f"{target} is not in one",
-            hint="leave it out: a merge that fails removes what it wrote there",
-        )
 
 
 def _upload(  # noqa: PLR0917 (what is made, where, and how)

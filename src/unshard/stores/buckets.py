@@ -44,6 +44,12 @@ _KNOWN_REASONS = {
     "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
     "credential": "no credentials were found",
 }
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_REGION and AWS_ENDPOINT_URL",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "a": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""What decides how a store is reached, by the beginning of its addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +314,12 @@ def changed(where: str, how: str = "has changed while it was being read") -> Cor
 def failure(where: str, error: Exception) -> StoreError:
     """Return the error that a request to a store failed; `where` is an address without secrets."""
     reason = _reason(error)
+    variables = next((names for start, names in _VARIABLES.items() if where.startswith(start)), "")
     hint = "check address, credentials and network: environment variables such as "
-    hint += "AWS_ACCESS_KEY_ID, AWS_REGION and AWS_ENDPOINT_URL are read"
-    if "NoSuchBucket" in reason:
-        hint = "check the name of the bucket, and AWS_REGION and AWS_ENDPOINT_URL, which decide "
-        hint += "where it is looked for"
+    hint += f"{variables} are read"
+    if "NoSuchBucket" in reason or "ContainerNotFound" in reason:
+        hint = f"check the name of the bucket, and environment variables such as {variables}, "
+        hint += "which decide where it is looked for"
     elif _is_other(where):
         hint = "check the address, and whether it can be reached from here"
     return StoreError(f"{where}: {reason}", hint=hint)

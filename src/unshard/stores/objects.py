@@ -50,12 +50,14 @@ def create(
     The answer to a request may be lost after the store has done what it asks for. So after every
     failure the object is read: what has these very bytes is ours. Tags of requests have quotes, but
     Ceph 16 compares them without: if the object is still the same, each form is tried in turn.
+    Google's store compares the object's generation instead, which is known when it was read.
 
     Raises:
         StoreError: the store cannot be reached, or does not allow it.
     """
+    version: str | None = None
     for tries_left in reversed(range(_TRIES)):
-        mode = _mode(instead_of, has_quotes=tries_left % 2 == 1)
+        mode = _mode(instead_of, version, has_quotes=tries_left % 2 == 1)
         try:
             put = bucket.store.put(key, data, mode=mode, use_multipart=False)
             return Stored(len(data), put["e_tag"])
@@ -68,6 +70,7 @@ def create(
                     return Stored(len(data), found.meta["e_tag"])
                 if not _is_same_tag(found.meta["e_tag"], instead_of):
                     return None
+                version = found.meta["version"]
             except FileNotFoundError:
                 if instead_of is not None:
                     return None
@@ -78,12 +81,13 @@ def create(
     raise AssertionError("the last try returns or raises")
 
 
-def _mode(instead_of: str | None, *, has_quotes: bool) -> "PutMode":
+def _mode(instead_of: str | None, version: str | None, *, has_quotes: bool) -> "PutMode":
     """Return the condition of a put: that there is no object, or the one with an entity tag."""
     if instead_of is None:
         return "create"
     tag = instead_of.strip('"')
-    return {"e_tag": f'"{tag}"' if has_quotes else tag}
+    tag = f'"{tag}"' if has_quotes else tag
+    return {"e_tag": tag} if version is None else {"e_tag": tag, "version": version}
 
 
 def _is_same_tag(one: str | None, other: str | None) -> bool:
