@@ -199,6 +199,27 @@ def test_a_subclass_of_list_keeps_its_elements(tmp_path: Path) -> None:
     assert [one.split(": ")[0] for one in found.notes] == ["betas", "none"]
 
 
+class Keyed(dict):  # type: ignore[type-arg]
+    """As configurations have them, too."""
+
+
+def test_a_subclass_of_dict_keeps_its_items(tmp_path: Path) -> None:
+    found = read(tmp_path, {"rates": Keyed(a=[1]), "none": Keyed()})
+    assert found.value == {"rates": {"a": [1]}}
+    assert [one.split(": ")[0] for one in found.notes] == ["rates", "none"]
+
+
+def test_values_of_omegaconf_are_kept() -> None:
+    """verl gives AdamW its betas as the configuration has them, and torch needs them to go on."""
+    file = Path(__file__).parents[1] / "data" / "omegaconf.pt"
+    found = plain_values(read_torch_file(file))
+    sub = {"x": None, "deep": {"a": ["b", 1]}}
+    assert found.value == {"betas": [0.9, 0.95], "sub": sub, "rate": 0.5}
+    unresolved = [one for one in found.notes if "only OmegaConf resolves" in one]
+    assert [one.split(": ")[0] for one in unresolved] == ["sub.y", "sub.z"]
+    assert "betas: the class of an instance of omegaconf" in found.notes[0]
+
+
 def test_attributes_of_a_dict_are_named(tmp_path: Path) -> None:
     made: OrderedDict[str, int] = OrderedDict(a=1)
     made.note = "lost"  # type: ignore[attr-defined]  # as `state_dict()` does with _metadata

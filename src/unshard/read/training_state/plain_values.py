@@ -2,11 +2,12 @@
 
 numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. What has no plain form (an
 object, a function, a DTensor, numpy's arrays of objects or texts) is left out and named: of a dict
-with its key, of a list or tuple with None in its place. Of a subclass of list the elements stay.
+with its key, of a list or tuple with None in its place. Of a subclass of list the elements stay, of
+one of dict the items, and of OmegaConf's containers both, as far as they are not interpolations.
 Values may be shared and even form cycles, so depth, number and bytes of what comes out are bounded.
 
 Sources: numpy's `ndarray.__reduce__`, the pickles of numpy 1.26 (`numpy.core`) and 2.x
-(`numpy._core`).
+(`numpy._core`), those of OmegaConf 2.4.
 """
 
 import re
@@ -49,6 +50,9 @@ _DEFAULT = "collections.defaultdict"
 _SETS = ("__builtin__.set", "builtins.set")
 _ARRAYS = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 _SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
+_CONTAINERS = ("omegaconf.listconfig.ListConfig", "omegaconf.dictconfig.DictConfig")
+_PARTS = {True: "elements", False: "items"}
+_NODE = re.compile(r"omegaconf\.nodes\.[A-Za-z]+Node")
 _BYTES = ("__builtin__.bytes", "builtins.bytes")
 _CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ between machines
 
@@ -114,18 +118,39 @@ class _Decoder:
             return SavedTensor(BY_NAME[array.dtype.name], array.shape, array.tobytes())
         if value.is_call_of(_ORDERED, _COUNTER, _DEFAULT):
             return self._dict_record(value, at, depth)
+        if value.is_call_of(*_CONTAINERS) or _NODE.fullmatch(named(value.callee)):
+            return self._configured(value, at, depth)
         found: Plain = bytes_of(value)
         match value.args:
             case (list() as elements,) if value.is_call_of(*_SETS):
                 found = self._set(elements, at)
             case (tuple() as sizes,) if value.is_call_of("torch.Size"):
                 found = tuple(self._items(sizes, at, depth))
-            case () if value.elements and value.state is None and not value.items:
-                found = self._items(value.elements, at, depth)  # a list with methods of its own
-                self._tell(at, f"the class of {named(value)} (its elements are kept)")
+            case () if found is None:
+                found = self._derived(value, at, depth)
         if found is None:
             raise TensorFormError(named(value))
         return found
+
+    def _derived(self, value: Record, at: str, depth: int) -> Plain:
+        """Return a list or dict with methods of its own as one without; None for others."""
+        if value.state is not None or bool(value.elements) == bool(value.items):
+            return None
+        is_list = bool(value.elements)
+        self._tell(at, f"the class of {named(value)} (its {_PARTS[is_list]} are kept)")
+        if is_list:
+            return self._items(value.elements, at, depth)
+        return self._dict(dict(value.items), at, depth)
+
+    def _configured(self, value: Record, at: str, depth: int) -> Plain:
+        """Return a value of OmegaConf, of a container with a note that its class is left out."""
+        state = value.state if isinstance(value.state, dict) else {}
+        content = state.get("_content", state.get("_val"))
+        if isinstance(content, str) and ("${" in content or content == "???"):
+            raise TensorFormError(f"{content[:_MAX_PLACE]!r}, which only OmegaConf resolves")
+        if value.is_call_of(*_CONTAINERS) and isinstance(content, list | dict):
+            self._tell(at, f"the class of {named(value)} (its values are kept)")
+        return self.plain(content, at, depth)
 
     def _dict_record(self, value: Record, at: str, depth: int) -> Plain:
         """Return an OrderedDict or Counter as such, a defaultdict as a dict."""
