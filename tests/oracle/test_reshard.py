@@ -362,8 +362,11 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"world_size": 4, "mesh": (2, 3)}, "--mesh 2x3 has 6 ranks, not 4 as --world-size says"),
-        ({"world_size": 0}, "--world-size 0: must be at least 1"),
-        ({"world_size": 4, "mesh": (2, 2)}, "1 names for 2 dimensions"),
+        ({"world_size": 0}, "--world-size 0: is not possible"),
+        ({"world_size": 10**9}, "--world-size 1000000000: is not possible"),
+        ({"world_size": 4, "mesh": (2, 2)}, r"the mesh of the checkpoint names 1 \(fsdp\)"),
+        ({"world_size": 4, "mesh": (2, 2), "mesh_names": ["a"]}, "1 name for 2 dimensions"),
+        ({"world_size": 4, "mesh": (2, 2), "mesh_names": ["a", "a"]}, "a name of its own"),
         ({"world_size": 4, "torch": "1.0"}, "--torch 1.0: unknown"),
         ({"world_size": 2, "mesh_names": ["tp"]}, "tensor parallelism is not written"),
     ],

@@ -9,9 +9,12 @@ from unshard.containers.torch_files.dtensors import VERSIONS, Version
 from unshard.errors import NotMergeableError, UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
 from unshard.read.open import Checkpoint
+from unshard.showing import counted
 from unshard.tensors.placements import DeviceMesh
 
 __all__ = ["Target"]
+
+_MOST_RANKS = 99_999
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,9 @@ class Target:
         if torch not in VERSIONS:
             raise UsageError(f"--torch {torch}: unknown", expected=", ".join(VERSIONS))
         shape = (world_size,) if mesh is None else tuple(mesh)
-        if world_size < 1:
-            raise UsageError(f"--world-size {world_size}: must be at least 1")
+        if not 1 <= world_size <= _MOST_RANKS:
+            limits = f"from 1 to {_MOST_RANKS}"
+            raise UsageError(f"--world-size {world_size}: is not possible", expected=limits)
         if min(shape, default=0) < 1 or prod(shape) != world_size:
             sizes = "x".join(map(str, shape))
             what = f"--mesh {sizes} has {prod(shape)} ranks, not {world_size} as --world-size says"
@@ -53,6 +57,12 @@ class Target:
         known = _mesh_of(source)
         of_fsdp = [name for name in known.dim_names or () if name not in TENSOR_PARALLEL]
         names = tuple(mesh_names or of_fsdp[-len(shape) :] or ("fsdp",))
+        if mesh_names is None and len(names) != len(shape):
+            raise UsageError(
+                f"--mesh {'x'.join(map(str, shape))}: has {len(shape)} dimensions, and the mesh of "
+                f"the checkpoint names {len(names)} ({', '.join(names)})",
+                hint="name them: --mesh-names ddp,fsdp",
+            )
         _check_names(names, shape)
         if device is not None and not device.isidentifier():
             raise UsageError(f"--device {device!r}: is not a type of device", expected="cuda, cpu")
@@ -69,8 +79,12 @@ def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
             expected="dimensions of FSDP, of which the last shards",
             hint="write for FSDP alone: leave the dimension out of --mesh and --mesh-names",
         )
+    if not all(names) or len(set(names)) < len(names):
+        what = f"--mesh-names {','.join(names)}: every dimension needs a name of its own"
+        raise UsageError(what, expected="names such as ddp,fsdp")
     if len(names) != len(shape):
-        what = f"--mesh-names {','.join(names)}: {len(names)} names for {len(shape)} dimensions"
+        given, wanted = counted(len(names), "name"), counted(len(shape), "dimension")
+        what = f"--mesh-names {','.join(names)}: {given} for {wanted}"
         raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
 
 

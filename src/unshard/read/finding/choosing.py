@@ -33,8 +33,9 @@ def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -
     """
     is_run = start in place.parents
     if choice.step is not None and not is_run and found[0].step != choice.step:
+        step = "not known" if found[0].step is None else found[0].step
         raise UsageError(
-            f"{place} is step {found[0].step}, but --step {choice.step} was asked for",
+            f"{place} is step {step}, but --step {choice.step} was asked for",
             hint="give the directory that has all steps, or leave --step out",
         )
     location = _of_role(place, _of_weights(place, found, choice, start), choice.role, start)
