@@ -185,6 +185,21 @@ def test_one_rank_of_fsdp1_gets_no_dtensors(tmp_path: Path) -> None:
         assert any("go on with FSDP2" in note for note in report.notes) is (version == 1)
 
 
+def test_what_every_rank_has_whole_stays_whole(tmp_path: Path) -> None:
+    """As FSDP1 saves without sharding on several ranks, and DDP."""
+    tensors = some_tensors()
+    moments = {number: {"exp_avg": one + 1} for number, one in enumerate(tensors.values())}
+    state = {"state": moments, "param_groups": [{"params": [*moments]}]}
+    (tmp_path / "a").mkdir()
+    for rank in range(2):
+        torch.save(tensors, tmp_path / "a" / f"model_world_size_2_rank_{rank}.pt")
+        torch.save(state, tmp_path / "a" / f"optim_world_size_2_rank_{rank}.pt")
+    unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=3, verify="full")
+    for rank in range(3):
+        assert same(loaded(tmp_path / "out" / f"model_world_size_3_rank_{rank}.pt"), tensors)
+        assert same(loaded(tmp_path / "out" / f"optim_world_size_3_rank_{rank}.pt"), state)
+
+
 def test_flat_parameters_of_one_rank_are_named(tmp_path: Path) -> None:
     tensors = some_tensors()
     (tmp_path / "a").mkdir()

@@ -6,7 +6,7 @@ from math import prod
 
 from unshard.api.resharding.anew.placing import PLAIN_MESH
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
-from unshard.errors import NotMergeableError, UsageError
+from unshard.errors import UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
@@ -91,13 +91,6 @@ def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
 def _mesh_of(source: Checkpoint) -> DeviceMesh:
     """Return the mesh of a checkpoint's tensors; one of most dimensions, if there are several."""
     found = [one.sharding.mesh for one in source.catalog.tensors.values() if one.sharding]
-    if not found and source.catalog.world_size == 1:
+    if not found:  # each rank has all of the model, as without FSDP
         return PLAIN_MESH
-    if not found:
-        raise NotMergeableError(
-            f"{source.location.weights_dir}: its tensors are not DTensors",
-            expected="rank files of FSDP2, or of FSDP1 with a device mesh",
-            hint="FSDP1's ShardedTensors cannot be loaded on another number of ranks; merge the "
-            "checkpoint instead",
-        )
     return max(found, key=lambda mesh: len(mesh.shape))
