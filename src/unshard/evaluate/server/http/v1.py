@@ -112,9 +112,12 @@ class JobView(BaseModel):
     def of(cls, job: Job, position: int | None) -> "JobView":
         """Return what clients see of a job."""
         given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
-        for name in cls.model_fields.keys() - given.keys():
-            given[name] = getattr(job.request if name in _OF_REQUEST else job, name)
+        given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
+        given |= {name: getattr(job, name) for name in _OF_JOB}
         return cls.model_validate(given)
+
+
+_OF_JOB = JobView.model_fields.keys() - _OF_REQUEST - {"position", "pinned"}
 
 
 class ResultPage(BaseModel):

@@ -66,8 +66,8 @@ _JOB_COLUMNS = """
 """  # what `_as_job` reads, after SELECT
 
 RESULT_COLUMNS = """
-    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, stderr,
-    higher_is_better, completed_at
+    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, completed_at,
+    stderr, higher_is_better
 """
 """What `as_result` reads of `results` and `jobs`."""
 
@@ -146,9 +146,11 @@ def as_event(row: sqlite3.Row) -> JobEvent:
 
 def as_result(row: sqlite3.Row) -> Result:
     """Return a result from a row of `RESULT_COLUMNS`."""
-    task, _, metric = row["metric"].partition("/")
-    better = None if row["higher_is_better"] is None else bool(row["higher_is_better"])
-    return Result(**{**dict(row), "task": task, "metric": metric, "higher_is_better": better})
+    number, job_id, run, step, weights, profile, name, value, completed_at, error, better = row
+    task, _, metric = name.partition("/")
+    better = None if better is None else bool(better)
+    place = (number, job_id, run, step, weights, profile, task, metric)
+    return Result(*place, value, completed_at, error, better)
 
 
 def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
