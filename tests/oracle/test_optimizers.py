@@ -98,6 +98,18 @@ def test_files_of_ranks_made_of_dcp_are_those_that_torch_saves(
         assert same(parts_of(output / path.name), parts_of(path)), path.name
 
 
+@pytest.mark.parametrize("folder", ["named", "flattened"])
+def test_names_in_files_of_ranks_stay(trained: Trained, tmp_path: Path, folder: str) -> None:
+    """As verl's engine of VeOmni saves them, flattened; over 2 ranks and back to 3."""
+    source = trained("fsdp2") / folder
+    report = unshard.reshard(source, tmp_path / "two", world_size=2, verify="full")
+    assert not any("parameter groups" in note for note in report.notes)
+    assert_same(state_of(tmp_path / "two"), truth_of(trained("fsdp2"), "all"))
+    unshard.reshard(tmp_path / "two", tmp_path / "three", world_size=3, verify="full")
+    for path in source.iterdir():
+        assert same(parts_of(tmp_path / "three" / path.name), parts_of(path)), path.name
+
+
 @pytest.mark.parametrize("folder", ["bins", "dcp"])
 def test_fsdp1_by_name_is_what_torch_gathers(trained: Trained, folder: str) -> None:
     directory = trained("fsdp1")

@@ -33,6 +33,7 @@ __all__ = [
     "RankFile",
     "RankTensors",
     "Resharded",
+    "flat_optimizer_value",
     "lay_out_ranks",
     "meshes_of",
     "optimizer_value",
@@ -179,22 +180,42 @@ def optimizer_value(
     entries: Mapping[str, Mapping[str, TensorEntry]],
     values: Mapping[str, Mapping[str, Value]],
     groups: Sequence[tuple[Sequence[str], Mapping[str, Value]]],
-    numbers: Mapping[str, int],
+    keys: Mapping[str, int | str],
 ) -> Value:
-    """Return the state dict of an optimizer, with parameters by number, as `torch.optim` has it.
+    """Return the state dict of an optimizer, as `torch.optim` has it.
 
     Args:
         tensors: makes the tensors of the rank.
         entries: by parameter and key, the tensors of its state.
         values: the same of what is not a tensor.
         groups: the parameters of each group, in the order of the optimizer; its hyper-parameters.
-        numbers: of the parameters.
+        keys: what the state dict calls each parameter, a number or its name, in order.
     """
     state: dict[Value, Value] = {}
-    for name, number in sorted(numbers.items(), key=lambda one: one[1]):
+    for name, own in keys.items():
         made = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
         made |= values.get(name, {})
         if made:
-            state[number] = made
-    listed = [{**hyper, "params": [numbers[name] for name in names]} for names, hyper in groups]
+            state[own] = made
+    listed = [{**hyper, "params": [keys[name] for name in names]} for names, hyper in groups]
     return {"state": state, "param_groups": listed}
+
+
+def flat_optimizer_value(
+    tensors: RankTensors,
+    entries: Mapping[str, Mapping[str, TensorEntry]],
+    values: Mapping[str, Mapping[str, Value]],
+    groups: Sequence[tuple[Sequence[str], Mapping[str, Value]]],
+    keys: Mapping[str, int | str],
+) -> Value:
+    """Return the same, flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`."""
+    found: dict[Value, Value] = {}
+    for name in keys:
+        for key, entry in entries.get(name, {}).items():
+            found[f"state.{name}.{key}"] = tensors.make(entry)
+        found |= {f"state.{name}.{key}": value for key, value in values.get(name, {}).items()}
+    for names, hyper in groups:
+        found |= {
+            f"param_groups.{name}.{key}": value for name in names for key, value in hyper.items()
+        }
+    return found

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
-from unshard.api.resharding.formats import ReshardFormat, keeps_numbers
+from unshard.api.resharding.formats import ReshardFormat, keeps_keys
 from unshard.engines.threads import verify_full
 from unshard.errors import OutputError
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
-from unshard.read.optimizer.reader import find_numbered, find_optimizer
+from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.optimizer.state import OptimizerState
 from unshard.tensors.catalog import Catalog
 
@@ -54,8 +54,8 @@ def _optimizer_again(
     source: Checkpoint, again: Checkpoint, kind: ReshardFormat, options: MergeOptions
 ) -> OptimizerState | None:
     """Read the optimizer's state of the output as that of the source was read."""
-    if keeps_numbers(source, kind):
-        return find_numbered(again, options.reading)
+    if keeps_keys(source, kind):
+        return find_kept(again, options.reading)
     # Of numbers that are new, the order of the groups alone may not tell the parameters.
     return find_optimizer(again, options.reading, _numbers(source, kind))
 

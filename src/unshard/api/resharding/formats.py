@@ -11,7 +11,7 @@ from unshard.read.megatron.reader import MEGATRON
 from unshard.read.open import Checkpoint
 from unshard.read.rank_files.reader import RANK_FILES
 
-__all__ = ["ReshardFormat", "files_for", "format_of", "keeps_numbers"]
+__all__ = ["ReshardFormat", "files_for", "format_of", "keeps_keys"]
 
 _NUMBERED = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _ACCELERATE = "pytorch_model_fsdp_"
@@ -78,8 +78,8 @@ def format_of(source: Checkpoint) -> ReshardFormat | None:
     return None
 
 
-def keeps_numbers(source: Checkpoint, to: ReshardFormat) -> bool:
-    """Return whether files of ranks stay in their format, and so parameters keep their numbers."""
+def keeps_keys(source: Checkpoint, to: ReshardFormat) -> bool:
+    """Return whether files of ranks stay in their format, and so parameters keep their keys."""
     return to is format_of(source) and not to.is_dcp
 
 

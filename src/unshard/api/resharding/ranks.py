@@ -9,7 +9,7 @@ from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import random_note
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import write_torch_file
-from unshard.plan.resharding import RankFile, RankTensors, optimizer_value
+from unshard.plan.resharding import RankFile, RankTensors, flat_optimizer_value, optimizer_value
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.state import split_name
 from unshard.read.training_state.plain_values import plain_values
@@ -37,9 +37,14 @@ def files_of_ranks(
         parameter, key = split_name(name)
         entries.setdefault(parameter, {})[key] = entry
     groups = [(group.params, group.values) for group in state.groups]
+    keys: dict[str, int | str] = dict(sorted(state.numbers.items(), key=lambda one: one[1]))
+    if not keys:  # it has names, which stay
+        named = (*state.parameters, *(name for params, _ in groups for name in params))
+        keys = {name: name for name in named}
+    made = flat_optimizer_value if state.flattened and not state.numbers else optimizer_value
     for rank, mesh in enumerate(target.meshes):
         tensors = RankTensors(target.version, mesh)
-        value = optimizer_value(tensors, entries, state.values, groups, state.numbers)
+        value = made(tensors, entries, state.values, groups, keys)
         yield RankFile(files.renamed(files.optimizer, world, rank), value, tensors)
 
 

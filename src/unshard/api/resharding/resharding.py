@@ -15,7 +15,7 @@ from unshard.api.resharding.anew.placing import placed, unplaced
 from unshard.api.resharding.anew.ranks import ranks_anew
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp_again import dcp_again
-from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_numbers
+from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_keys
 from unshard.api.resharding.ranks import add_files, files_of_ranks
 from unshard.api.resharding.source import SourceFiles, is_fsdp1, is_whole, read_source, refuse_parts
 from unshard.api.resharding.target import Target
@@ -29,7 +29,7 @@ from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded, lay_out_ranks
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.reader import find_numbered, find_optimizer
+from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
 from unshard.write.sealing import seal
@@ -148,15 +148,21 @@ def _prepared(
     stack: ExitStack,
 ) -> Checkpoint:
     """Return a checkpoint with its optimizer's state, placed as the format needs it."""
-    keeps = keeps_numbers(source, kind)
-    find = find_numbered if keeps else find_optimizer
+    keeps = keeps_keys(source, kind)
+    find = find_kept if keeps else find_optimizer
     # What DCP has is written again without knowing what it is.
     with suppress(*[NotMergeableError] if kind.is_dcp and kind is format_of(source) else []):
         source = replace(source, optimizer=find(source, options.reading))
     if not keeps:
         return placed(inflated(source, stack))
     refuse_parts(source)
-    return placed(source) if is_whole(source) and world_size > 1 else source
+    state = source.optimizer
+    if not is_whole(source) or world_size == 1:
+        return source
+    source = placed(source)
+    if state is None or source.optimizer is None or state.numbers:
+        return source
+    return replace(source, optimizer=replace(source.optimizer, numbers={}))  # it has names
 
 
 def _write(  # noqa: PLR0917 (what is read, and what is made of it)

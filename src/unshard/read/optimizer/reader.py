@@ -40,7 +40,7 @@ from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
-__all__ = ["find_numbered", "find_optimizer", "read_optimizer", "steps_of", "unread_files"]
+__all__ = ["find_kept", "find_optimizer", "read_optimizer", "steps_of", "unread_files"]
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 
@@ -70,25 +70,21 @@ def find_optimizer(
     return state
 
 
-def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState | None:
-    """Return the state with its numbers in place of names; None if there is none.
+def find_kept(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerState | None:
+    """Return the state by the keys that the files have; None if there is none.
 
-    It is for what keeps the numbers: which parameter each one is need not be known then, so
-    frozen parameters, adapters and groups in any order are allowed.
+    It is for what keeps them. Which parameter a number is need not be known then, so frozen
+    parameters, adapters and groups in any order are allowed.
 
     Raises:
-        CheckpointError: it cannot be read; it has names; or it is not the model's, because there
-            are more moments of a shape and placements than parameters.
+        CheckpointError: it cannot be read; or it is not the model's: it has other names, or more
+            moments of a shape and placements than the model has parameters.
     """
     found = _saved(checkpoint, options)
     if found is None:
         return None
     if not all(isinstance(key, int) for params, _ in found.groups for key in params):
-        raise NotMergeableError(
-            f"{found.where}: has its parameters by name",
-            expected="numbers, as Optimizer.state_dict() has them",
-            hint="unshard merge --optimizer reads it",
-        )
+        return _kept_names(checkpoint, options, found)
     _check_listed(found)
     _refuse_flat(found, checkpoint.catalog)
     _check_forms(found, checkpoint.catalog)
@@ -98,6 +94,25 @@ def find_numbered(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerStat
     groups = tuple(ParamGroup(tuple(map(str, params)), own) for params, own in found.groups)
     values = {str(key): fields for key, fields in found.values.items()}
     return OptimizerState(catalog, groups, values, {}, "numbers", numbers, found.notes)
+
+
+def _kept_names(
+    checkpoint: Checkpoint, options: ReadOptions, found: SavedState
+) -> OptimizerState | None:
+    """Return a state that has names, which are written again."""
+    others = [name for name in _keys_of(found) if name not in checkpoint.catalog.tensors]
+    if others:
+        raise NotMergeableError(
+            f"{found.where}: has its parameters by other names than the model: {others[0]}",
+            hint="give --to FORMAT, which writes the names of the model",
+        )
+    state = find_optimizer(checkpoint, options)
+    return None if state is None else replace(state, notes=found.notes)  # no group is concluded
+
+
+def _keys_of(found: SavedState) -> list[str]:
+    every = (key for params, _ in found.groups for key in params)
+    return [str(key) for key in dict.fromkeys((*every, *found.keys))]
 
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
@@ -305,7 +320,8 @@ def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> Optim
         groups = joined_groups(groups, {key: order[name] for key, name in names.items()})
         notes = (*notes, _flattened_note(found.where, len(groups)))
     numbers = {name: key for key, name in names.items() if isinstance(key, int)}
-    return OptimizerState(catalog, tuple(_groups(groups, names)), values, {}, "", numbers, notes)
+    every = tuple(_groups(groups, names))
+    return OptimizerState(catalog, every, values, {}, "", numbers, notes, found.flattened)
 
 
 def _flattened_note(where: str, count: int) -> str:

@@ -94,6 +94,7 @@ class OptimizerState:
         names: how the parameters' names are known: "recorded" in the files, or by their "order".
         numbers: of the parameters in the files, where these number them.
         notes: which values of the files were left out, or had to be concluded, for the user.
+        flattened: whether it was saved flattened, so the groups are those that were concluded.
     """
 
     catalog: Catalog
@@ -103,6 +104,7 @@ class OptimizerState:
     names: str
     numbers: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    flattened: bool = False
 
     @property
     def parameters(self) -> list[str]:
