@@ -236,3 +236,11 @@ def test_nothing_that_is_printed_has_a_secret(run: str, tmp_path: Path) -> None:
     for address in (run, f"s3://{BUCKET}/nothing", "s3://another/model"):
         done = command("merge", address, tmp_path / "out", "-vv", "--dry-run")
         assert not [word for word in SECRETS if word in done.stdout + done.stderr]
+
+
+def test_a_bucket_is_resharded_to_a_disk(run: str, local: Path, tmp_path: Path) -> None:
+    unshard.reshard(run, tmp_path / "ours", world_size=3, verify="full")
+    unshard.reshard(local, tmp_path / "truth", world_size=3)
+    assert contents(tmp_path / "ours") == contents(tmp_path / "truth")
+    with pytest.raises(UsageError, match="a reshard is written to a disk"):
+        unshard.reshard(local, f"{run}/out", world_size=3)

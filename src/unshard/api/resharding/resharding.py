@@ -32,6 +32,7 @@ from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
+from unshard.stores.remote_path import RemotePath
 from unshard.write.sealing import seal
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
@@ -124,6 +125,12 @@ def reshard(
     """
     started = time.monotonic()
     chosen = MergeOptions(**options)
+    goal = given_output(output)
+    if isinstance(goal, RemotePath):
+        raise UsageError(
+            f"{goal}: a reshard is written to a disk, and this is in an object store",
+            hint="give a directory, and copy it into the store when it is complete",
+        )
     with hearing(listener) as heard:
         source = read_source(given_path(checkpoint, "the checkpoint"), chosen, heard)
         kind = ReshardFormat.wanted(source, to)
@@ -133,7 +140,6 @@ def reshard(
         with ExitStack() as stack:
             source = _prepared(source, kind, world_size, chosen, stack)
             target = Target.of(source, world_size, mesh, mesh_names, device, torch)
-            goal = given_output(output)
             writing = _writing(source, target, kind, goal, stack)
             notes, others = _write(source, writing, kind, goal, chosen, heard)
     seconds = round(time.monotonic() - started, 3)
