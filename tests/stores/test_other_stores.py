@@ -1,6 +1,7 @@
 """Web servers, and what fsspec reads: the bytes of a merge of the same files on disk."""
 
 import functools
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 import unshard
+from megatron_cases import unpack
 from ranks import save_ranks
 from unshard import CorruptError, StoreError, UnknownFormatError, UsageError
 from unshard.stores import buckets
+from zero_files import save_zero, zero_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -112,6 +115,32 @@ def test_without_pages_files_are_found_by_known_names(
     assert unshard.inspect(place).parameters == sum(one.numel() for one in some_matrices().values())
     unshard.merge(place, tmp_path / "remote")
     truth = (root / "one" / WEIGHTS).read_bytes()
+    assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.mark.parametrize("kind", ["Megatron", "ZeRO 2", "ZeRO 3"])
+def test_without_pages_the_files_of_ranks_are_found_by_their_numbers(
+    web: tuple[str, Path], handler: type[Handler], megatron: Path, tmp_path: Path, kind: str
+) -> None:
+    address, root = web
+    if kind == "Megatron":
+        place = megatron / "llama_tp2_pp2" / "iter_0000003"
+        shutil.copytree(place, root / "step")
+    else:
+        model = zero_model(some_matrices(), order=[f"w{n}" for n in range(6)])
+        prefix, stage = ("bf16_", 2) if kind == "ZeRO 2" else ("", 3)
+        place = root / "step"
+        save_zero(place / "global_step4", model, world=3, stage=stage, prefix=prefix)
+        (place / "latest").write_text("global_step4")
+    unshard.merge(place, tmp_path / "local", names="training")
+    handler.listing = False
+    unshard.merge(f"{address}/step", tmp_path / "remote", names="training")
+    truth = (tmp_path / "local" / WEIGHTS).read_bytes()
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
 
 

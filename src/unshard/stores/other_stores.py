@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -36,7 +36,18 @@ _KNOWN = (
     *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"),
     *("preprocessor_config.json", "adapter_config.json", "adapter_model.safetensors"),
     *("unshard.json", "fsdp_config.json"),
+    *("common.pt", "metadata.json"),  # Megatron
+    *("latest", "mp_rank_00_model_states.pt"),  # DeepSpeed
 )
+_TAG = "latest"
+_LONGEST_TAG = 255
+_DCP = "__{}_0.distcp"
+_NUMBERED = (
+    _DCP,
+    "zero_pp_rank_{}_mp_rank_00_model_states.pt",
+    *(f"{kind}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt" for kind in ("", "bf16_", "fp16_")),
+)
+"""Files of ranks, whose numbers begin at 0 and have no gap."""
 
 
 class PreconditionError(Exception):
@@ -65,6 +76,7 @@ class OtherStore:
     def __init__(self, url: str, given: AbstractSet[str]) -> None:
         self._url, self._given = url, given
         self._scheme = url.partition(":")[0]
+        self._tags: set[str] = set()  # folders that a file in a given one names
         self._system: tuple[int, AbstractFileSystem] | None = None
 
     def list_with_delimiter(self, key: str) -> dict[str, list[Any]]:
@@ -119,9 +131,21 @@ class OtherStore:
             listed = []
         names = {self._name_of(one["name"], key): one["type"] == "directory" for one in listed}
         names = {name: folder for name, folder in names.items() if name}
-        if not names and self._scheme in ("http", "https") and key in self._given:
-            return dict.fromkeys(self._known_names(key), False)
+        is_web = self._scheme in ("http", "https")
+        if not names and is_web and (key in self._given or key in self._tags):
+            return dict.fromkeys(self._known_names(key), False) | self._tag(key)
         return names
+
+    def _tag(self, key: str) -> dict[str, bool]:
+        """Return the folder that DeepSpeed's `latest` names, as a folder; nothing without one."""
+        found = self._object(f"{key}/{_TAG}")
+        if found is None or found["size"] > _LONGEST_TAG:
+            return {}
+        tag = self._files().cat_file(self._at(f"{key}/{_TAG}")).decode(errors="replace").strip()
+        if not tag or tag.startswith(".") or set("/?#") & set(tag):
+            return {}
+        self._tags.add(f"{key}/{tag}")
+        return {tag: True}
 
     def _name_of(self, listed: str, key: str) -> str:
         """Return the name of what a listing has; "" if it is not directly in the folder."""
@@ -142,12 +166,16 @@ class OtherStore:
             except (ValueError, KeyError, TypeError, AttributeError):
                 named = set()  # the reader finds what is wrong
             yield from sorted(one for one in named if "/" not in one)[:_MOST_NAMES]
-        if self._object(f"{key}/.metadata"):
-            for rank in count():
-                name = f"__{rank}_0.distcp"
-                if not self._object(f"{key}/{name}"):
-                    return
+        for pattern in _NUMBERED:
+            for name in self._in_a_row(key, pattern):
                 yield name
+                if pattern == _DCP:  # Megatron writes several per rank
+                    yield from self._in_a_row(key, name.replace("_0.", "_{}."), begin=1)
+
+    def _in_a_row(self, key: str, pattern: str, begin: int = 0) -> Iterator[str]:
+        """Yield the names that a pattern has with ascending numbers, up to one that is missing."""
+        names = map(pattern.format, count(begin))
+        return takewhile(lambda name: self._object(f"{key}/{name}") is not None, names)
 
     def _object(self, key: str) -> dict[str, Any] | None:
         try:
