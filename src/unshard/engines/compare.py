@@ -2,10 +2,9 @@
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Protocol
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
@@ -29,13 +28,8 @@ Pairs = Mapping[str, tuple[Converted, Converted]]
 """Two tensors of equal shape, ours and theirs, by their name."""
 
 
-class Measure(Protocol):
-    """What does as `measure_pairs` does."""
-
-    def __call__(
-        self, pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener, /
-    ) -> Mapping[str, Measures]:
-        """Measure pairs of tensors."""
+Measure = Callable[[Pairs, Tolerances, Resources, Listener], Mapping[str, Measures]]
+"""What does as `measure_pairs` does: measures pairs of tensors."""
 
 
 def size_of_pair(pair: tuple[Converted, Converted]) -> int:

@@ -176,34 +176,11 @@ Finished = Callable[[int, Overflows], None]
 """Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
 
 
-class RunPlan(Protocol):
-    """What does as `run_plan` does."""
+RunPlan = Callable[[Plan, Path, Resources, Listener, Finished], dict[str, int]]
+"""What does as `run_plan` does: makes the output files."""
 
-    def __call__(
-        self,
-        plan: Plan,
-        directory: Path,
-        resources: Resources,
-        listener: Listener,
-        finished: Finished,
-        /,
-    ) -> dict[str, int]:
-        """Make the output files."""
-
-
-class VerifyFull(Protocol):
-    """What does as `verify_full` does."""
-
-    def __call__(
-        self,
-        plan: Plan,
-        catalogs: Sequence[Catalog],
-        directory: Path,
-        resources: Resources,
-        listener: Listener,
-        /,
-    ) -> None:
-        """Check sources, replicas and output."""
+VerifyFull = Callable[[Plan, Sequence[Catalog], Path, Resources, Listener], None]
+"""What does as `verify_full` does: checks sources, replicas and output."""
 
 
 def run_plan(
