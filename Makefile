@@ -145,11 +145,12 @@ bench-peers: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m peers $(PEERS)
 
 # Every attack, thousands of damaged checkpoints of every format, every call of the system that fails
-# in every way, and 210 kills; docs/security.md has the figures. Hours on two idle cores.
+# in every way, and 334 kills; docs/security.md has the figures. Hours on two idle cores.
 torture: $(TEST_VENV)/.installed
 	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 UNSHARD_FAULTS=0 UNSHARD_KILLS=30 \
 		$(TEST_VENV)/bin/python -m pytest -s --timeout 0 tests/oracle/test_attacks.py \
-		tests/oracle/test_mutations.py tests/hostile/test_failing_calls.py
+		tests/oracle/test_mutations.py tests/hostile/test_failing_calls.py \
+		tests/hostile/test_pushes.py
 
 # Every parser, guided by coverage. FUZZ="200000 600": inputs and seconds for each.
 FUZZ ?= 100000 300

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
@@ -135,21 +137,25 @@ class Hub:
         }
 
     def _commit(self, repo: Repo, name: str, lines: list[dict[str, object]]) -> tuple[int, object]:
+        """Change a repository all at once, as the hub does: others see the old or the new files."""
+        files, summaries = dict(repo.files), list[str]()
         for line in lines:
             match line:
                 case {"key": "header", "value": {"summary": str(summary)}}:
-                    repo.commits.append(summary)
+                    summaries.append(summary)
                 case {"value": {"path": str(path)}} if path in self.ignored:
                     pass
                 case {"key": "file", "value": {"path": str(path), "content": str(content)}}:
-                    repo.files[path] = base64.b64decode(content)
+                    files[path] = base64.b64decode(content)
                 case {"key": "lfsFile", "value": {"path": str(path), "oid": str(oid)}}:
                     assert hashlib.sha256(self.blobs[oid]).hexdigest() == oid
-                    repo.files[path] = self.blobs[oid]
+                    files[path] = self.blobs[oid]
                 case {"key": "deletedFile", "value": {"path": str(path)}}:
-                    del repo.files[path]
+                    del files[path]
                 case _:
                     raise AssertionError(line)
+        repo.files = files
+        repo.commits += summaries
         oid = hashlib.sha1(str(len(repo.commits)).encode()).hexdigest()  # noqa: S324 (as git's)
         return 200, {"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid}
 
@@ -169,6 +175,12 @@ def _preuploaded(file: Mapping[str, object]) -> dict[str, object]:
     return {"path": file["path"], "uploadMode": mode, "shouldIgnore": False}
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *given: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # of a client that has died
+            super().handle_error(*given)
+
+
 @contextmanager
 def serving() -> Iterator[Hub]:
     """Serve a hub on this machine for as long as the context lasts."""
@@ -176,7 +188,11 @@ def serving() -> Iterator[Hub]:
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            size = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(size)
+            if len(body) < size:  # its sender has died
+                self.close_connection = True
+                return
             hub.requests.append(f"{self.command} {self.path}")
             told = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             of_storage = self.command == "PUT" or self.path.startswith("/joined/")
@@ -221,7 +237,7 @@ def serving() -> Iterator[Hub]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     hub.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

@@ -1,6 +1,7 @@
 /* Makes chosen calls of a process fail. Loaded by LD_PRELOAD; `faults.py` arms it by ctypes.
  *
- * Only calls on files below one directory count, so that the interpreter's own are left alone.
+ * Only calls on files below one directory count, so that the interpreter's own are left alone; or
+ * those on sockets, whose names in /proc begin with "socket:".
  * Counters are in shared memory: a parent reads what its fork has done. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -114,6 +116,20 @@ WRAP(ssize_t, preadv, "read", fd, NULL, (int fd, const struct iovec *all, int co
 WRAP(ssize_t, preadv64, "read", fd, NULL, (int fd, const struct iovec *all, int count, off64_t from), fd, all, count, from)
 WRAP(ssize_t, preadv2, "read", fd, NULL, (int fd, const struct iovec *all, int count, off_t from, int flags), fd, all, count, from, flags)
 WRAP(ssize_t, preadv64v2, "read", fd, NULL, (int fd, const struct iovec *all, int count, off64_t from, int flags), fd, all, count, from, flags)
+
+/* A connection whose call failed is dead: the peer sees its end, too. */
+#define CONNECTION(name, type)                                                              \
+    ssize_t name(int fd, type data, size_t size, int flags) {                               \
+        static ssize_t (*real)(int, type, size_t, int);                                     \
+        if (!real) real = (ssize_t(*)(int, type, size_t, int))dlsym(RTLD_NEXT, #name);      \
+        if (!fails(#name, fd, NULL)) return real(fd, data, size, flags);                    \
+        int why = errno;                                                                    \
+        shutdown(fd, SHUT_RDWR);                                                            \
+        return errno = why, -1;                                                             \
+    }
+CONNECTION(send, const void *)
+CONNECTION(recv, void *)
+
 WRAP(int, fsync, "fsync", fd, NULL, (int fd), fd)
 WRAP(int, fdatasync, "fsync", fd, NULL, (int fd), fd)
 WRAP(int, ftruncate, "truncate", fd, NULL, (int fd, off_t size), fd, size)

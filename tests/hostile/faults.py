@@ -23,6 +23,7 @@ __all__ = [
     "CALLS",
     "KILL",
     "REWRITE",
+    "SOCKETS",
     "TRUNCATE",
     "UNLINK",
     "Fault",
@@ -33,10 +34,12 @@ __all__ = [
 
 CALLS = "write pwrite copy_file_range fsync rename exchange link read truncate mkdir create open"
 KILL, TRUNCATE, UNLINK, REWRITE = -1, -2, -3, -4
+SOCKETS = "socket:"
 _NEVER = 2**31 - 1
 _MODULES = (
     *("unshard.cli.main", "unshard.api.merging", "unshard.api.averaging"),
     *("unshard.api.resharding", "unshard.api.verifying", "unshard.engines.threads"),
+    *("unshard.api.unmerged.pushing", "huggingface_hub.hf_api"),
 )
 
 
@@ -49,7 +52,8 @@ class Fault:
         at: the first call that is hit, from 0; -1 is none.
         calls: which calls are counted, separated by blanks.
         lasting: all later calls are hit, too.
-        under: only files below this directory count; "" is the directory under test.
+        under: only files below this directory count; "" is the directory under test, SOCKETS are
+            sockets.
         files: how many files may be open; 0 is no limit.
         jumps: seconds by which the time of day jumps to and fro.
     """
