@@ -405,6 +405,8 @@ MALFORMED: dict[str, bytes] = {
     "state of a list": b"]}b.",
     "state of a global": b"ca\nB\n}b.",
     "call without an argument tuple": b"ca\nB\n]R.",
+    "call of a text": b"S'os.system'\n(S'true'\ntR.",
+    "call of nothing": b"N)R.",
     "call with keywords": b"ca\nB\n)}Nq\x00Ns\x92.",
     "global named by a number": b"K\x01K\x02\x93.",
     "global without a second line": b"ca\n",

@@ -174,6 +174,8 @@ class Machine:
         """Push the record of a call."""
         if not isinstance(args, tuple):
             raise MalformedPickleError(f"a call without an argument tuple at byte {self.pos}")
+        if not isinstance(callee, Global | Record | Persistent):
+            raise MalformedPickleError(f"a call of what cannot be called at byte {self.pos}")
         self.charge(RECORD_COST)
         if not isinstance(callee, Global) or not _is_plain_getattr(callee):
             self.stack.append(Record(callee, args))
