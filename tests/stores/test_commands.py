@@ -232,6 +232,13 @@ def test_a_bucket_that_is_not_there_gets_a_hint_about_its_name(tmp_path: Path) -
     assert "check the name of the bucket" in caught.value.hint
 
 
+@pytest.mark.usefixtures("store")
+def test_an_endpoint_without_tls_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(StoreError, match="needs AWS_ALLOW_HTTP=true"):
+        unshard.inspect(f"s3://{BUCKET}/model")
+
+
 def test_nothing_that_is_printed_has_a_secret(run: str, tmp_path: Path) -> None:
     for address in (run, f"s3://{BUCKET}/nothing", "s3://another/model"):
         done = command("merge", address, tmp_path / "out", "-vv", "--dry-run")

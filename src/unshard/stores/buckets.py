@@ -41,6 +41,7 @@ _KNOWN_REASONS = {
     "kind: Decode": _CUT,
     "kind: Body": _CUT,
     "kind: Connect": "no connection could be made",
+    "builder error": "the endpoint cannot be used: http:// needs AWS_ALLOW_HTTP=true (or AZURE_…)",
     "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
     "credential": "no credentials were found",
 }
