@@ -239,6 +239,25 @@ def test_an_endpoint_without_tls_must_be_allowed(monkeypatch: pytest.MonkeyPatch
         unshard.inspect(f"s3://{BUCKET}/model")
 
 
+UNUSABLE = {
+    "az://box/run": ("AZURE_STORAGE_ACCOUNT_KEY", "no key: a secret", "is not a key"),
+    "gs://box/run": ("GOOGLE_APPLICATION_CREDENTIALS", "/no/secret", "cannot be read"),
+    "http://127.0.0.1:9/run": ("HOME", "/no/secret", "no connection could be made"),
+}
+
+
+@pytest.mark.parametrize("address", UNUSABLE)
+def test_credentials_and_servers_that_cannot_be_used_are_named(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value, text = UNUSABLE[address]
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "nobody")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError, match=text) as caught:
+        unshard.inspect(address)
+    assert "secret" not in str(caught.value)
+
+
 def test_nothing_that_is_printed_has_a_secret(run: str, tmp_path: Path) -> None:
     for address in (run, f"s3://{BUCKET}/nothing", "s3://another/model"):
         done = command("merge", address, tmp_path / "out", "-vv", "--dry-run")

@@ -42,6 +42,10 @@ _KNOWN_REASONS = {
     "kind: Body": _CUT,
     "kind: Connect": "no connection could be made",
     "builder error": "the endpoint cannot be used: http:// needs AWS_ALLOW_HTTP=true (or AZURE_…)",
+    "Cannot connect to host": "no connection could be made",  # aiohttp
+    "OpenCredentials": "the file with the credentials cannot be read",
+    "DecodeCredentials": "the file with the credentials is not one",
+    "InvalidAccessKey": "AZURE_STORAGE_ACCOUNT_KEY is not a key",
     "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
     "credential": "no credentials were found",
 }
