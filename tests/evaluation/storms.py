@@ -38,6 +38,7 @@ from evaluation.victims import Watch, children, state_of
 from waiting import wait_until
 
 GPUS = 4
+BURST = 4  # kills
 PROBE_STEP = 10**6
 DEADLINE_S = 4 * 3600.0  # of everything; a job that is never done would not end
 ENDED = ("completed", "failed", "cancelled", "expired", "superseded")
@@ -230,10 +231,17 @@ def silent(sea: Sea) -> Iterator[None]:
 
 
 def disturb(sea: Sea) -> Counter[str]:
-    """Kill the server so many times; now and then lock its database, or let it not write."""
+    """Kill the server so many times; now and then lock its database, or let it not write.
+
+    The kills come in bursts, one for each part of the jobs: not all at once while most are queued.
+    """
     drawn, found = random.Random(sea.storm.seed), Counter[str]()
     for number in range(sea.storm.restarts):
         sea.server.wait()
+        if number % BURST == 0:
+            while completed(sea) * sea.storm.restarts < number * sea.storm.jobs:
+                if sea.done.wait(0.5):
+                    break
         time.sleep(drawn.choice([drawn.uniform(0, 0.3), drawn.uniform(0, 4)]))
         if (number + 1) * sea.storm.locks // sea.storm.restarts > found["locked"]:
             found["locked"] += 1
@@ -250,6 +258,10 @@ def disturb(sea: Sea) -> Counter[str]:
         sea.server.launch()
     sea.server.wait()
     return found
+
+
+def completed(sea: Sea) -> int:
+    return int(str(sea.rows("SELECT COUNT(*) FROM jobs WHERE status = 'completed'")[0][0]))
 
 
 def locked(sea: Sea, seconds: float) -> None:
@@ -362,9 +374,18 @@ def rage(directory: Path, storm: Storm) -> str:
     finally:
         thread.join()
         sea.server.stop()
-    attempts = int(str(sea.rows("SELECT COUNT(*) FROM attempts")[0][0]))
-    told = [f"{count} {name}" for name, count in sorted((happened + sea.refused).items())]
-    return f"{storm.jobs} jobs of {storm.clients} clients, {attempts} attempts: {', '.join(told)}"
+    attempts = Counter(str(outcome) for (outcome,) in sea.rows("SELECT outcome FROM attempts"))
+    told = (
+        f"{storm.jobs} jobs of {storm.clients} clients and a probe",
+        f"attempts: {counted(attempts)}",
+        f"the server: {counted(happened)}",
+        f"refusals: {counted(sea.refused)}",
+    )
+    return "; ".join(told)
+
+
+def counted(what: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(what.items())) or "none"
 
 
 def main() -> int:
