@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import unshard
 from ranks import save_ranks, some_tensors
-from unshard.errors import CorruptError, UsageError
+from unshard.errors import CorruptError, OutputError, UsageError
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.beside.model_config import Fields, ModelConfig, read_config
 from unshard.read.format import Location
@@ -390,3 +390,14 @@ def test_what_is_not_a_model_is_not_named_as_one(tmp_path: Path, text: str) -> N
     save_ranks(tmp_path / "run" / "step_1" / "actor", some_tensors(), 2)
     (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
     assert "or base=" in " ".join(unshard.inspect(tmp_path / "run").warnings)
+
+
+def test_two_names_that_are_one_file_are_refused(tmp_path: Path) -> None:
+    """Where the case of names is ignored; a hard link stands for it."""
+    out = tmp_path / "out"
+    write(out, "Modeling.py")
+    (out / "modeling.py").hardlink_to(out / "Modeling.py")
+    with pytest.raises(OutputError, match=r"modeling\.py: is the same file as Modeling\.py there"):
+        write_files({"Modeling.py": b"one", "modeling.py": b"other"}, out)
+    write_files({"Modeling.py": b"one", "config.json": b"other"}, out)
+    assert (out / "Modeling.py").read_bytes() == b"one"

@@ -1,6 +1,7 @@
 """Write the files next to the weights: config, tokenizer and the like, training state, adapter."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torc
 from unshard.convert.lora.files import completed
 from unshard.convert.lora.fuse import known_alpha
 from unshard.convert.lora.names import Split
+from unshard.errors import OutputError
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.read.beside.companions import Companions
 from unshard.read.beside.model_config import ModelConfig
@@ -65,15 +67,28 @@ def companion_files(companions: Companions, config: ModelConfig | None) -> dict[
 
 
 def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
-    """Write files into a directory, by name: bytes, or a file to copy."""
+    """Write files into a directory, by name: bytes, or a file to copy.
+
+    Raises:
+        OutputError: two names are one file there, as where the case of names is ignored.
+    """
+    written: dict[int, str] = {}
     for name, source in files.items():
         target = directory / name
         target.parent.mkdir(exist_ok=True)
-        if isinstance(source, bytes):
-            target.write_bytes(source)
-        else:
-            with source.open("rb") as file, target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+        with target.open("wb") as copy:
+            other = written.setdefault(os.fstat(copy.fileno()).st_ino, name)
+            if other != name:
+                raise OutputError(
+                    f"{target}: is the same file as {other} there",
+                    found="a file system that ignores the case of names",
+                    hint="write to another file system, or rename one of them in the checkpoint",
+                )
+            if isinstance(source, bytes):
+                copy.write(source)
+            else:
+                with source.open("rb") as file:
+                    shutil.copyfileobj(file, copy)
 
 
 def is_state_file(name: str) -> bool:
