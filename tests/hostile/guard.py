@@ -9,16 +9,16 @@ KNOWN says: good ones, and one that is refused. The modules of unshard are impor
 no import at all is expected afterwards.
 """
 
+import gc
 import importlib
 import json
 import os
 import pkgutil
-import resource
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Outcome:
         code: the exit code; for "open", 0 or that of the error.
         message: what it printed on stderr.
         made: whether there is an output.
-        grown: bytes by which the process has grown since the first case.
+        grown: bytes of memory that it took, at its most.
         caught: what it did that it must not do.
     """
 
@@ -120,10 +120,9 @@ def main() -> None:
     learnt = watch.known - {"socket.gethostname ()"}  # which asks no other machine
     if used := sorted(what for what in learnt if what.startswith(_NETWORK)):
         sys.exit(f"commands on good local checkpoints use the network: {used}")
-    before = _peak()
     for place in places[known:]:
         os.write(report, json.dumps({"begun": str(place)}).encode() + b"\n")
-        for outcome in _run_all(place, watch, before):
+        for outcome in _run_all(place, watch):
             os.write(report, json.dumps(asdict(outcome)).encode() + b"\n")
 
 
@@ -135,11 +134,11 @@ def _import_all() -> None:
                 importlib.import_module(module.name)
 
 
-def _run_all(place: Path, watch: Watch, before: int = 0) -> list[Outcome]:
-    return [_run(command, place, watch, before) for command in COMMANDS]
+def _run_all(place: Path, watch: Watch) -> list[Outcome]:
+    return [_run(command, place, watch) for command in COMMANDS]
 
 
-def _run(command: str, place: Path, watch: Watch, before: int) -> Outcome:
+def _run(command: str, place: Path, watch: Watch) -> Outcome:
     checkpoint, out, messages = place / CHECKPOINT, place / "out" / command, place / "messages"
     out.parent.mkdir(exist_ok=True)
     watch.place, watch.caught = str(place), []
@@ -150,6 +149,8 @@ def _run(command: str, place: Path, watch: Watch, before: int) -> Outcome:
         "merge": ["merge", str(checkpoint), str(out), "--verify", "full", "--workers", "2"],
         "verify": ["verify", str(place / "model"), "--against", str(checkpoint)],
     }
+    gc.collect()  # of the command before: a process of its own would not have it
+    before = _peak_from_now_on()
     with _streams(messages):
         watch.on = True
         try:
@@ -214,9 +215,23 @@ def _streams(messages: Path) -> Iterator[None]:
             os.close(fd)
 
 
+def _peak_from_now_on() -> int:
+    """Forget the peak of memory so far, and return what is in use; 0 where this is not known."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
 def _peak() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Return the most memory that was in use.
+
+    Not getrusage's: that counts what the process that started this one had.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from damage import assert_refused, bomb, cycle, judge
 from hostile.dcp import put_item
 from oracle.writers.samples import Samples
 from ranks import as_rank, rank_path, save_ranks, some_tensors
-from unshard import UnsafeError, UnshardError
+from unshard import CorruptError, UnsafeError, UnshardError
 
 pytestmark = pytest.mark.xdist_group("torch processes")
 
@@ -90,6 +90,16 @@ def test_a_pickle_that_runs_commands_is_refused_and_runs_nothing(
         error = judge(source, None, out)
         assert isinstance(error, UnsafeError), (kind, error)
         assert not mark.exists()
+
+
+@pytest.mark.parametrize("value", [None, (), ["pytorch-lightning_version"]])
+def test_a_file_that_is_not_lightnings_in_the_place_of_its_own_is_refused(
+    samples: Samples, tmp_path: Path, out: Path, value: object
+) -> None:
+    """Only this file says whether a module wrapped the model, so names depend on it."""
+    source = shutil.copytree(samples["DCP, Lightning"].directory, tmp_path / "copy")
+    torch.save(value, source / "meta.pt")
+    assert_refused(source, out, CorruptError, "meta.pt: not what Lightning saves there")
 
 
 def test_an_object_that_is_not_a_weight_is_not_opened(

@@ -30,7 +30,7 @@ from unshard.read.format import (
     has_file,
     shortened,
 )
-from unshard.read.torch_save.values import is_lightning
+from unshard.read.torch_save.values import is_lightning, items_of
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
@@ -100,8 +100,10 @@ def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) 
         return "HF Trainer (accelerate)" if trainer else "accelerate"
     meta = folder / "meta.pt"
     if meta.exists() or meta.is_symlink():  # a link that leads nowhere is an error, not Fabric
-        is_trainer = is_lightning(read_torch_file(meta).value)
-        return _LIGHTNING if is_trainer else "Lightning Fabric"
+        value = read_torch_file(meta).value
+        if items_of(value) is None:
+            raise CorruptError(f"{meta}: not what Lightning saves there", expected="a dict")
+        return _LIGHTNING if is_lightning(value) else "Lightning Fabric"
     if prefix in _BY_PREFIX:
         return _BY_PREFIX[prefix]
     if folder.name == "model_and_optim":
