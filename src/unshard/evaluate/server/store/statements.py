@@ -91,7 +91,7 @@ def request_as_json(request: Request) -> str:
 
 def as_request(text: str) -> Request:
     """Return a request from its text, which another version may have written."""
-    # Whoever looks at the server lists the same jobs again and again. The bound is 2 MiB.
+    # Clients list the same jobs again and again. 512 texts of 4 KiB are at most 2 MiB.
     return (_remembered if len(text) <= 4096 else _parsed)(text)
 
 
