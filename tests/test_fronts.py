@@ -184,6 +184,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "verify": options_of("verify"),
         "averag": options_of("average"),
         "reshard": options_of("reshard"),
+        "read/optimizer/reader": {"--to"},  # of reshard, which alone keeps the keys of the files
         "cli/commands": set.union(
             *map(options_of, ("merge", "average", "verify", "inspect", "reshard"))
         ),
