@@ -148,7 +148,7 @@ bench-peers: $(TEST_VENV)/.installed
 # in every way, and 334 kills; docs/security.md has the figures. Hours on two idle cores.
 torture: $(TEST_VENV)/.installed
 	UNSHARD_ATTACKS_STRIDE=1 UNSHARD_MUTATIONS=600 UNSHARD_FAULTS=0 UNSHARD_KILLS=30 \
-		$(TEST_VENV)/bin/python -m pytest -s --timeout 0 tests/oracle/test_attacks.py \
+		$(TEST_VENV)/bin/python -u -m pytest -s --timeout 0 tests/oracle/test_attacks.py \
 		tests/oracle/test_mutations.py tests/hostile/test_failing_calls.py \
 		tests/hostile/test_pushes.py
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from damage import MEBIBYTES
@@ -22,21 +22,18 @@ _BATCH = 200  # whose files are on the disk together
 
 def run_attacks(
     attacks: Sequence[Attack], samples: Mapping[str, Sample], scratch: Path
-) -> tuple[int, list[str]]:
-    """Run every command on every attack; return how many commands ran, and what went wrong."""
-    ran, problems = 0, list[str]()
+) -> Iterator[tuple[int, list[str]]]:
+    """Run every command on every attack; yield of each batch how many ran, and what went wrong."""
     for start in range(0, len(attacks), _BATCH):
         batch = {f"case-{n}": one for n, one in enumerate(attacks[start : start + _BATCH])}
-        outcomes, died = _run_batch(batch, samples, scratch / "batch")
-        ran += len(outcomes)
-        problems += died
+        outcomes, problems = _run_batch(batch, samples, scratch / "batch")
         for outcome in outcomes:
             attack = batch[outcome.case]
             made = scratch / "batch" / outcome.case / "out" / outcome.command
             for problem in _judged(outcome, attack, samples[attack.host], made):
                 problems.append(f"{attack.name}: {outcome.command}: {problem}")
         shutil.rmtree(scratch / "batch")
-    return ran, problems
+        yield len(outcomes), problems
 
 
 def _run_batch(

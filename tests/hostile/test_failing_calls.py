@@ -195,7 +195,10 @@ def test_a_call_that_fails_loses_nothing_and_leaves_nothing(place: Place, name: 
     found = []
     for fault in drawn(name, calls):
         result, problems = tried(place, name, fault, expected)
-        found += [f"{errno.errorcode[fault.action]} {fault}: {one}: {result}" for one in problems]
+        lines = [f"{errno.errorcode[fault.action]} {fault}: {one}: {result}" for one in problems]
+        if lines and not SAMPLE:  # hours: what has been found is there before the end
+            print(*lines, sep="\n")  # noqa: T201
+        found += lines
     assert not found, f"{len(found)}:\n" + "\n".join(found[:50])
 
 
