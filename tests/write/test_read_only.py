@@ -63,30 +63,47 @@ def test_a_directory_without_write_permission_is_one_error(place: Path, target: 
     assert everything(place) == before
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
-def test_a_read_only_file_system_is_one_error(place: Path) -> None:
-    def command(line: tuple[str, ...]) -> str:
-        """Mount the directory on itself, read-only, for this process alone."""
-        return (
-            f"mount --bind {place} {place} && mount -o remount,bind,ro {place} && cd {place} && "
-            f"exec {sys.executable} -m unshard {' '.join(line)}"
-        )
-
+def run_mounted(
+    place: Path, mount: str, line: tuple[str, ...]
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a directory, with mounts for this process alone."""
     isolated = ("unshare", "--mount", "--map-root-user", "sh", "-c")
-    allowed = subprocess.run(
-        [*isolated, f"mount --bind {place} {place} && mount -o remount,bind,ro {place}"],
-        capture_output=True,
-        check=False,
-    )
+    if shutil.which("unshare") is None:
+        pytest.skip("needs util-linux")
+    allowed = subprocess.run([*isolated, mount], capture_output=True, check=False)
     if allowed.returncode:
         pytest.skip(f"needs user namespaces: {allowed.stderr.decode()}")
+    program = f"{mount} && cd {place} && exec {sys.executable} -m unshard {' '.join(line)}"
+    return subprocess.run([*isolated, program], capture_output=True, text=True, check=False)
+
+
+def test_a_read_only_file_system_is_one_error(place: Path) -> None:
     before = everything(place)
     for name, line in COMMANDS.items():
-        done = subprocess.run(
-            [*isolated, command(line)], capture_output=True, text=True, check=False
-        )
+        mount = f"mount --bind {place} {place} && mount -o remount,bind,ro {place}"
+        done = run_mounted(place, mount, line)
         assert done.returncode == 5, (name, done.stderr)
         assert "Read-only file system" in done.stderr, (name, done.stderr)
         assert sum(one.startswith("error: ") for one in done.stderr.splitlines()) == 1
         assert "Traceback" not in done.stderr
         assert everything(place) == before
+
+
+def test_a_checkpoint_by_another_path_is_still_the_checkpoint(place: Path) -> None:
+    """A directory that is mounted twice has two paths, as one has where case is ignored."""
+    (place / "again").mkdir()
+    mount = f"mount --bind {place / 'ckpt'} {place / 'again'}"
+    done = run_mounted(place, mount, ("merge", "again", "ckpt", "--overwrite"))
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (place / "ckpt").glob("model*")} == {
+        "model_world_size_2_rank_0.pt",
+        "model_world_size_2_rank_1.pt",
+        "model.safetensors",
+    }
+    before = everything(place)
+    mount = f"mount --bind {place / 'old'} {place / 'again'}"
+    for overwrite in ("--overwrite", "--overwrite=all"):
+        done = run_mounted(place, mount, ("merge", "again", "old", overwrite))
+        assert done.returncode == 5, done.stderr
+        assert "contains the weights that are merged" in done.stderr
+    assert everything(place) == before

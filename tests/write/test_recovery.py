@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def strangers_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[.
             path = parent / staging_name(fd, None)
             path.mkdir(mode=0o700)
             inside = os.open(path, os.O_RDONLY)
-            os.close(claim(StagingDirectory(path, fd, inside), Owner((Path("/"),))))
+            claim(StagingDirectory(path, fd, inside), Owner((Path("/"),))).close()
             (path / "output").mkdir()
             for name in place:
                 (path / "output" / Path(name).name).write_text("theirs")
@@ -188,7 +190,7 @@ def other_directory(staging: Path, target: Path) -> None:
 
 
 def open_to_others(staging: Path, _target: Path) -> None:
-    staging.chmod(0o755)
+    staging.chmod(0o770)
 
 
 def other_journal(staging: Path, _target: Path) -> None:
@@ -247,6 +249,64 @@ def test_what_was_changed_since_is_left_alone(
     recover(tmp_path)
     assert snapshot(tmp_path) == before
     assert f"left alone: {staging}" in caplog.text
+
+
+def test_what_others_can_only_read_is_finished(tmp_path: Path) -> None:
+    """Some file systems give every directory the mode that they were mounted with."""
+    target = tmp_path / "out"
+    write(target, OLD)
+    killed_with_a_journal(target, (checkpoint(target),))
+    staged(tmp_path)[0].chmod(0o755)
+    recover(tmp_path)
+    assert staged(tmp_path) == []
+    assert read(target) == IN_PLACE | SHARD
+
+
+# Runs the command line, and prints the removed files of staging directories that are still open
+# when the directory is removed: NFS and FUSE keep them under other names there.
+REMOVALS = """
+import os, resource, sys
+from contextlib import suppress
+
+def hook(event, arguments):
+    if event == "os.rmdir" and "_unshard-partial-" in str(arguments[0]):
+        links = []
+        for fd in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        print("open:", [one for one in links if "_unshard" in one and one.endswith("(deleted)")])
+
+sys.addaudithook(hook)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from unshard.__main__ import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("before", ["nothing", "an output", "a dead merge", "a limit"])
+def test_no_file_of_a_staging_directory_is_open_when_that_is_removed(
+    tmp_path: Path, before: str
+) -> None:
+    source, out = save_ranks(tmp_path / "ckpt", some_tensors(), 2), tmp_path / "out"
+    limit, options = 1 << 20, ["--workers", "1"]
+    if before == "an output":
+        unshard.merge(source, out)
+        options = ["--overwrite"]
+    if before == "a dead merge":
+        in_child(lambda: setattr(Staging(tmp_path / "other", 10).__enter__(), "kept", True))
+    if before == "a limit":
+        limit = 900  # of a file: the model has more
+    ran = subprocess.run(
+        [sys.executable, "-c", REMOVALS, str(limit), "merge", str(source), str(out), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    removals = [line for line in ran.stdout.splitlines() if line.startswith("open: ")]
+    assert removals == ["open: []"] * (2 if before == "a dead merge" else 1), ran
+    assert (ran.returncode == 0) == (before != "a limit"), ran
+    assert staged(tmp_path) == []
 
 
 def test_a_file_or_link_of_that_name_is_left_alone(

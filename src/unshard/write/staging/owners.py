@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from unshard.errors import OutputError
@@ -36,10 +37,12 @@ __all__ = [
     "DRAFT_NAME",
     "OWNER_NAME",
     "STAGING_PREFIX",
+    "Locked",
     "Owner",
     "StagingDirectory",
     "claim",
     "dead_owner",
+    "is_open_to_others",
     "is_sealed",
     "mtime_in",
     "seal",
@@ -53,6 +56,7 @@ STAGING_PREFIX = "_unshard-partial-"
 _MTIME = "-mtime-"
 _ABANDONED_AFTER_S = 60
 _OTHERS = 0o077
+_WRITABLE = 0o022  # by others
 _LONGEST = 1 << 20
 _KEY = "key"
 _KEY_BYTES = 32
@@ -110,8 +114,16 @@ class Owner:
     keeps: bool = False
 
 
-def claim(place: StagingDirectory, owner: Owner) -> int:
-    """Write the owner file, locked from the start; return the descriptor that locks it.
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """What is recorded of an owner, and its open file, whose lock is ours; None if it has none."""
+
+    owner: Owner
+    file: FileIO | None = None
+
+
+def claim(place: StagingDirectory, owner: Owner) -> FileIO:
+    """Write the owner file, locked from the start; return it, which is locked until it is closed.
 
     Raises:
         OutputError: the file system has no locks.
@@ -129,15 +141,15 @@ def claim(place: StagingDirectory, owner: Owner) -> int:
     if not fields["seal"] and _codes(place)[1]:  # no later run could tell that it may remove this
         raise OSError(errno.EIO, "the key of this user cannot be read any more")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd)
+    file = FileIO(os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd), "r+")
     try:
-        _lock(fd, place.path.parent)
-        os.write(fd, json.dumps(fields).encode())
+        _lock(file.fileno(), place.path.parent)
+        file.write(json.dumps(fields).encode())
         os.rename(DRAFT_NAME, OWNER_NAME, src_dir_fd=place.fd, dst_dir_fd=place.fd)
     except BaseException:
-        os.close(fd)
+        file.close()
         raise
-    return fd
+    return file
 
 
 def _lock(draft: int, directory: Path) -> None:
@@ -154,7 +166,7 @@ def _lock(draft: int, directory: Path) -> None:
 
 
 @contextmanager
-def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Owner | None]:
+def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Locked | None]:
     """Yield what a dead process recorded as the owner of a staging directory; None if it may live.
 
     `has_ended`: the caller knows that it has ended, also if it ran on another host. Its lock is
@@ -166,42 +178,48 @@ def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Owner | 
     _check_made_here(place)
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(OWNER_NAME, flags, dir_fd=place.fd)
+        file = FileIO(os.open(OWNER_NAME, flags, dir_fd=place.fd), "r+")
     except FileNotFoundError:  # it died before it named itself, if nothing changes for a minute
         is_empty = set(names_in(place.fd)) <= {DRAFT_NAME}
         age = time.time() - os.fstat(place.fd).st_mtime
-        yield Owner() if is_empty and age > _ABANDONED_AFTER_S else None
+        yield Locked(Owner()) if is_empty and age > _ABANDONED_AFTER_S else None
         return
-    try:
-        fields = _owner(place, fd)
+    with file:
+        fields = _owner(place, file)
         made = fields["made"]
         known = {str(path) for path in made} if isinstance(made, list) else set()
         inner_first = tuple(path for path in place.path.resolve().parents if str(path) in known)
         target, keeps = str(fields.get("target", "")), fields.get("keeps") is True
         is_here = fields["host"] == socket.gethostname()
-        is_dead = (is_here or has_ended) and _is_free(place, fd)
-        yield Owner(inner_first, target, keeps) if is_dead else None
-    finally:
-        os.close(fd)
+        is_dead = (is_here or has_ended) and _is_free(place, file.fileno())
+        yield Locked(Owner(inner_first, target, keeps), file) if is_dead else None
 
 
 def _check_made_here(place: StagingDirectory) -> None:
-    status = os.fstat(place.fd)
-    if status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
-        raise PermissionError("it is not a private directory of this user")
+    if os.fstat(place.fd).st_uid != os.geteuid():
+        raise PermissionError("it belongs to another user")
+    if is_open_to_others(place.fd):
+        why = "others may write into it, so that nothing in it is believed"
+        raise PermissionError(f"{why}; remove it if no merge is under way")
     drawn, code, mtime = _codes(place)
     if not is_sealed(code, "name", drawn, mtime, os.fstat(place.parent).st_ino):
         raise PermissionError("its name does not prove that this user made it in this directory")
 
 
-def _owner(place: StagingDirectory, fd: int) -> dict[str, object]:
+def is_open_to_others(directory: int) -> bool:
+    """Return whether others may write into a directory, as on file systems without permissions."""
+    return bool(os.fstat(directory).st_mode & _WRITABLE)
+
+
+def _owner(place: StagingDirectory, file: FileIO) -> dict[str, object]:
     """Return the fields of an owner file.
 
     Raises:
         PermissionError: this user did not write it for this staging directory.
     """
     try:
-        fields = json.loads(os.read(fd, _LONGEST)) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        fields = json.loads(file.read(_LONGEST)) if is_regular else None
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict) or not is_sealed(

@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
 from unshard.write.staging.beneath import names_in, opened, remove, status_of
@@ -14,6 +15,7 @@ from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, read_journal
 from unshard.write.staging.owners import (
     OWNER_NAME,
     STAGING_PREFIX,
+    Locked,
     Owner,
     StagingDirectory,
     claim,
@@ -54,10 +56,11 @@ def _recover(found: StagingDirectory, target: str, *, resume: bool, has_ended: b
         return
     with opened(found.path.name, within=found.parent) as fd:
         place = StagingDirectory(found.path, found.parent, fd)
-        with dead_owner(place, has_ended=has_ended) as owner:
-            if owner is None:
+        with dead_owner(place, has_ended=has_ended) as dead:
+            if dead is None:
                 _log.info("left alone: %s, whose owner may be alive", place.path)
                 return
+            owner = dead.owner
             journal = read_journal(place)
             if journal is not None:
                 for sentence in finish(place, journal):
@@ -65,13 +68,13 @@ def _recover(found: StagingDirectory, target: str, *, resume: bool, has_ended: b
             elif _has_output(place) and (resume if owner.target == target else owner.keeps):
                 _log.info("left to be gone on with: %s", place.path)
                 return
-            remove_staging(place)
+            remove_staging(place, dead.file)
             remove_empty(owner.made)
 
 
 def adopt(
     parent: int, directory: Path, owner: Owner, held: ExitStack
-) -> tuple[StagingDirectory, Owner] | None:
+) -> tuple[StagingDirectory, Locked] | None:
     """Take over what a dead process left of an output, to go on with it; None if there is nothing.
 
     Args:
@@ -98,18 +101,18 @@ def adopt(
     return None
 
 
-def _take_over(place: StagingDirectory, owner: Owner, held: ExitStack) -> Owner | None:
+def _take_over(place: StagingDirectory, owner: Owner, held: ExitStack) -> Locked | None:
     with dead_owner(place, has_ended=False) as dead:
-        if dead is None or dead.target != owner.target or not _has_output(place):
+        if dead is None or dead.owner.target != owner.target or not _has_output(place):
             return None
         if status_of(JOURNAL_NAME, within=place.fd) is not None:
             return None
         for name in names_in(place.fd):
             if name not in (OWNER_NAME, OUTPUT, FINISHED_NAME):
                 remove(name, within=place.fd)
-        taken = Owner((*owner.made, *dead.made), owner.target, owner.keeps)
-        held.callback(os.close, claim(place, taken))
-    return taken
+        taken = Owner((*owner.made, *dead.owner.made), owner.target, owner.keeps)
+        file = held.enter_context(claim(place, taken))
+    return Locked(taken, file)
 
 
 @contextmanager
@@ -144,15 +147,19 @@ def _has_output(place: StagingDirectory) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def remove_staging(place: StagingDirectory) -> None:
+def remove_staging(place: StagingDirectory, file: FileIO | None) -> None:
     """Remove a staging directory: its journal first, because half an output must not be moved.
 
-    Its owner file goes last: until then the next run can tell that its owner is dead.
+    Its owner file goes last: until then the next run can tell that its owner is dead. `file` is
+    that file, open, and is closed: NFS and FUSE keep a removed file under another name until then,
+    and so the directory.
     """
     try:
         names = names_in(place.fd)
         for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):
             remove(name, within=place.fd)
+        if file is not None:
+            file.close()
         os.rmdir(place.path.name, dir_fd=place.parent)
         mtime = mtime_in(place.path.name)
         if mtime is not None:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,9 +24,16 @@ from unshard.write.staging.beneath import opened, try_lock
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
 from unshard.write.staging.finished import Ledger, Work, open_ledger
 from unshard.write.staging.journal import OUTPUT, Mode, write_journal
-from unshard.write.staging.owners import Owner, StagingDirectory, claim, seal, staging_name
+from unshard.write.staging.owners import (
+    Owner,
+    StagingDirectory,
+    claim,
+    is_open_to_others,
+    seal,
+    staging_name,
+)
 from unshard.write.staging.recovery import adopt, recover, remove_empty, remove_staging
-from unshard.write.staging.targets import check_space, choose_mode
+from unshard.write.staging.targets import check_space, choose_mode, is_inside
 
 __all__ = ["Staging"]
 
@@ -69,11 +77,15 @@ class Staging:
         self._overwrite = overwrite
         self._names = names
         self._resume = resume and bool(seal())  # without a key nothing that is left is believed
-        self._is_asked_to_resume = resume
+        self._why_not_resumed = ""
+        if resume and not self._resume:
+            why = "there is no private directory for this user's key"
+            self._why_not_resumed = f"{why}; set XDG_STATE_HOME to a directory of yours"
         self._is_adopted = False
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
         self._place: StagingDirectory | None = None
+        self._owner_file: FileIO | None = None
         self._held = ExitStack()
         self._quiet = ExitStack()  # holds signals back from a commit to the end of the stage
         self._is_complete = False
@@ -91,9 +103,8 @@ class Staging:
     def open_ledger(self, work: Work) -> Ledger:
         """Open the record of what is finished; nothing else remains in the output's directory."""
         ledger = open_ledger(self._staging, work)
-        if self._is_asked_to_resume and not self._resume:
-            what = "--resume has no effect: there is no private directory for this user's key"
-            ledger.notes.append(f"{what}; set XDG_STATE_HOME to a directory of yours")
+        if self._why_not_resumed:
+            ledger.notes.append(f"--resume has no effect: {self._why_not_resumed}")
         return ledger
 
     @property
@@ -224,7 +235,8 @@ class Staging:
                 return
             self._held.push(held.pop_all())
         self._place, taken = found
-        self._made_parents = list(taken.made[::-1])
+        self._owner_file = taken.file
+        self._made_parents = list(taken.owner.made[::-1])
         self._is_adopted = True
         recover(holder, target=self._target.name)  # of the same target only one can be gone on with
 
@@ -233,8 +245,8 @@ class Staging:
         holder = self._target.parent
         parent = os.open(holder, _DIRECTORY)
         self._held.callback(os.close, parent)
-        is_inside = any(holder.is_relative_to(source.resolve()) for source in self._sources)
-        name = staging_name(parent, os.fstat(parent).st_mtime_ns if is_inside else None)
+        is_within = any(is_inside(holder, source) for source in self._sources)
+        name = staging_name(parent, os.fstat(parent).st_mtime_ns if is_within else None)
         os.mkdir(name, 0o700, dir_fd=parent)
         try:
             fd = self._held.enter_context(opened(name, within=parent))
@@ -242,8 +254,11 @@ class Staging:
             os.rmdir(name, dir_fd=parent)
             raise
         self._place = StagingDirectory(holder / name, parent, fd)
+        if self._resume and is_open_to_others(fd):
+            self._resume = False
+            self._why_not_resumed = f"the file system of {holder} lets others write everywhere"
         owner = Owner(tuple(self._made_parents), self._target.name, self._resume)
-        self._held.callback(os.close, claim(self._place, owner))
+        self._owner_file = self._held.enter_context(claim(self._place, owner))
 
     def _clean_up(self, *, keep: bool) -> None:
         """Leave nothing, unless a commit is left for the next run, or all of it is to be kept."""
@@ -257,7 +272,7 @@ class Staging:
         with uninterrupted():
             place, self._place = self._place, None
             if place is not None and not keep:
-                remove_staging(place)
+                remove_staging(place, self._owner_file)
             self._held.close()
             remove_empty(self._made_parents[::-1])
 

@@ -8,6 +8,7 @@ them: so a checkpoint that another tool merged in place can be merged again.
 import os
 import stat
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
@@ -24,6 +25,7 @@ __all__ = [
     "find_in_the_way",
     "find_strangers",
     "have_same_tensors",
+    "is_inside",
     "refuse_sources",
     "refuse_strangers",
 ]
@@ -59,11 +61,28 @@ def choose_mode(
             f"{target}: exists already",
             hint="give another output, or replace the weights there: --overwrite",
         )
-    inside = any(source.resolve().is_relative_to(target.resolve()) for source in sources)
-    mode = Mode.IN_PLACE if inside else Mode.REPLACE
+    mode = Mode.IN_PLACE if any(is_inside(one, target) for one in sources) else Mode.REPLACE
     if overwrite != "all":
         _check_strangers(target, mode, names)
     return mode
+
+
+def is_inside(path: Path, directory: Path) -> bool:
+    """Return whether a path is an existing directory, or inside it, however the two are written."""
+    path = path.resolve()
+    return any(_are_same(one, directory) for one in (path, *path.parents))
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    """Return whether two paths lead to one directory.
+
+    It has several where the case of names is ignored, and where it is mounted twice.
+    """
+    if type(one) is not type(other):  # on a disk and in a bucket
+        return False
+    with suppress(FileNotFoundError):
+        return one.samefile(other)
+    return False
 
 
 def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
@@ -88,9 +107,9 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
     """Raise OutputError if weight files of the output would replace those that are merged."""
-    place = target.resolve()
-    own = sorted(file.name for file in files if file.resolve().parent == place)
-    lost = [name for name in own if is_weight_file(name)]
+    weights = [path for path in (file.resolve() for file in files) if is_weight_file(path.name)]
+    own = {folder for folder in {path.parent for path in weights} if _are_same(folder, target)}
+    lost = sorted(path.name for path in weights if path.parent in own)
     if lost:
         raise OutputError(
             f"{target}: contains the weights that are merged ({lost[0]}); they would be lost",
