@@ -30,6 +30,7 @@ from commits import (
     worlds,
     write,
 )
+from unshard.write.staging.beneath import status_of
 from unshard.write.staging.recovery import recover
 from unshard.write.staging.stage import Staging
 
@@ -99,10 +100,11 @@ def edit_between(monkeypatch: pytest.MonkeyPatch, edit: Callable[[], None]) -> N
 
 
 def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the file system have no hard links."""
+    """Let the file system have no hard links; Linux says first that a name is taken."""
 
-    def link(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "no hard links")
+    def link(_: str, name: str, *, dst_dir_fd: int, **__: object) -> None:
+        taken = status_of(name, within=dst_dir_fd) is not None
+        raise OSError(errno.EEXIST if taken else errno.EPERM, "no hard links")
 
     monkeypatch.setattr(os, "link", link)
 

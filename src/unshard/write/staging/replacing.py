@@ -130,13 +130,13 @@ def _give(sides: Sides, path: str, *, to: str = "") -> None:
             os.link(name, free, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:  # removed in the meantime
             return
-        except FileExistsError:
-            os.link(name, draft, src_dir_fd=source, dst_dir_fd=sides.scratch, follow_symlinks=False)
-        except OSError:
-            _copy(source, name, sides.scratch, draft)
-        else:
-            return
-        os.rename(draft, free, src_dir_fd=sides.scratch, dst_dir_fd=target)
+        except OSError:  # the name is taken, or there are no hard links
+            try:
+                scratch = sides.scratch
+                os.link(name, draft, src_dir_fd=source, dst_dir_fd=scratch, follow_symlinks=False)
+            except OSError:
+                _copy(source, name, sides.scratch, draft)
+            os.rename(draft, free, src_dir_fd=sides.scratch, dst_dir_fd=target)
 
 
 def _copy(source: int, name: str, target: int, draft: str) -> None:
