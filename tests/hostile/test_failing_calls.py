@@ -152,8 +152,14 @@ def tried(
     result = place.faults.run(arguments, fault)
     problems = []
     left, after = staged(world), seen(world)
+    reported = "is left for the next run" in result.message
     if result.code == 0:
-        problems += ["left behind"] * bool(left) + ["other bytes"] * (after != expected)
+        problems += ["left behind"] * (bool(left) != reported) + ["other bytes"] * (
+            after != expected
+        )
+        if left:  # what could not be removed
+            place.faults.run(["merge", place.first, world / "other"])
+            problems += ["left for ever"] * bool(staged(world))
     else:
         errors = [line for line in result.message.splitlines() if line.startswith("error: ")]
         killed = result.code == -9
@@ -161,7 +167,6 @@ def tried(
             problems.append("no clear error")
         # A commit that has begun is finished by the next command, and the message says so.
         unfinished = killed or "the next merge" in result.message
-        reported = "is left for the next run" in result.message
         if left and not (unfinished or reported or name == "resume"):
             problems.append("left behind")
         if after != before and not unfinished:

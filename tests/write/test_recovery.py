@@ -121,6 +121,28 @@ def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "state"]
 
 
+def test_a_key_that_was_lost_before_the_journal_ends_the_merge_with_the_old_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal that is not sealed would never be followed, and half the output never moved."""
+    key = tmp_path / "state" / "unshard" / "key"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
+    source, out = save_ranks(tmp_path / "ckpt", some_tensors(), 2), tmp_path / "out"
+    unshard.merge(source, out, dtype="float16")
+    before = snapshot(out)
+
+    def lost_then_written(place: StagingDirectory, journal: Journal) -> None:
+        key.write_bytes(b"cut")
+        write_journal(place, journal)
+
+    monkeypatch.setattr("unshard.write.staging.stage.write_journal", lost_then_written)
+    with pytest.raises(OutputError, match=r"out: cannot be written: .*key of this user"):
+        unshard.merge(source, out, overwrite=True)
+    assert snapshot(out) == before
+    assert staged(tmp_path) == []
+
+
 def test_a_real_staging_that_was_copied_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from unshard.write.staging.beneath import Identity, check_path, read_file, whole_file
-from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
+from unshard.write.staging.owners import StagingDirectory, is_sealed, seal_in
 
 __all__ = [
     "ASIDE",
@@ -62,9 +62,13 @@ class Journal:
 
 
 def write_journal(place: StagingDirectory, journal: Journal) -> None:
-    """Write a journal, durably."""
+    """Write a journal, durably.
+
+    Raises:
+        OSError: it cannot be written or sealed.
+    """
     fields = asdict(journal) | {"mode": journal.mode.value}
-    code = seal("journal", fields, os.fstat(place.fd).st_ino)
+    code = seal_in(place, "journal", fields)
     with whole_file(JOURNAL_NAME, within=place.fd, durable=True) as stream:
         stream.write(json.dumps({"journal": fields, "seal": code}).encode())
     os.fsync(place.fd)

@@ -42,10 +42,12 @@ __all__ = [
     "StagingDirectory",
     "claim",
     "dead_owner",
+    "is_believed_later",
     "is_open_to_others",
     "is_sealed",
     "mtime_in",
     "seal",
+    "seal_in",
     "staging_name",
     "state_folder",
 ]
@@ -127,7 +129,7 @@ def claim(place: StagingDirectory, owner: Owner) -> FileIO:
 
     Raises:
         OutputError: the file system has no locks.
-        OSError: it cannot be written, or the key that sealed the name cannot be read any more.
+        OSError: it cannot be written or sealed.
     """
     fields: dict[str, object] = {
         "host": socket.gethostname(),
@@ -137,9 +139,7 @@ def claim(place: StagingDirectory, owner: Owner) -> FileIO:
         "target": owner.target,
         "keeps": owner.keeps,
     }
-    fields["seal"] = seal("owner", fields, os.fstat(place.fd).st_ino)
-    if not fields["seal"] and _codes(place)[1]:  # no later run could tell that it may remove this
-        raise OSError(errno.EIO, "the key of this user cannot be read any more")
+    fields["seal"] = seal_in(place, "owner", fields)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = FileIO(os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd), "r+")
     try:
@@ -199,8 +199,10 @@ def _check_made_here(place: StagingDirectory) -> None:
     if os.fstat(place.fd).st_uid != os.geteuid():
         raise PermissionError("it belongs to another user")
     if is_open_to_others(place.fd):
-        why = "others may write into it, so that nothing in it is believed"
-        raise PermissionError(f"{why}; remove it if no merge is under way")
+        raise PermissionError(
+            "others may write into it, so that nothing in it is believed; if no merge is under way,"
+            " take from its output/ and aside/ what belongs into the target, and remove it"
+        )
     drawn, code, mtime = _codes(place)
     if not is_sealed(code, "name", drawn, mtime, os.fstat(place.parent).st_ino):
         raise PermissionError("its name does not prove that this user made it in this directory")
@@ -209,6 +211,11 @@ def _check_made_here(place: StagingDirectory) -> None:
 def is_open_to_others(directory: int) -> bool:
     """Return whether others may write into a directory, as on file systems without permissions."""
     return bool(os.fstat(directory).st_mode & _WRITABLE)
+
+
+def is_believed_later(place: StagingDirectory) -> bool:
+    """Return whether a later process will believe what this user has sealed in it."""
+    return bool(_codes(place)[1]) and not is_open_to_others(place.fd)
 
 
 def _owner(place: StagingDirectory, file: FileIO) -> dict[str, object]:
@@ -245,6 +252,19 @@ def seal(*facts: object) -> str:
     key = _key()
     text = json.dumps(facts, sort_keys=True).encode()
     return hmac.new(key, text, "sha256").hexdigest() if key else ""
+
+
+def seal_in(place: StagingDirectory, *facts: object) -> str:
+    """Return the code of some JSON values that are valid in a staging directory; "" without a key.
+
+    Raises:
+        OSError: the key that sealed its name cannot be read any more, so that no later run would
+            believe what is there, and it would stay for ever.
+    """
+    code = seal(*facts, os.fstat(place.fd).st_ino)
+    if not code and _codes(place)[1]:
+        raise OSError(errno.EIO, "the key of this user cannot be read any more")
+    return code
 
 
 def is_sealed(code: object, *facts: object) -> bool:

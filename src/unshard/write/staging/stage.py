@@ -28,6 +28,7 @@ from unshard.write.staging.owners import (
     Owner,
     StagingDirectory,
     claim,
+    is_believed_later,
     is_open_to_others,
     seal,
     staging_name,
@@ -191,9 +192,11 @@ class Staging:
             if not is_begun(place, journal):
                 raise
             self._place = None  # it is left for the next run
+            next_one = "the next merge to the same place moves them"
+            way = next_one if is_believed_later(place) else "move them"
             raise OutputError(
                 f"{self._target}: not all new files could be moved there: {error}",
-                hint=f"the others are in {place.path}; the next merge to the same place moves them",
+                hint=f"the others are in {place.path}; {way}",
             ) from error
 
     def _enter(self) -> None:
