@@ -212,8 +212,8 @@ def add_files(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
     """Write all files but the weights: companions, index, training state, record, adapter."""
-    write_files(small_files(prepared), directory)
-    (directory / RECORD_NAME).write_bytes(make_record(prepared, options))
+    record = {RECORD_NAME: make_record(prepared, options)}
+    write_files(small_files(prepared) | record, directory)
     write_training_state(prepared.sources.training, directory)
     if prepared.adapter is not None:
         run_plan(prepared.adapter.plan, directory / ADAPTER_FOLDER, options.resources, listener)

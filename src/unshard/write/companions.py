@@ -1,7 +1,6 @@
 """Write the files next to the weights: config, tokenizer and the like, training state, adapter."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -67,23 +66,25 @@ def companion_files(companions: Companions, config: ModelConfig | None) -> dict[
 
 
 def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
-    """Write files into a directory, by name: bytes, or a file to copy.
+    """Write new files into a directory, by name: bytes, or a file to copy.
 
     Raises:
-        OutputError: two names are one file there, as where the case of names is ignored.
+        OutputError: there is a file of that name, as of another one where case is ignored.
     """
-    written: dict[int, str] = {}
     for name, source in files.items():
         target = directory / name
         target.parent.mkdir(exist_ok=True)
-        with target.open("wb") as copy:
-            other = written.setdefault(os.fstat(copy.fileno()).st_ino, name)
-            if other != name:
-                raise OutputError(
-                    f"{target}: is the same file as {other} there",
-                    found="a file system that ignores the case of names",
-                    hint="write to another file system, or rename one of them in the checkpoint",
-                )
+        try:
+            copy = target.open("xb")
+        except FileExistsError as error:
+            there = {one.name.casefold(): one.name for one in target.parent.iterdir()}
+            other = there.get(target.name.casefold(), "another")
+            raise OutputError(
+                f"{target}: is the same file as {other} there",
+                found="a file system that ignores the case of names",
+                hint="write to another file system, or rename one of them in the checkpoint",
+            ) from error
+        with copy:
             if isinstance(source, bytes):
                 copy.write(source)
             else:
