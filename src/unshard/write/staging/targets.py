@@ -80,7 +80,7 @@ def _are_same(one: Path, other: Path) -> bool:
     """
     if type(one) is not type(other):  # on a disk and in a bucket
         return False
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         return one.samefile(other)
     return False
 
