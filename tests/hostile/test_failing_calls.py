@@ -158,7 +158,7 @@ def tried(
             after != expected
         )
         if left:  # what could not be removed
-            place.faults.run(["merge", place.first, world / "other"])
+            place.faults.run(arguments)
             problems += ["left for ever"] * bool(staged(world))
     else:
         errors = [line for line in result.message.splitlines() if line.startswith("error: ")]

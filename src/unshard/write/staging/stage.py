@@ -168,6 +168,8 @@ class Staging:
             self._is_complete = True
             self._made_parents.clear()
             self._clean_up(keep=False)
+            if self._resume and not self._is_adopted:  # what could not be taken over is of no use
+                recover(self._target.parent, target=self._target.name)
             self._quiet = quiet.pop_all()
         return notes
 
