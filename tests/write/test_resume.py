@@ -1,5 +1,6 @@
 """`--resume`: a merge that was killed goes on with its finished files, and only with those."""
 
+import errno
 import json
 import os
 import random
@@ -196,6 +197,20 @@ def test_without_resume_the_next_merge_removes_what_was_left(
     merge(checkpoint, tmp_path / "out")
     assert staged(tmp_path) == []
     assert not before.items() & statuses(tmp_path / "out", set(before)).items()
+
+
+def test_what_could_not_be_taken_over_is_removed_when_the_merge_is_complete(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_kill(checkpoint, tmp_path / "out", resume=True)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("unshard.write.staging.recovery.claim", full)
+    merge(checkpoint, tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "unshard.json").is_file()
+    assert staged(tmp_path) == []
 
 
 def test_what_is_to_be_resumed_is_left_by_merges_to_other_places(
