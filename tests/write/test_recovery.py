@@ -1,5 +1,6 @@
 """What recovery believes: only what this user's own run left, in the directory where it left it."""
 
+import errno
 import json
 import logging
 import os
@@ -376,6 +377,24 @@ def test_without_a_place_for_a_key_all_works_but_for_the_recovery(
     recover(world)
     assert snapshot(world) == before
     assert f"left alone: {staged(world)[0]}" in caplog.text
+
+
+def test_a_home_without_hard_links_has_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(os, "link", link)
+    (tmp_path / "home").mkdir()
+    target = tmp_path / "out"
+    write(target, OLD)
+    killed_with_a_journal(target, (checkpoint(target),))
+    recover(tmp_path)
+    assert staged(tmp_path) == []
+    assert read(target) == IN_PLACE | SHARD
+    assert [path.name for path in (tmp_path / "home" / "unshard").iterdir()] == ["key"]
 
 
 def test_what_was_killed_before_it_had_a_name_is_removed_in_its_own_place_only(

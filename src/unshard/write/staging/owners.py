@@ -333,7 +333,12 @@ def _make_key(folder: int) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-        with suppress(FileExistsError):
+        try:
             os.link(draft, _KEY, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without hard links
+            os.rename(draft, _KEY, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        os.unlink(draft, dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=folder)
