@@ -102,13 +102,18 @@ def test_a_staging_that_was_shipped_with_a_checkpoint_is_named_and_left_alone(
     assert str(staged(parent)[0]) in caplog.text
 
 
-def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An owner that is not sealed would never be believed, and the directory never removed."""
-    key = tmp_path / "state" / "unshard" / "key"
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of a key of its own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "state").mkdir()
+    return tmp_path / "state" / "unshard" / "key"
+
+
+def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner that is not sealed would never be believed, and the directory never removed."""
 
     def named_then_lost(parent: int, mtime_ns: int | None) -> str:
         name = staging_name(parent, mtime_ns)
@@ -123,12 +128,9 @@ def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
 
 
 def test_a_key_that_was_lost_before_the_journal_ends_the_merge_with_the_old_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A journal that is not sealed would never be followed, and half the output never moved."""
-    key = tmp_path / "state" / "unshard" / "key"
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    (tmp_path / "state").mkdir()
     source, out = save_ranks(tmp_path / "ckpt", some_tensors(), 2), tmp_path / "out"
     unshard.merge(source, out, dtype="float16")
     before = snapshot(out)
@@ -380,21 +382,19 @@ def test_without_a_place_for_a_key_all_works_but_for_the_recovery(
 
 
 def test_a_home_without_hard_links_has_a_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "no hard links")
 
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(os, "link", link)
-    (tmp_path / "home").mkdir()
     target = tmp_path / "out"
     write(target, OLD)
     killed_with_a_journal(target, (checkpoint(target),))
     recover(tmp_path)
     assert staged(tmp_path) == []
     assert read(target) == IN_PLACE | SHARD
-    assert [path.name for path in (tmp_path / "home" / "unshard").iterdir()] == ["key"]
+    assert [*key.parent.iterdir()] == [key]
 
 
 def test_what_was_killed_before_it_had_a_name_is_removed_in_its_own_place_only(
