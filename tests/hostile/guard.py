@@ -16,6 +16,7 @@ import os
 import pkgutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -144,6 +145,8 @@ def _run(command: str, place: Path, watch: Watch) -> Outcome:
     watch.place, watch.caught = str(place), []
     (place / "empty").mkdir(exist_ok=True)
     os.chdir(place / "empty")
+    (place / "temporary").mkdir(exist_ok=True)
+    tempfile.tempdir = str(place / "temporary")
     arguments = {
         "inspect": ["inspect", str(checkpoint), "--json"],
         "merge": ["merge", str(checkpoint), str(out), "--verify", "full", "--workers", "2"],
@@ -159,6 +162,8 @@ def _run(command: str, place: Path, watch: Watch) -> Outcome:
             watch.on = False
     if any((place / "empty").iterdir()):
         watch.caught.append("it wrote into the current directory")
+    if any((place / "temporary").iterdir()):
+        watch.caught.append("it left a temporary file")
     message = messages.read_text(errors="replace")[:LONGEST_MESSAGE]
     return Outcome(
         place.name, command, code, message, out.exists(), _peak() - before, list(watch.caught)
