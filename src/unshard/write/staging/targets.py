@@ -5,10 +5,10 @@ Also files of the same tensors, byte for byte, as those of the output, because n
 them: so a checkpoint that another tool merged in place can be merged again.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
@@ -30,6 +30,7 @@ __all__ = [
     "refuse_strangers",
 ]
 
+_NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _SLACK = 1 << 20
 _SHOWN = 10
 _BLOCK = 1 << 20
@@ -80,9 +81,12 @@ def _are_same(one: Path, other: Path) -> bool:
     """
     if type(one) is not type(other):  # on a disk and in a bucket
         return False
-    with suppress(FileNotFoundError, NotADirectoryError):
+    try:
         return one.samefile(other)
-    return False
+    except OSError as error:
+        if error.errno in _NOTHING_THERE:
+            return False
+        raise OutputError(f"{error.filename}: cannot be looked at: {error.strerror}") from error
 
 
 def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
