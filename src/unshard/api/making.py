@@ -212,8 +212,7 @@ def add_files(
     prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
 ) -> None:
     """Write all files but the weights: companions, index, training state, record, adapter."""
-    record = {RECORD_NAME: make_record(prepared, options)}
-    write_files(small_files(prepared) | record, directory)
+    write_files(small_files(prepared) | {RECORD_NAME: make_record(prepared, options)}, directory)
     write_training_state(prepared.sources.training, directory)
     if prepared.adapter is not None:
         run_plan(prepared.adapter.plan, directory / ADAPTER_FOLDER, options.resources, listener)

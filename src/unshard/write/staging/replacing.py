@@ -130,13 +130,16 @@ def _give(sides: Sides, path: str, *, to: str = "") -> None:
             os.link(name, free, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
         except FileNotFoundError:  # removed in the meantime
             return
-        except OSError:  # the name is taken, or there are no hard links
-            try:
-                scratch = sides.scratch
-                os.link(name, draft, src_dir_fd=source, dst_dir_fd=scratch, follow_symlinks=False)
-            except OSError:
-                _copy(source, name, sides.scratch, draft)
+        except OSError:  # the name is taken, or the file system has no hard links
+            _link_or_copy(source, name, sides.scratch, draft)
             os.rename(draft, free, src_dir_fd=sides.scratch, dst_dir_fd=target)
+
+
+def _link_or_copy(source: int, name: str, target: int, draft: str) -> None:
+    try:
+        os.link(name, draft, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+    except OSError:
+        _copy(source, name, target, draft)
 
 
 def _copy(source: int, name: str, target: int, draft: str) -> None:

@@ -112,8 +112,7 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
     """Raise OutputError if weight files of the output would replace those that are merged."""
     weights = [path for path in (file.resolve() for file in files) if is_weight_file(path.name)]
-    own = {folder for folder in {path.parent for path in weights} if _are_same(folder, target)}
-    lost = sorted(path.name for path in weights if path.parent in own)
+    lost = sorted(path.name for path in weights if _are_same(path.parent, target))
     if lost:
         raise OutputError(
             f"{target}: contains the weights that are merged ({lost[0]}); they would be lost",
