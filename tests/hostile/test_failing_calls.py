@@ -154,9 +154,8 @@ def tried(
     left, after = staged(world), seen(world)
     reported = "is left for the next run" in result.message
     if result.code == 0:
-        problems += ["left behind"] * (bool(left) != reported) + ["other bytes"] * (
-            after != expected
-        )
+        problems += ["left behind"] * (bool(left) != reported)
+        problems += ["other bytes"] * (after != expected)
         if left:  # what could not be removed
             place.faults.run(arguments)
             problems += ["left for ever"] * bool(staged(world))

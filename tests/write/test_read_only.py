@@ -1,5 +1,6 @@
 """Targets that cannot be written to: one error before anything is made, and nothing is left."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -63,18 +64,26 @@ def test_a_directory_without_write_permission_is_one_error(place: Path, target: 
     assert everything(place) == before
 
 
+ISOLATED = ("unshare", "--mount", "--map-root-user", "sh", "-c")
+
+
+@functools.cache
+def refusal(mount: str) -> str:
+    """Return why a process cannot have such a mount for itself; "" if it can."""
+    if shutil.which("unshare") is None:
+        return "needs util-linux"
+    tried = subprocess.run([*ISOLATED, mount], capture_output=True, text=True, check=False)
+    return f"needs user namespaces: {tried.stderr}" if tried.returncode else ""
+
+
 def run_mounted(
     place: Path, mount: str, line: tuple[str, ...]
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command in a directory, with mounts for this process alone."""
-    isolated = ("unshare", "--mount", "--map-root-user", "sh", "-c")
-    if shutil.which("unshare") is None:
-        pytest.skip("needs util-linux")
-    allowed = subprocess.run([*isolated, mount], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip(f"needs user namespaces: {allowed.stderr.decode()}")
+    if why := refusal(mount):
+        pytest.skip(why)
     program = f"{mount} && cd {place} && exec {sys.executable} -m unshard {' '.join(line)}"
-    return subprocess.run([*isolated, program], capture_output=True, text=True, check=False)
+    return subprocess.run([*ISOLATED, program], capture_output=True, text=True, check=False)
 
 
 def test_a_read_only_file_system_is_one_error(place: Path) -> None:
