@@ -134,7 +134,7 @@ class Pins:
 
     def release(self, job: Job) -> None:
         """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
-        if job.pin is not None:
+        if job.pin is not None and not self.store.pins.is_needed(job.pin):
             self.remove_unneeded(job.pin)
 
     def list_changed(self, job: Job) -> Sequence[str]:
@@ -151,14 +151,14 @@ class Pins:
             return [job.request.checkpoint]
         return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]
 
-    def _places(self) -> Iterator[Path]:
+    def _places(self) -> set[Path]:
+        """Return the runs that may have pins of this server: far fewer than jobs that wait."""
+        found = set(map(Path, self.store.pins.list_runs()))
         for root in self._roots_on_disk():
             for depth in _DEPTHS:
-                yield from (
-                    place.parents[1] for place in root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
-                )
-        yield from map(Path, self.store.pins.list_runs())
-        yield from _runs_of(pin for _, pin in self.store.pins.list_needed())
+                places = root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
+                found.update(place.parents[1] for place in places)
+        return found.union(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
 
     def _roots_on_disk(self) -> list[Path]:
         return [root for root in self.roots if not isinstance(root, RemotePath)]

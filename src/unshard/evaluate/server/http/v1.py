@@ -6,6 +6,7 @@ Its OpenAPI description comes from the models of its requests and answers.
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Annotated, Literal
 
 import fastapi
@@ -44,6 +45,7 @@ __all__ = [
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
+_EVENTS = 100  # read at once, and held for a client that reads slowly
 _OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
 
 WeightsName = Literal["model", "ema"]
@@ -331,12 +333,10 @@ def events(
 async def _follow(request: fastapi.Request, service: Service, since: int) -> AsyncIterator[str]:
     quiet = _HEARTBEAT_S  # the first heartbeat comes at once
     while not await request.is_disconnected():
-        found = await asyncio.to_thread(service.store.events, since)
-        for event in found:
-            since = event.number
-            job = await asyncio.to_thread(_state_of, service, event.job_id)
-            data = json.dumps({"number": event.number, "status": event.status, "job": job})
-            yield f"id: {event.number}\nevent: job\ndata: {data}\n\n"
+        found = await asyncio.to_thread(_events, service, since)
+        for number, event in found:
+            since = number
+            yield event
         quiet = 0.0 if found else quiet + _POLL_S
         if quiet >= _HEARTBEAT_S:
             quiet = 0.0
@@ -345,6 +345,17 @@ async def _follow(request: fastapi.Request, service: Service, since: int) -> Asy
             await asyncio.sleep(_POLL_S)
 
 
-def _state_of(service: Service, job_id: str) -> dict[str, object] | None:
-    job = service.store.get(job_id)
-    return None if job is None else _view(service, job).model_dump(mode="json")
+def _events(service: Service, since: int) -> list[tuple[int, str]]:
+    """Return the next changes after one: the number and the text of each."""
+
+    @cache
+    def state_of(job_id: str) -> dict[str, object] | None:
+        job = service.store.get(job_id)
+        return None if job is None else _view(service, job).model_dump(mode="json")
+
+    found = []
+    for event in service.store.events(since, _EVENTS):
+        fields = {"number": event.number, "status": event.status, "job": state_of(event.job_id)}
+        text = f"id: {event.number}\nevent: job\ndata: {json.dumps(fields)}\n\n"
+        found.append((event.number, text))
+    return found

@@ -33,13 +33,14 @@ _ROUNDS = 500
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One process; `started` as in `Process`."""
+    """One process, itself as psutil has it; `started` as in `Process`."""
 
     pid: int
     parent: int
     group: int
     started: int
     is_zombie: bool
+    itself: psutil.Process
 
 
 def boot_id() -> str:
@@ -79,7 +80,9 @@ def list_members(process: Process) -> list[_Entry]:
     if process.boot != boot_id():
         return []
     entries = [entry for entry in _entries(psutil.pids()) if not entry.is_zombie]
-    found = {entry.pid for entry in entries if _is_marked(entry, process)}
+    # An attempt began with its leader: older processes, which may be thousands, are not of it.
+    young = (entry for entry in entries if entry.started >= process.started)
+    found = {entry.pid for entry in young if _is_marked(entry, process)}
     leader = next((entry for entry in entries if entry.pid == process.pid), None)
     # macOS hides the environment, and thus the mark, of its own programs: a group without a leader
     # is taken to be the attempt's there.
@@ -130,7 +133,7 @@ def send(entries: Iterable[_Entry], number: signal.Signals) -> None:
 
 def _is_marked(entry: _Entry, process: Process) -> bool:
     try:
-        return bool(psutil.Process(entry.pid).environ().get(MARK) == process.directory)
+        return bool(entry.itself.environ().get(MARK) == process.directory)
     except psutil.Error:  # it has ended, or is another user's
         return False
 
@@ -144,4 +147,5 @@ def _entries(pids: Iterable[int]) -> Iterator[_Entry]:
                 # Setting the clock changes both times, but not their difference.
                 seconds: float = found.create_time() - psutil.boot_time()
                 started, is_zombie = round(seconds * _TICKS_PER_S), found.status() in _DEAD
-                yield _Entry(pid, found.ppid(), os.getpgid(pid), started, is_zombie)
+                group = os.getpgid(pid)
+                yield _Entry(pid, found.ppid(), group, started, is_zombie, found)

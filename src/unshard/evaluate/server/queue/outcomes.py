@@ -206,7 +206,8 @@ class Outcomes:
                 return
             run, weights = job.request.run, job.request.weights
             alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
-            completed = self._store.jobs(alike)
+            # With "none" the others have nothing to lose, and they may be thousands.
+            completed = [] if profile.keep == "none" else self._store.jobs(alike)
             if profile.keep != "none" and profile.best_metric is not None:  # before others go
                 best = find_best(profile.best_metric, completed)
                 self._merger.link_best(job.request, None if best is None else best.id)

@@ -330,9 +330,10 @@ class Store:
         found = {row[0]: row[1] for row in rows}
         return {status: found.get(status, 0) for status in Status}
 
-    def queued_ids(self) -> list[str]:
-        """Return the jobs that wait, the next first."""
-        return self._texts("SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number")
+    def queued_ids(self, most: int | None = None) -> list[str]:
+        """Return the jobs that wait, the next first; `most` of them at most."""
+        query = "SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number LIMIT ?"
+        return self._texts(query, -1 if most is None else most)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -353,7 +354,7 @@ class Store:
         )
         return map(as_result, self.connection.execute(query, [after, *values, filters.limit]))
 
-    def events(self, since: int) -> list[JobEvent]:
-        """Return the changes after the one of this number, the oldest first, 1,000 at most."""
-        rows = self._rows("SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT 1000", since)
+    def events(self, since: int, most: int = 1000) -> list[JobEvent]:
+        """Return the changes after the one of this number, the oldest first, `most` at most."""
+        rows = self._rows("SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT ?", since, most)
         return list(map(as_event, rows))

@@ -131,8 +131,8 @@ Views = Annotated[_Views, Depends(_views_of)]
 
 
 def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
-    places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
-    return [_Row(job, places.get(job.id), _progress(service, job)) for job in jobs]
+    # One by one: a view has few rows, and the queue may be long.
+    return [_Row(job, service.store.position(job.id), _progress(service, job)) for job in jobs]
 
 
 def _progress(service: Service, job: Job) -> Progress | None:
@@ -154,7 +154,7 @@ def overview(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse
     service = views.service
     store, start = service.store, (wanted.page - 1) * _RUNS
     runs = list_runs(store.connection, wanted.q, limit=_RUNS + 1, offset=start)
-    queued = [job for one in store.queued_ids()[:_FEW] if (job := store.get(one)) is not None]
+    queued = [job for one in store.queued_ids(_FEW) if (job := store.get(one)) is not None]
     running = [job for job in store.running() if job.status is Status.RUNNING]
     return views.show(
         "overview.html",
