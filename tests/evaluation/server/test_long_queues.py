@@ -1,7 +1,7 @@
-"""What a submission costs does not depend on how many jobs wait."""
+"""What a submission or an end costs does not depend on how many jobs wait."""
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SHORT, LONG = 10, 300
 
 @dataclass
 class Cost:
-    """What a submission made SQLite and the file system do."""
+    """What SQLite and the file system had to do."""
 
     statements: list[str] = field(default_factory=list)
     instructions: int = 0  # of SQLite's virtual machine: a row that is visited takes one at least
@@ -59,19 +59,17 @@ def queued_in(directory: Path, length: int, step_of: Callable[[int], int | None]
     return service
 
 
-def cost_in(service: Service, request: Request, read: list[Path]) -> Cost:
-    """Submit twice: the first job's pin is made, and used again for the other job."""
+@contextmanager
+def counted_in(service: Service, read: list[Path]) -> Iterator[Cost]:
+    """Count what is done in this context."""
     cost, connection = Cost(), service.store._connections.own
     read.clear()
     connection.set_trace_callback(cost.statements.append)
     connection.set_progress_handler(cost.count, 1)
-    service.submit(request, None)
-    again, _ = service.submit(replace(request, tasks=("other",)), None)
+    yield cost
     connection.set_progress_handler(None, 1)
     connection.set_trace_callback(None)
-    assert again.pin is not None
     cost.pins = len(read)
-    return cost
 
 
 @pytest.mark.parametrize(
@@ -79,18 +77,30 @@ def cost_in(service: Service, request: Request, read: list[Path]) -> Cost:
     [lambda number: number, lambda _: None, lambda _: 1],
     ids=["steps", "no step", "one step"],
 )
-def test_no_submission_looks_at_the_whole_queue(
+def test_neither_a_submission_nor_an_end_looks_at_the_whole_queue(
     tmp_path: Path, read: list[Path], step_of: Callable[[int], int | None]
 ) -> None:
-    costs = []
+    submissions, ends = list[Cost](), list[Cost]()
     for length in (SHORT, LONG):
         service = queued_in(tmp_path, length, step_of)
         with closing(service.store):
             root = service.config.roots[0]
             checkpoint = whole_model(root / "run" / "model")
             request = Request(str(checkpoint), "script", ("task",), step_of(LONG), "run")
-            costs.append(cost_in(service, request, read))
-    short, long = costs
-    assert len(long.statements) == len(short.statements) > 3
-    assert long.instructions - short.instructions < LONG - SHORT
-    assert long.pins == short.pins <= 3
+            with counted_in(service, read) as cost:
+                job, _ = service.submit(request, None)
+                # The pin of the first is used again for the other.
+                other, _ = service.submit(replace(request, tasks=("other",)), None)
+            submissions.append(cost)
+            assert job.pin is not None
+            assert job.pin == other.pin
+            with counted_in(service, read) as cost:
+                service.scheduler.cancel(job.id)
+                assert Path(job.pin).exists()
+                service.scheduler.cancel(other.id)
+                assert not Path(job.pin).exists()
+            ends.append(cost)
+    for short, long in (submissions, ends):
+        assert len(long.statements) == len(short.statements) > 3
+        assert long.instructions - short.instructions < LONG - SHORT
+        assert long.pins == short.pins <= 3

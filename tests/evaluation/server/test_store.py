@@ -113,7 +113,7 @@ def test_an_error_of_any_length_is_kept_in_part(store: Store) -> None:
     assert len(str(job_of(store, job.id).error)) < 21_000
 
 
-def test_the_pins_that_are_needed_are_found_by_their_run(store: Store) -> None:
+def test_the_pins_of_jobs_that_wait_or_run_are_needed(store: Store) -> None:
     names = ("queued", "running", "cancelled", "completed", "neighbour")
     pins = [f"/r/run/_unshard/pins/{name}" for name in names[:-1]] + ["/r/run-2/_unshard/pins/n"]
     jobs = {
@@ -125,11 +125,11 @@ def test_the_pins_that_are_needed_are_found_by_their_run(store: Store) -> None:
         assert store.claim(time.time(), jobs[name]) is not None
     store.cancel(jobs["cancelled"])  # its process runs on for a moment
     store.complete(jobs["completed"], {}, None)
-    found = store.pins.list_needed(Path("/r/run"))
-    assert found == [(jobs[name], pin) for name, pin in zip(names[:3], pins[:3], strict=True)]
-    assert {job for job, _ in store.pins.list_needed()} == {
-        jobs[name] for name in (*names[:3], names[4])
-    }
+    needed = [(jobs[name], pin) for name, pin in zip(names, pins, strict=True)]
+    del needed[3]
+    assert store.pins.list_needed() == needed
+    assert [store.pins.is_needed(pin) for pin in pins] == [True, True, True, False, True]
+    assert not store.pins.is_needed("/r/run/_unshard/pins/\udcff")
 
 
 def test_jobs_are_alike_if_their_fingerprints_differ_at_most(store: Store) -> None:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.pins.files import read_stamps
@@ -104,18 +103,16 @@ class Pins:
         place = RunFolder(run).pins
         with suppress(OSError):
             for pin in (directory / checkpoint.name for directory in place.iterdir()):
-                is_needed = is_text(str(pin)) and self.store.pins.is_needed(str(pin))
-                if is_needed and _is_of(pin, checkpoint):
+                if self.store.pins.is_needed(str(pin)) and _is_of(pin, checkpoint):
                     return str(pin)
         return None
 
     def list_all(self) -> list[tuple[Pin, list[str]]]:
         """Return the pins below the roots, each with the jobs that need it, the oldest first."""
-        inside = {run.resolve() for run in self._places() if self._is_inside(run)}
         needed = dict[str, list[str]]()
         for job_id, path in self.store.pins.list_needed():
             needed.setdefault(path, []).append(job_id)
-        found = [pin for run in inside for pin in list_pins(run)]
+        found = [pin for run in self._runs_inside() for pin in list_pins(run)]
         found.sort(key=lambda pin: (pin.created, pin.name))
         return [(pin, needed.get(str(pin.path), [])) for pin in found]
 
@@ -123,18 +120,16 @@ class Pins:
         """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
         with self.lock:
             owner = str(self.store.identity)
-            inside = (run.resolve() for run in self._places() if self._is_inside(run))
-            for run in sorted(set(inside)) if pin is None else _runs_of([pin]):
-                needed = {path for _, path in self.store.pins.list_needed(run)}
+            for run in self._runs_inside() if pin is None else _runs_of([pin]):
                 for found in list_pins(run):
                     is_own = found.is_ours and found.owner == owner
-                    if is_own and str(found.path) not in needed:
+                    if is_own and not self.store.pins.is_needed(str(found.path)):
                         _remove(found)
                 sweep(run, owner)
 
     def release(self, job: Job) -> None:
         """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
-        if job.pin is not None and not self.store.pins.is_needed(job.pin):
+        if job.pin is not None:
             self.remove_unneeded(job.pin)
 
     def list_changed(self, job: Job) -> Sequence[str]:
@@ -151,14 +146,15 @@ class Pins:
             return [job.request.checkpoint]
         return [name for name, stamp in was.items() if now.get(name, stamp) != stamp]
 
-    def _places(self) -> set[Path]:
-        """Return the runs that may have pins of this server: far fewer than jobs that wait."""
+    def _runs_inside(self) -> list[Path]:
+        """Return the runs below the roots that may have pins: far fewer than jobs that wait."""
         found = set(map(Path, self.store.pins.list_runs()))
         for root in self._roots_on_disk():
             for depth in _DEPTHS:
                 places = root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
                 found.update(place.parents[1] for place in places)
-        return found.union(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
+        found.update(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
+        return sorted({run.resolve() for run in found if self._is_inside(run)})
 
     def _roots_on_disk(self) -> list[Path]:
         return [root for root in self.roots if not isinstance(root, RemotePath)]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from unshard.containers.json_file import is_text
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import NEEDS_PIN
 
@@ -21,18 +22,16 @@ class PinRecords:
             with self._connections.transaction() as connection:
                 connection.execute("INSERT OR IGNORE INTO pinned_runs VALUES (?)", (str(run),))
 
-    def list_needed(self, directory: Path | None = None) -> list[tuple[str, str]]:
-        """Return id and pin, below a directory, of jobs that are queued or have an open attempt."""
-        start = "/" if directory is None else f"{directory}/"
-        where = f"pin >= ? AND pin < ? AND {NEEDS_PIN}"
+    def list_needed(self) -> list[tuple[str, str]]:
+        """Return id and pin of the jobs that are queued or have an open attempt."""
+        where = f"pin IS NOT NULL AND {NEEDS_PIN}"
         query = f"SELECT id, pin FROM jobs WHERE {where} ORDER BY number"  # noqa: S608
-        end = f"{start[:-1]}0"  # what follows "/"
-        return list(map(tuple, self._connections.rows(query, start, end)))
+        return list(map(tuple, self._connections.rows(query)))
 
     def is_needed(self, pin: str) -> bool:
         """Return whether a job needs a pin: see `list_needed`."""
         query = f"SELECT 1 FROM jobs WHERE pin = ? AND {NEEDS_PIN} LIMIT 1"  # noqa: S608
-        return bool(self._connections.rows(query, pin))
+        return is_text(pin) and bool(self._connections.rows(query, pin))  # all of ours are text
 
     def list_runs(self) -> list[str]:
         """Return the directories of the runs in which this server has made pins."""
