@@ -99,6 +99,14 @@ def test_the_directory_of_a_run_means_its_newest_step(server: Live, run: Path) -
     assert not (run.parent / "_unshard").exists()
 
 
+def test_the_directory_of_a_run_with_a_step_means_that_step(server: Live, run: Path) -> None:
+    job = server.ended(server.submit(run, "chosen", step=5))
+    assert (job["step"], job["checkpoint"]) == (5, str(run / "checkpoint-5"))
+    body = {"checkpoint": str(run), "profile": "script", "tasks": ["chosen"], "step": 7}
+    answer = server.call("POST", "/api/v1/jobs", json=body)
+    assert (answer.status_code, error_of(answer).found) == (400, "steps 5, 10")
+
+
 def test_the_weights_directory_means_its_step(server: Live, run: Path) -> None:
     job = server.ended(server.submit(run / "checkpoint-10" / "pytorch_model_fsdp_0", "inside"))
     assert (job["run"], job["step"]) == ("run", 10)

@@ -47,7 +47,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
 from unshard.read.finding.step_names import step_of
-from unshard.read.format import Choice
+from unshard.read.format import Choice, Location
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
@@ -331,7 +331,11 @@ def group_by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
 def _place(request: Request) -> tuple[Request, Path]:
     """Fill in what the path says: the step, and the name of the run; return its directory too.
 
-    The directory of a run means its newest step.
+    The directory of a run means its newest step, or the step of the request.
+
+    Raises:
+        UsageError: the run does not have that step, or the server may not read it.
+        StoreError: the store cannot be reached, or does not allow it.
     """
     path = path_of(request.checkpoint)
     try:
@@ -343,8 +347,29 @@ def _place(request: Request) -> tuple[Request, Path]:
             raise not_readable(error.__cause__) from error
         return replace(request, run=request.run or RunFolder(path.parent).name), path.parent
     if path in found.step_dir.parents:
+        is_run = found.step is not None and step_of(path.name) is None
+        if is_run and request.step not in {None, found.step}:
+            found = _find_step(path, request)
         path = found.step_dir
     step = found.step if request.step is None else request.step
     folder = found.step_dir.parent
     run = request.run or RunFolder(found.step_dir if found.step is None else folder).name
     return replace(request, checkpoint=str(path), step=step, run=run), folder
+
+
+def _find_step(run: Path, request: Request) -> Location:
+    """Return the checkpoint of a request's step in a run's directory.
+
+    Raises:
+        UsageError: the run does not have it: its newest must not pass for it.
+    """
+    try:
+        return next(find(run, Choice(request.step, weights=request.weights)))
+    except StoreError:
+        raise
+    except UnshardError as error:
+        raise UsageError(
+            f"{run}: the directory of this run does not have step {request.step}",
+            found=error.found or error.subject,
+            hint="give the directory of the step itself, or no step for the newest",
+        ) from error
