@@ -233,6 +233,19 @@ def test_what_was_not_rewritten_is_not_superseded(run: Path, service: Service) -
     assert status(service, older) == "queued"
 
 
+def test_a_checkpoint_that_is_gone_does_not_get_the_result_of_another_run_of_that_name(
+    run: Path, service: Service
+) -> None:
+    job = submit(service, run, 0)
+    service.store.claim(time.time())
+    service.store.complete(job.id, {"task/acc": 1.0}, None)
+    other = run.parent / "other" / "run"
+    other.mkdir(parents=True)
+    assert submit(service, other, 0).id != job.id
+    shutil.rmtree(run / "checkpoint-0")
+    assert submit(service, run, 0).id == job.id
+
+
 def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> None:
     job = submit(service, run, 0)
     service.store.claim(time.time())

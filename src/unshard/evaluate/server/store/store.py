@@ -273,8 +273,12 @@ class Store:
         return Status(found[0]) if found else None
 
     def alike(self, request: Request) -> list[Job]:
-        """Return the jobs that differ from a request in the fingerprint at most, newest first."""
-        return list(self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike))
+        """Return the jobs that differ from a request in the fingerprint at most, newest first.
+
+        Runs in different places may have the same name, so the checkpoint's path is the same, too.
+        """
+        found = self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike)
+        return [job for job in found if job.request.checkpoint == request.checkpoint]
 
     def get(self, job_id: str) -> Job | None:
         """Return a job."""
