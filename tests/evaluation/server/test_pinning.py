@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,17 @@ def test_a_checkpoint_that_is_gone_does_not_get_the_result_of_another_run_of_tha
     assert submit(service, other, 0).id != job.id
     shutil.rmtree(run / "checkpoint-0")
     assert submit(service, run, 0).id == job.id
+
+
+def test_the_pin_of_a_client_keeps_nothing_for_other_jobs(run: Path, service: Service) -> None:
+    pin = pin_checkpoint(run / "checkpoint-0", quota=Quota())
+    submit(service, run, 0, str(pin.path))
+    other = Request(str(run / "checkpoint-0"), "script", ("other",), 0, "run")
+    job = service.submit(other, None)[0]
+    unpin(pin)  # the client's own job has ended
+    assert job.pin is not None
+    assert Path(job.pin).exists()
+    assert service.submit(replace(other, tasks=("third",)), None)[0].pin == job.pin
 
 
 def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> None:

@@ -72,7 +72,7 @@ class Pins:
         return str(path) if found.path == path and path.exists() else None
 
     def ensure_pin(self, checkpoint: Path, step: int | None, run: Path) -> str | None:
-        """Pin a checkpoint, or find the pin that another job has of it; None: not possible.
+        """Pin a checkpoint, or find our pin that another job has of it; None: not possible.
 
         Raises:
             ExpiredError: the checkpoint is gone.
@@ -96,14 +96,15 @@ class Pins:
         return str(pin.path)
 
     def _known(self, checkpoint: Path, run: Path) -> str | None:
-        """Return the pin that another job has of a checkpoint.
+        """Return the pin of this server that another job has of a checkpoint.
 
-        It is looked for on the disk: jobs that wait may be many, their pins are few.
+        It is looked for on the disk: jobs that wait may be many, their pins are few. A client's
+        pin is not meant: the client removes it when its own job has ended.
         """
-        place = RunFolder(run).pins
+        place, owner = RunFolder(run).pins, str(self.store.identity)
         with suppress(OSError):
             for pin in (directory / checkpoint.name for directory in place.iterdir()):
-                if self.store.pins.is_needed(str(pin)) and _is_of(pin, checkpoint):
+                if self.store.pins.is_needed(str(pin)) and _is_of(pin, checkpoint, owner):
                     return str(pin)
         return None
 
@@ -180,13 +181,13 @@ def _remove(pin: Pin) -> None:
         _log.warning("pin %s: cannot be removed: %s", pin.directory, error)
 
 
-def _is_of(pin: Path, checkpoint: Path) -> bool:
-    """Return whether a pin keeps the current files of a checkpoint."""
+def _is_of(pin: Path, checkpoint: Path, owner: str) -> bool:
+    """Return whether a pin of this owner keeps the current files of a checkpoint."""
     try:
         found = read_pin(pin)
     except (UnshardError, OSError):
         return False
-    if found.checkpoint != checkpoint or found.changed():
+    if (found.checkpoint, found.owner) != (checkpoint, owner) or found.changed():
         return False
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     try:
