@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.server.admission import _RUN
+from unshard.evaluate.server.admission import _is_run
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,8 @@ from unshard.evaluate.server.admission import _RUN
         ("--help", "help"),
         ("=x.", "x"),
         ("...", "run"),
-        ("a" * 99 + ".b", "a" * 99),
+        ("a" * 99 + ".", "a" * 99),
+        ("lr=1e-5..2e-5", "lr=1e-5_2e-5"),
         ("run/_unshard/pins/0f", "run"),
         ("a b", "a_b"),
         ("exp1/checkpoints", "exp1"),
@@ -24,4 +25,11 @@ from unshard.evaluate.server.admission import _RUN
 )
 def test_a_directorys_name_becomes_one_that_a_run_may_have(folder: str, name: str) -> None:
     assert RunFolder(Path("/runs") / folder).name == name
-    assert _RUN.fullmatch(name)
+    assert _is_run(name)
+
+
+@pytest.mark.parametrize("start", ["lr=0.1_" * 15, "\u5b9f\u9a13" * 36])
+def test_runs_with_long_names_that_differ_at_their_ends_have_different_names(start: str) -> None:
+    names = {RunFolder(Path("/runs") / f"{start}seed{seed}").name for seed in range(3)}
+    assert len(names) == 3
+    assert all(_is_run(name) and name.startswith(start[:30]) for name in names)

@@ -12,6 +12,7 @@ change when a disk is mounted again.
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -68,6 +69,7 @@ WATCHED = "watched"
 """The name of the `Marks` in `STATE_FOLDER` of what was submitted by watching."""
 
 _INODE = "inode"
+_LONGEST_NAME = 100  # characters of a run's; half of the bytes that the server accepts
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +92,20 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Return the run's name where the user gives none: one that the server accepts."""
+        """Return the run's name where the user gives none: one that the server accepts.
+
+        A long name is cut, and ends in a hash of the whole name, which other runs do not share.
+        """
         pinned_in = RunFolder.of_pin(self.path)
         folder = self.path if pinned_in is None else pinned_in.path
         if folder.name == "checkpoints":  # of every run, with Lightning and others
             folder = folder.parent
         # It may become an argument of a command.
-        clean = re.sub(r"[^\w.+=@-]+", "_", folder.name).lstrip("-._+=@")
-        return clean[:100].rstrip(".") or "run"
+        clean = re.sub(r"[^\w.+=@-]+|\.\.+", "_", folder.name).lstrip("-._+=@")
+        if len(clean) > _LONGEST_NAME or len(clean.encode()) > 2 * _LONGEST_NAME:
+            digest = hashlib.sha256(folder.name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+            return f"{clean.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"
+        return clean.rstrip(".") or "run"
 
     @property
     def state(self) -> Path:
