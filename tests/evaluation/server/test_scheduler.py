@@ -191,14 +191,17 @@ def test_a_sharded_checkpoint_is_merged_evaluated_and_removed(
 def test_only_the_best_merged_model_stays(tmp_path: Path) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     profile = script_profile(keep="best", best_metric="task/acc")
-    script = "done(acc={'1': 0.9, '2': 0.5}[step])"
+    script = "done(acc={'0': 1.0, '1': 0.9, '2': 0.5}[step])"
     store, server = scheduler(tmp_path / "work", script, profile=profile)
     jobs = [submit(store, server, checkpoint, step) for step in (1, 2)]
+    submit(store, server, whole_model(tmp_path / "base"), 0)  # it is not merged
     server.start()
-    wait_until(lambda: all_final(store), "two jobs")
+    wait_until(lambda: all_final(store), "three jobs")
     server.stop(end=True)
     kept = [path.name for path in (tmp_path / "work" / "merged").iterdir()]
     assert kept == [jobs[0].id]
+    link = tmp_path / "work" / "best" / "run" / "script"
+    assert link.resolve() == tmp_path / "work" / "merged" / jobs[0].id
 
 
 TREE = """

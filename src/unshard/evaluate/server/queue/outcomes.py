@@ -209,6 +209,9 @@ class Outcomes:
             # With "none" the others have nothing to lose, and they may be thousands.
             completed = [] if profile.keep == "none" else self._store.jobs(alike)
             if profile.keep != "none" and profile.best_metric is not None:  # before others go
+                # The base model is not merged: however good it is, no merged model goes for it.
+                merged = set(self._merger.list_kept())
+                completed = [one for one in completed if one.id in merged]
                 best = find_best(profile.best_metric, completed)
                 self._merger.link_best(job.request, None if best is None else best.id)
             for other in find_removable(job, profile, completed):
