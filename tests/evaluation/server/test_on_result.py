@@ -172,6 +172,20 @@ def test_a_command_gets_json_and_ends_with_all_it_started(
     assert len(caplog.text) < 20_000
 
 
+def test_a_program_next_to_the_configuration_is_run(tmp_path: Path) -> None:
+    program, told = tmp_path / "rules" / "tell", tmp_path / "told"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\ncat > "$1"\n')
+    program.chmod(0o755)
+    file = tmp_path / "server.yaml"
+    file.write_text(f"on_result: {{command: [rules/tell, {told}], backoff: 0.01}}\n")
+    work = tmp_path / "work"
+    with told_store(work, read_server_yaml(file).on_result) as store:
+        ended(store, 7)
+        wait_until(lambda: not waiting_in(store))
+    assert json.loads(told.read_text())["step"] == 7
+
+
 @pytest.mark.parametrize("command", [("/no/such/program",), (sys.executable, "-c", "exit(1)")])
 def test_tries_and_waiting_deliveries_are_bounded(
     tmp_path: Path,

@@ -5,7 +5,12 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from unshard.evaluate.server.config.profiles import Bare, Environment, Texts, drop_nulls
+from unshard.evaluate.server.config.profiles import (
+    Bare,
+    Environment,
+    PlacedCommand,
+    drop_nulls,
+)
 from unshard.evaluate.values import expected, expects
 
 __all__ = ["OnResult"]
@@ -25,8 +30,8 @@ class OnResult(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     _read = model_validator(mode="before")(drop_nulls)
 
-    command: Annotated[Texts, expects("a list of arguments")] = ()
-    """Run without a shell; what is told is JSON on its stdin."""
+    command: PlacedCommand = ()
+    """Run without a shell, in the work directory; what is told is JSON on its stdin."""
     url: Annotated[Bare, expects("an http or https URL", _is_url)] | None = None
     """Gets a POST of the same JSON."""
     environment: Environment = {}

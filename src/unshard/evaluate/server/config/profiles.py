@@ -101,6 +101,13 @@ def _started(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tup
     return (_program(command[0], info), *command[1:]) if "/" in command[0] else command
 
 
+def _placed(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+    """Return a command whose program, if it is a path, starts at the file's directory."""
+    if info.context is None or not command or "/" not in command[0]:
+        return command
+    return (str(_absolute(command[0], info)), *command[1:])
+
+
 def _as_text(value: object) -> object:
     """Return a number as text; not a boolean, because YAML makes one of yes, no, on and off."""
     return str(value) if type(value) in {int, float} else value
@@ -151,6 +158,7 @@ ModelArgs = Annotated[
     Mapping[Annotated[str, Field(min_length=1)], Scalar],
     expects("a mapping of names to strings, numbers or booleans"),
 ]
+PlacedCommand = Annotated[Texts, expects("a list of arguments"), AfterValidator(_placed)]
 Command = Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)]
 
 
