@@ -12,6 +12,7 @@ import torch
 import unshard
 from optimizers import KEYS, like, save_optimizer
 from ranks import assert_same, merged, save_ranks
+from saved_values import loaded, same
 from tiny_models import tiny_config, tiny_model
 from unshard import CheckpointError, ConversionError, OutputError, UnshardError
 
@@ -179,3 +180,26 @@ def test_damage_is_an_error_or_does_not_matter(tmp_path: Path, seed: int) -> Non
         assert {one.shape for one in state.values()} == {(), (5, 3), (4,)}
     found = unshard.inspect(tmp_path / "run").optimizer  # never an error: the model is whole
     assert found is not None
+
+
+def test_large_tensors_inside_a_list_are_resharded(tmp_path: Path) -> None:
+    """As SOAP and Shampoo save a preconditioner per dimension; small ones are read at once."""
+    tensors = {"a.weight": torch.randn(5, 3)}
+    save_ranks(tmp_path / "a", tensors, WORLD)
+    factors = [torch.randn(200, 200), torch.randn(3, 3)]
+    save_optimizer(tmp_path / "a", {"exp_avg": like(tensors, 1)}, WORLD, extra={"GG": factors})
+    unshard.reshard(tmp_path / "a", tmp_path / "three", world_size=3, verify="full")
+    unshard.reshard(tmp_path / "three", tmp_path / "one", world_size=1)
+    for world, place in ((3, "three"), (1, "one")):
+        for rank in range(world):
+            path = tmp_path / place / f"optim_world_size_{world}_rank_{rank}.pt"
+            assert same(loaded(path)["state"][0]["GG"], factors)
+    with pytest.raises(UnshardError, match=r"GG\.0: cannot be written") as refused:
+        unshard.reshard(tmp_path / "a", tmp_path / "dcp", world_size=2, to="dcp")
+    assert "that stay in their format" in str(refused.value)
+    changed = tmp_path / "three" / "optim_world_size_3_rank_1.pt"
+    saved = loaded(changed)
+    saved["state"][0]["GG"][0][7, 7] = 2.0
+    torch.save(saved, changed)
+    with pytest.raises(CheckpointError, match="rank 1 disagrees with rank 0"):
+        unshard.reshard(tmp_path / "three", tmp_path / "out", world_size=1)

@@ -13,11 +13,12 @@ from unshard.containers.torch_files.dcp_files import DcpFile
 from unshard.containers.torch_files.dtensors import DTensors, Version
 from unshard.containers.torch_files.writer import SavedTensor, write_pickle
 from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
-from unshard.convert.recipes import Take
+from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.plan.layout import Layout, OutputFile, OutputTensor
-from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.boxes import Box, row_major_strides
+from unshard.tensors.catalog import ByteRange, TensorEntry
+from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.placements import (
     DeviceMesh,
     Placement,
@@ -155,6 +156,8 @@ def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
         take = file.tensors.taken(tensor)
         if take is not None:
             placed.append((start, start + size, tensor, take))
+        elif isinstance(tensor.source, ByteRange):
+            placed.append((start, start + size, tensor, _take_of(tensor, tensor.source)))
         elif isinstance(tensor.source, bytes):
             pieces[start] = tensor.source
     placed.sort(key=lambda one: one[:2])
@@ -173,6 +176,22 @@ def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
     ]
     rest = tuple(one for one in ordered if one[0] >= first)
     return OutputFile(file.filename, header, tuple(outputs), rest), made
+
+
+def _take_of(tensor: SavedTensor, source: ByteRange) -> Take:
+    """Return all of a tensor among plain values, whose elements are in a file, row by row."""
+    rows, none = ChunkRows(len(tensor.shape)), (0,) * len(tensor.shape)
+    rows.add(
+        rank=0,
+        file=0,
+        start=source.offset,
+        itemsize=tensor.dtype.itemsize,
+        offsets=none,
+        sizes=tensor.shape,
+        strides=row_major_strides(tensor.shape),
+    )
+    name = f"{source.path.name}: byte {source.offset}"
+    return take(TensorEntry(name, tensor.dtype, tensor.shape, rows.table((source.path,))))
 
 
 def optimizer_value(

@@ -24,8 +24,9 @@ import numpy as np
 
 from unshard.containers.open_files import Opened, name_of, opened, pread_many
 from unshard.containers.pickles.records import Value
+from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
-from unshard.containers.torch_files.writer import Plain
+from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
@@ -44,6 +45,7 @@ from unshard.read.torch_save.table import RankTable
 from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
+from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 __all__ = ["find_files", "read_files", "read_numbers"]
@@ -51,6 +53,7 @@ __all__ = ["find_files", "read_files", "read_numbers"]
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")
 _SHOWN = 200
+_BLOCK = 1 << 20
 _MODEL = re.compile(r"pytorch_model_fsdp_(\d+)(?:_rank\d+\.bin)?")
 
 
@@ -216,7 +219,22 @@ def _facts(one: _One) -> dict[str, object]:
         facts[f"the parameters of group {number}"] = params
     facts |= {f"the tensors of parameter {key}": kinds for key, kinds in one.keys.items()}
     facts |= {f"tensor {name}": value for name, value in one.scalars.items()}
-    return facts | {f"the state of parameter {key}": value for key, value in one.values.items()}
+    facts |= {f"the state of parameter {key}": value for key, value in one.values.items()}
+    return {what: _comparable(value) for what, value in facts.items()}
+
+
+def _comparable(value: object) -> object:
+    """Return a value, with checksums in place of tensors of which only the place is known."""
+    match value:
+        case SavedTensor(dtype, shape, ByteRange(path, start, size)):
+            with opened(path) as file:
+                crc = crc_of(file, start, size, block=_BLOCK)
+            return f"a tensor of {dtype}, shape {list(shape)}, CRC-32 {crc:08x}"
+        case dict():
+            return {key: _comparable(part) for key, part in value.items()}
+        case list() | tuple():
+            return [_comparable(part) for part in value]
+    return value
 
 
 def _compare(first: _One, one: _One) -> None:

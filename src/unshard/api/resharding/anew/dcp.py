@@ -99,7 +99,10 @@ def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedOb
             data = object_data(value, version)
         except (TypeError, ValueError) as error:
             where = ".".join(map(str, path))
-            raise NotMergeableError(f"{where}: cannot be written: {error}") from error
+            raise NotMergeableError(
+                f"{where}: cannot be written: {error}",
+                hint="files of ranks that stay in their format can have it: leave out --to",
+            ) from error
         yield SavedObject(path, data)
 
 
