@@ -203,3 +203,19 @@ def test_large_tensors_inside_a_list_are_resharded(tmp_path: Path) -> None:
     torch.save(saved, changed)
     with pytest.raises(CheckpointError, match="rank 1 disagrees with rank 0"):
         unshard.reshard(tmp_path / "three", tmp_path / "out", world_size=1)
+
+
+@pytest.mark.parametrize("to", ["dcp", "accelerate"])
+def test_an_optimizer_without_state_keeps_its_groups(tmp_path: Path, to: str) -> None:
+    """As that of SGD without momentum, or of any before its first step."""
+    tensors = {"a.weight": torch.randn(5, 3), "b.weight": torch.randn(4)}
+    save_ranks(tmp_path / "a", tensors, WORLD)
+    group = {"lr": 0.1, "betas": (0.5, 0.75), "params": [0, 1]}
+    for rank in range(WORLD):
+        path = tmp_path / "a" / f"optim_world_size_{WORLD}_rank_{rank}.pt"
+        torch.save({"state": {}, "param_groups": [group]}, path)
+    unshard.reshard(tmp_path / "a", tmp_path / to, world_size=3, to=to, verify="full")
+    report = unshard.reshard(tmp_path / to, tmp_path / "out", world_size=2, to="verl")
+    assert not any("no state of an optimizer" in note for note in report.notes)
+    found = loaded(tmp_path / "out" / "optim_world_size_2_rank_1.pt")
+    assert same(found, {"state": {}, "param_groups": [group]})

@@ -97,7 +97,8 @@ def _find(metadata: DcpMetadata, where: str) -> _Found | None:
         else:
             kind = found.tensors if name in metadata.tensors else found.objects
             kind[name] = owner, key[0]
-    by_prefix = {at: found for at, found in by_prefix.items() if found.tensors and found.groups}
+    # Of an optimizer that has no state yet, or needs none, there are the groups alone.
+    by_prefix = {at: found for at, found in by_prefix.items() if found.groups}
     if len(by_prefix) > 1:
         raise NotMergeableError(
             f"{where}: has the state of {len(by_prefix)} optimizers",
@@ -123,7 +124,8 @@ def _sort(path: _Path) -> tuple[_Path, bool, str, _Path, bool] | None:
 
 
 def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
-    numbers = all(owner.isdecimal() for owner, _ in found.tensors.values())
+    owners = [owner for owner, _ in (*found.tensors.values(), *found.objects.values())]
+    numbers = all(map(str.isdecimal, owners))
 
     def key_of(owner: str) -> Key:
         return int(owner) if numbers else owner
