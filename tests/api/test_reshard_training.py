@@ -97,3 +97,18 @@ def test_what_a_format_has_no_place_for_is_reported(tmp_path: Path) -> None:
         tmp_path / "merged", "dcp"
     )
     assert "no scheduler and no random state" in told(tmp_path / "bare", "lmms")
+
+
+def test_what_ranks_lack_or_say_otherwise_is_reported(tmp_path: Path) -> None:
+    states = [seeded(rank, {**SCHEDULER, "last_epoch": rank}) for rank in range(3)]
+    step = WRITERS["verl"](tmp_path, states)
+    lost, odd = (next(step.rglob(f"extra_state_*_rank_{rank}.pt")) for rank in (1, 2))
+    for to in ("lmms", "dcp"):
+        report = unshard.reshard(step, tmp_path / f"all-{to}", world_size=2, to=to)
+        assert any("lr_scheduler differs between ranks" in note for note in report.notes)
+    lost.unlink()
+    torch.save(["neither"], odd)
+    for to in ("lmms", "dcp", "accelerate"):
+        report = unshard.reshard(step, tmp_path / to, world_size=3, to=to)
+        assert f"{lost.name}: missing" in report.notes
+        assert f"{odd.name}: has unexpected contents: left out" in report.notes

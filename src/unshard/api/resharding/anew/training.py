@@ -8,12 +8,12 @@ from unshard.api.resharding.anew.rebuilding import SCHEDULER, scheduler_in_dcp
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
-from unshard.containers.torch_files.writer import Plain
+from unshard.containers.torch_files.writer import Plain, write_pickle
 from unshard.read.dcp.metadata import read_metadata
 from unshard.read.dcp.reader import DCP, metadata_files
 from unshard.read.open import Checkpoint
 from unshard.read.training_state.plain_values import plain_values
-from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
+from unshard.read.training_state.reader import StateFiles, find_state_files, listed, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 
 __all__ = ["Training", "add_training", "read_training"]
@@ -57,16 +57,22 @@ def read_training(source: Checkpoint) -> Training:
 
 def _of_files(files: StateFiles) -> Training:
     notes = [*files.notes]
+    if files.missing:
+        notes.append(f"{listed(files.missing)}: missing")
     states: list[RankState | None] = [None] * files.world_size
     for rank, path in files.ranks.items():
         found = plain_values(read_torch_file(path))
         states[rank] = rank_state(files.writer, found.value)
+        if states[rank] is None:
+            notes.append(f"{path.name}: has unexpected contents: left out")
         notes += [f"{path.name}: left out {', '.join(found.notes)}"] if found.notes else []
     schedulers = [plain_values(read_torch_file(path)).value for path in files.schedulers]
     if len(schedulers) > 1:
         notes.append(f"{len(schedulers)} schedulers were saved: only the first is written")
     known = [one.others.get(SCHEDULER) for one in states if one is not None]
     scheduler = next((one for one in (*schedulers, *known) if one is not None), None)
+    if not schedulers and len({write_pickle(one) for one in known if one is not None}) > 1:
+        notes.append(f"{SCHEDULER} differs between ranks: the first rank's was taken")
     return Training(scheduler, tuple(states), tuple(notes))
 
 
