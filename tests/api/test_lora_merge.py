@@ -40,6 +40,9 @@ def test_the_users_alpha_is_taken_where_none_is_known(tmp_path: Path) -> None:
         unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=1.0)
     assert_close(merged(tmp_path / "out"), fused(adapter, 0.5))
+    unshard.merge(tmp_path / "ckpt", tmp_path / "both", lora="both", lora_alpha=1)
+    config = json.loads((tmp_path / "both" / "lora_adapter" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 1
 
 
 def test_an_adapter_by_itself_is_a_peft_directory(tmp_path: Path) -> None:

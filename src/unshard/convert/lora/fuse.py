@@ -185,7 +185,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
     if alpha is not None:
         if not math.isfinite(alpha) or alpha <= 0:
             raise UsageError(f"--lora-alpha {alpha}: not a positive number")
-        return alpha
+        return float(alpha)  # an int has `is_integer` from Python 3.12 on only
     if config is not None and config.alpha is not None:
         return config.alpha
     if config is None:
