@@ -1,6 +1,7 @@
 """Scheduler and random state, written into other formats: trainers restore what was saved."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,15 @@ def test_what_ranks_lack_or_say_otherwise_is_reported(tmp_path: Path) -> None:
         report = unshard.reshard(step, tmp_path / to, world_size=3, to=to)
         assert f"{lost.name}: missing" in report.notes
         assert f"{odd.name}: has unexpected contents: left out" in report.notes
+
+
+def test_milestones_that_are_floats_stay(tmp_path: Path) -> None:
+    """As `MultiStepLR(optimizer, [0.5 * steps, 0.75 * steps])` has them, keys of a Counter."""
+    scheduler = {**SCHEDULER, "milestones": Counter([12.5, 30.0])}
+    step = WRITERS["verl"](tmp_path, [seeded(rank, scheduler) for rank in range(2)])
+    unshard.reshard(step, tmp_path / "verl", world_size=3)
+    unshard.merge(step, tmp_path / "merged")
+    for file in ("verl/extra_state_world_size_3_rank_2.pt", "merged/extra_state_merged.pt"):
+        found = loaded(tmp_path / file)["lr_scheduler"]
+        assert same(found, scheduler)
+        assert 12.5 in found["milestones"]

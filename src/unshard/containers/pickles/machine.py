@@ -50,6 +50,15 @@ class SaltedInt(int):
         return hash((_SALT, int(self)))
 
 
+class SaltedFloat(float):
+    """A float as a dict key, such as a milestone of a scheduler; it hashes as `SaltedInt` does."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash((_SALT, float(self)))
+
+
 class Machine:
     """The pickle virtual machine: one stack, one memo, and an account of what was allocated."""
 
@@ -235,7 +244,7 @@ def _is_plain_getattr(name: Global) -> bool:
 def _safe_key(key: Value) -> Value:
     """Return a dict key or set element as something that is safe to hash.
 
-    What could take exponential time (nested tuples), or be made to collide (integers, long equal
+    What could take exponential time (nested tuples), or be made to collide (numbers, long equal
     texts), is refused or salted.
     """
     if isinstance(key, str | bytes):
@@ -246,6 +255,8 @@ def _safe_key(key: Value) -> Value:
         return key
     if isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY:
         return SaltedInt(key)
+    if isinstance(key, float):
+        return SaltedFloat(key)
     flat = isinstance(key, tuple) and not any(isinstance(item, tuple) for item in key)
     if isinstance(key, tuple) and flat and len(key) <= _MAX_KEY_ITEMS:
         return tuple(map(_safe_key, key))

@@ -240,10 +240,12 @@ class _Decoder:
 
 def _scalar(value: Value) -> Plain:
     match value:
-        case None | bool() | float() | str() | bytes():
+        case None | bool() | str() | bytes():
             return value
+        case float():
+            return float(value)  # dict keys hash by a salt
         case int() if value.bit_length() < 8 * MAX_INT_BYTES:
-            return int(value)  # dict keys hash by a salt
+            return int(value)
         case int():
             raise TensorFormError(f"an integer of {value.bit_length()} bits")
     raise TensorFormError(named(value))
