@@ -8,6 +8,7 @@ FP8, a cast from it) there are none.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
@@ -55,7 +56,31 @@ def convert_optimizer(
         f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
     )
     what = f"the optimizer's state of {len(left)} parameters was left out, as they are: {shown}"
-    return Noted(made, (what,) if left else ()), renamed
+    return Noted(made, (*([what] if left else []), *_lost(renamed))), renamed
+
+
+def _lost(state: OptimizerState) -> Iterator[str]:
+    """Yield a note of tensors inside plain values, which have no place in an output."""
+    owners = [(f"of {name}", own) for name, own in state.values.items()]
+    owners += [(f"of group {at}", group.values) for at, group in enumerate(state.groups)]
+    found = [f"{key} {of}" for of, own in owners for key, one in own.items() if _has_tensor(one)]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        yield (
+            "of tensors inside other values of the optimizer's state only dtype and shape are "
+            f"written: {', '.join(found[:_SHOWN])}{more}"
+        )
+
+
+def _has_tensor(value: Plain) -> bool:
+    match value:
+        case SavedTensor():
+            return bool(value.shape)  # others are written as numbers
+        case dict():
+            return any(map(_has_tensor, value.values()))
+        case list() | tuple():
+            return any(map(_has_tensor, value))
+    return False
 
 
 def _owners(
