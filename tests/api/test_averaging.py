@@ -314,6 +314,18 @@ def test_quantised_values_have_no_mean(tmp_path: Path) -> None:
     assert bits(merged(tmp_path / "out")["w"]) == bits(several[0]["w"])
 
 
+@pytest.mark.parametrize("dtypes", [(torch.complex64,) * 2, (torch.int64, torch.int32)])
+def test_what_a_merge_does_not_cast_gets_no_advice_to_cast_it(
+    tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    run = save_run(
+        tmp_path / "run", [{"w": torch.ones(2).to(dtypes[0])}, {"w": torch.zeros(2).to(dtypes[1])}]
+    )
+    with pytest.raises(ConversionError, match=r"tensor w:? differs") as refused:
+        unshard.average(run, tmp_path / "out")
+    assert "hint" not in str(refused.value)
+
+
 def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
     several = [
         {

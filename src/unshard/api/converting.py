@@ -328,7 +328,9 @@ def _compare_fixed(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str])
                 problems.append(
                     ConversionError(
                         f"tensor {first.name}: differs, and {dtype} values cannot be averaged",
-                        hint="average the model before it is quantised",
+                        hint="average the model before it is quantised"
+                        if dtype.kind is DTypeKind.FLOAT
+                        else "",
                     )
                 )
     raise_all(ConversionError, "tensors that cannot be averaged", problems)

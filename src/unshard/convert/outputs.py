@@ -320,12 +320,14 @@ def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionErro
     forms = [f"{stored_dtype(one.recipe)} {list(shape_of(one.recipe))}" for one in same]
     other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
-        only_dtypes = len({shape_of(one.recipe) for one in same}) == 1
+        is_cast = len({shape_of(one.recipe) for one in same}) == 1 and all(
+            stored_dtype(one.recipe).castable for one in same
+        )
         return ConversionError(
             f"tensor {name} differs between {names[0]} and {names[other]}",
             expected=f"{forms[0]} as in {names[0]}",
             found=f"{forms[other]} in {names[other]}",
-            hint="merge them to one dtype first, each by itself" if only_dtypes else "",
+            hint="merge them to one dtype first, each by itself" if is_cast else "",
         )
     if any(isinstance(one.recipe, WeightedSum | LowRank | Dequantized) for one in same):
         what = "has a LoRA adapter, which is not fused"
