@@ -291,6 +291,17 @@ def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> 
         unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2)
     (tmp_path / "whole" / "config.json").write_text('{"quantization_config": {"bits": 4}}')
     with pytest.raises(NotMergeableError, match="its weights are quantised"):
+def test_a_missing_file_of_random_state_next_to_dcp_is_reported(tmp_path: Path) -> None:
+    save({"model": {"w": torch.rand(4, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
+    for rank in (0, 2):
+        (tmp_path / "source" / f"random_states_{rank}.pkl").write_bytes(b"")
+    report = unshard.reshard(tmp_path / "source", tmp_path / "out", world_size=3)
+    assert report.notes == ("rank 1 gets no random state: the file is missing",)
+    assert sorted(path.name for path in (tmp_path / "out").glob("random_states_*")) == [
+        f"random_states_{rank}.pkl" for rank in (0, 2)
+    ]
+
+
         unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2, to="dcp")
     place = samples.write("dcp_not_flattened_plain", 1).directory
     with pytest.raises(NotMergeableError, match="saved without flattening"):

@@ -144,5 +144,7 @@ def _add_small(source: Checkpoint, root: Path, world: int, files: Addition) -> N
             name = trainer_rng(rank, world) if is_trainer else f"random_states_{rank}.pkl"
             if rank % before in found:
                 files.copied[name] = found[rank % before]
+            else:
+                files.notes.append(f"rank {rank} gets no random state: the file is missing")
         if before != world:
             files.notes.append(random_note(before, world))
