@@ -258,6 +258,29 @@ def test_dcp_again_need_not_know_what_it_has(tmp_path: Path) -> None:
         unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=3, to="verl")
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_lists_in_the_state_of_an_optimizer_in_dcp_are_reported(
+    tmp_path: Path, *, is_flat: bool
+) -> None:
+    """As SOAP and Shampoo have them; torch makes an item of each tensor inside."""
+    state = {"exp_avg": torch.rand(4, 3), "GG": [torch.rand(4, 4), torch.rand(3, 3)]}
+    optimizer: dict[str, object] = {"state": {"w": state}, "param_groups": [{"params": ["w"]}]}
+    if is_flat:
+        optimizer = {f"state.w.{key}": one for key, one in state.items()}
+        optimizer["param_groups.w.lr"] = 0.5
+    saved = {"model": {"w": torch.rand(4, 3)}, "optimizer": optimizer}
+    save(saved, checkpoint_id=tmp_path / "source", no_dist=True)
+    report = unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=2, to="verl")
+    merging = unshard.merge(tmp_path / "source", tmp_path / "merged", optimizer=True)
+    for notes in (report.notes, merging.notes):
+        assert any("optimizer.state.w.GG.1: inside a list or dict" in note for note in notes)
+    unshard.reshard(tmp_path / "source", tmp_path / "again", world_size=2)
+    found, truth = (
+        _load_state_dict_from_keys(checkpoint_id=tmp_path / name) for name in ("again", "source")
+    )
+    assert same(found, truth)
+
+
 def test_small_files_next_to_dcp_are_copied_or_named(tmp_path: Path) -> None:
     save({"model": {"w": torch.rand(4, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
     small = ("scaler.pt", "dl_state_dict.bin", "dl_state_dict_1.bin")
@@ -266,6 +289,17 @@ def test_small_files_next_to_dcp_are_copied_or_named(tmp_path: Path) -> None:
     report = unshard.reshard(tmp_path / "source", tmp_path / "out", world_size=2)
     assert all((tmp_path / "out" / name).read_bytes() == name.encode() for name in small)
     assert "not copied from source: notes.txt" in report.notes
+
+
+def test_a_missing_file_of_random_state_next_to_dcp_is_reported(tmp_path: Path) -> None:
+    save({"model": {"w": torch.rand(4, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
+    for rank in (0, 2):
+        (tmp_path / "source" / f"random_states_{rank}.pkl").write_bytes(b"")
+    report = unshard.reshard(tmp_path / "source", tmp_path / "out", world_size=3)
+    assert report.notes == ("rank 1 gets no random state: the file is missing",)
+    assert sorted(path.name for path in (tmp_path / "out").glob("random_states_*")) == [
+        f"random_states_{rank}.pkl" for rank in (0, 2)
+    ]
 
 
 def test_names_of_megatron_are_not_written_for_other_trainers(tmp_path: Path) -> None:
@@ -291,17 +325,6 @@ def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> 
         unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2)
     (tmp_path / "whole" / "config.json").write_text('{"quantization_config": {"bits": 4}}')
     with pytest.raises(NotMergeableError, match="its weights are quantised"):
-def test_a_missing_file_of_random_state_next_to_dcp_is_reported(tmp_path: Path) -> None:
-    save({"model": {"w": torch.rand(4, 3)}}, checkpoint_id=tmp_path / "source", no_dist=True)
-    for rank in (0, 2):
-        (tmp_path / "source" / f"random_states_{rank}.pkl").write_bytes(b"")
-    report = unshard.reshard(tmp_path / "source", tmp_path / "out", world_size=3)
-    assert report.notes == ("rank 1 gets no random state: the file is missing",)
-    assert sorted(path.name for path in (tmp_path / "out").glob("random_states_*")) == [
-        f"random_states_{rank}.pkl" for rank in (0, 2)
-    ]
-
-
         unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2, to="dcp")
     place = samples.write("dcp_not_flattened_plain", 1).directory
     with pytest.raises(NotMergeableError, match="saved without flattening"):

@@ -48,11 +48,13 @@ class _Found:
     Attributes:
         tensors: parameter and key; `objects`: the same of what is not a tensor.
         groups: number of the group and key; of flattened ones, parameter and key.
+        inner: what torch made of lists and dicts in the state, which is not read.
     """
 
     tensors: dict[str, tuple[str, str]] = field(default_factory=dict)
     objects: dict[str, tuple[str, str]] = field(default_factory=dict)
     groups: dict[str, tuple[str, _Path]] = field(default_factory=dict)
+    inner: list[str] = field(default_factory=list)
     is_flat: bool = False
 
 
@@ -94,6 +96,8 @@ def _find(metadata: DcpMetadata, where: str) -> _Found | None:
         found.is_flat |= is_flat
         if is_group:
             found.groups[name] = owner, key
+        elif len(key) > 1:
+            found.inner.append(name)
         else:
             kind = found.tensors if name in metadata.tensors else found.objects
             kind[name] = owner, key[0]
@@ -116,10 +120,14 @@ def _sort(path: _Path) -> tuple[_Path, bool, str, _Path, bool] | None:
         return path[:at], True, path[at + 1], path[at + 2 :], False
     if len(path) > 2 and path[-3] == _STATE:
         return path[:-3], False, path[-2], path[-1:], False
-    kind, _, rest = path[-1].partition(".")
-    owner, _, key = rest.rpartition(".")
-    if kind in (_STATE, _GROUPS) and owner:
-        return path[:-1], kind == _GROUPS, owner, (key,), True
+    if _STATE in path[:-3]:
+        at = path.index(_STATE)
+        return path[:at], False, path[at + 1], path[at + 2 :], False
+    for at, part in enumerate(path):
+        kind, _, rest = part.partition(".")
+        owner, _, key = rest.rpartition(".")
+        if owner and (kind == _STATE or (kind == _GROUPS and at == len(path) - 1)):
+            return path[:at], kind == _GROUPS, owner, (key, *path[at + 1 :]), True
     return None
 
 
@@ -138,7 +146,7 @@ def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
     for parameter, kinds in keys.items():
         refuse_quantised(f"{place.weights_dir}: parameter {parameter}", kinds)
     values: dict[Key, dict[str, Plain]] = {}
-    left_out: list[str] = []
+    left_out = [f"{name}: inside a list or dict" for name in found.inner]
     for name, (owner, key) in found.objects.items():
         read = read_value(metadata, place, name)
         values.setdefault(key_of(owner), {})[key] = read.value
