@@ -190,8 +190,10 @@ def test_incomplete_steps_are_passed_over_and_named(tmp_path: Path) -> None:
     said = [event.message for event in events if isinstance(event, Warned)]
     (warning,) = [message for message in said if "passed over" in message]
     assert "global_step_30" in warning
-    with pytest.raises(UsageError, match="has only 3 complete steps"):
+    with pytest.raises(UsageError, match=r"has only 3 complete steps$"):
         unshard.average(run, tmp_path / "more", last=4)
+    with pytest.raises(UsageError, match=r"only 3 complete steps, of which every=2 takes 2$"):
+        unshard.average(run, tmp_path / "more", last=3, every=2)
 
 
 def test_the_average_of_a_run_may_be_in_the_run_itself(tmp_path: Path) -> None:

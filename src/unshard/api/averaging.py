@@ -153,7 +153,8 @@ def _open_steps(
             sources.append(source)
         complete += 1
     if last is not None and len(sources) < last:
-        raise UsageError(f"--last {last}: {run} has only {len(sources)} complete steps")
+        taken = "" if every == 1 else f", of which --every {every} takes {len(sources)}"
+        raise UsageError(f"--last {last}: {run} has only {complete} complete steps{taken}")
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
