@@ -185,7 +185,7 @@ def test_load_asks_transformers_too(run: Run, tmp_path: Path) -> None:
         (["{out}", "--against", "{ckpt}", "--atol", "-1"], 2, "a tolerance must be a number"),
         (["{out}", "--against", "{ckpt}", "--rtol", "nan"], 2, "a tolerance must be a number"),
         (["{out}", "--against", "{ckpt}", "--memory", "1MB"], 2, "too little to compare"),
-        (["{tmp}/nowhere", "--against", "{ckpt}"], 3, "has no whole weights"),
+        (["{tmp}/nowhere", "--against", "{ckpt}"], 3, "nowhere: no such file or directory"),
         (["{ckpt}", "--against", "{ckpt}"], 3, "has no whole weights"),
         (["{out}", "--against", "{tmp}/nowhere"], 3, "no such file"),
         (["{out}", "--against", "{ckpt}", "--load"], 5, "has no config.json"),

@@ -160,8 +160,8 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
-            what = f"{path}: has no whole weights"
-            raise UnknownFormatError(what, expected="model.safetensors")
+            what = "has no whole weights" if start.exists() else "no such file or directory"
+            raise UnknownFormatError(f"{path}: {what}", expected="model.safetensors")
         file = start if start.is_file() else None
         location = Location(place, place, None, None, "model", WHOLE_FILES, file)
         return _read(location, options)
