@@ -371,3 +371,11 @@ def test_what_is_returned_shows_itself_in_one_line(checkpoint: Path, tmp_path: P
     options = unshard.MergeOptions(dtype=torch.bfloat16, also=["x"])
     assert repr(options) == "MergeOptions(dtype='bfloat16', also=['x'])"
     assert eval(repr(options), {"MergeOptions": unshard.MergeOptions}) == options  # noqa: S307
+
+
+def test_without_a_config_only_what_can_be_given_is_advised(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "checkpoint", some_tensors(), 2)
+    for names, is_base in (("hub", True), ("training", False)):
+        report = unshard.merge(tmp_path / "checkpoint", tmp_path / names, names=names)
+        (said,) = [one for one in report.warnings if "transformers needs one" in one]
+        assert ("config=" in said, "base=" in said) == (True, is_base)

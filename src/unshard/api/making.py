@@ -131,7 +131,7 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     _log_plan(made.tensors, plan)
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     if config is None:
-        notes.append(without_config(sources.last))
+        notes.append(without_config(sources.last, options.names))
     elif options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
         notes.append(f"{note}; to cast them: --dtype config")
     return Prepared(
@@ -162,11 +162,11 @@ def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
     return f"the weights are {written} and are kept so, but config.json names {config.dtype}"
 
 
-def without_config(checkpoint: Checkpoint) -> str:
-    """Return the warning for a checkpoint that has no config."""
+def without_config(checkpoint: Checkpoint, names: str = "hub") -> str:
+    """Return the warning for a checkpoint that has no config; a base has the names of the hub."""
     named = find_base_name(checkpoint.location)
-    give = "--config FILE|DIR or --base MODEL"
-    if named is not None:
+    give = "--config FILE|DIR" + (" or --base MODEL" if names == "hub" else "")
+    if named is not None and names == "hub":
         give = f"--base {shlex.quote(named.name)}, which {named.file.name} names"
     return (
         f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
