@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from unshard import errors
 from unshard.cli.main import main
 from unshard.errors import how_to_install
 
@@ -52,11 +53,12 @@ EXIT_CODES = """## Exit codes
 | code | meaning |
 |---|---|
 | 0 | done |
-| 1 | compared and different |
+| 1 | compared and different; an evaluation or its server failed |
 | 2 | usage |
 | 3 | the checkpoint: unknown, incomplete, corrupt, unsafe, not mergeable |
 | 4 | names or dtypes cannot be resolved |
 | 5 | the output: exists, no space, not writable |
+| 6 | an object store does not answer, or refuses a request |
 | 130 | interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP |
 
 With `--json` stdout has one JSON object: the report, or `{"error": {"type", "code", "message",
@@ -69,6 +71,11 @@ def test_the_command_line_page_is_what_help_prints() -> None:
     if os.environ.get("UNSHARD_WRITE_DOCS"):
         page.write_text(help_page(), encoding="utf-8")
     assert page.read_text(encoding="utf-8") == help_page()
+
+
+def test_the_command_line_page_has_the_exit_code_of_every_error() -> None:
+    codes = {one.exit_code for one in vars(errors).values() if hasattr(one, "exit_code")}
+    assert codes <= {int(code) for code in re.findall(r"^\| (\d+) \|", EXIT_CODES, re.MULTILINE)}
 
 
 def test_every_command_that_a_page_shows_has_the_options_it_is_shown_with() -> None:
