@@ -145,8 +145,12 @@ def test_the_figures_beside_other_tools_are_those_that_were_recorded(
 
 def test_no_line_pretends_that_the_project_is_on_an_index() -> None:
     """Installing by name would be refused, or would install something else."""
-    by_name = re.compile(r"\b(pipx?|tool|uvx)\s+(install\s+)?(-\S+\s+)*[\"'\\]*unshard\b(?!/)")
+    by_name = re.compile(
+        r"\b((pipx?|tool|uvx)\s+(install\s+)?(-\S+\s+)*|pip install [^`;,]*[\"' ])"
+        r"[\"'\\]*unshard\b(?!/)"
+    )
     assert by_name.search("""pip install -U 'unshard[eval]'""")
+    assert by_name.search("""pip install lm_eval "unshard[torch]\"""")
     assert not by_name.search(how_to_install("torch", "torch"))
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     pages += [*(ROOT / "scripts").glob("*.py"), *(ROOT / "tools").glob("*.py")]
