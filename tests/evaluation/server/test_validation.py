@@ -451,3 +451,14 @@ def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
             check_there(step, is_step=True)
         assert "the right to read and enter" in caught.value.hint
         step.parent.chmod(0o700)
+
+
+def test_a_checkpoint_that_is_gone_has_the_step_that_its_name_states(tmp_path: Path) -> None:
+    """As it had while it was there: the same submission is the same job."""
+    for name in ("run/checkpoint-5", "run/checkpoint-5/actor"):
+        placed, folder = _place(Request(str(tmp_path / name), "lm", ("a",)))
+        assert (placed.step, placed.run, folder) == (5, "run", tmp_path / "run")
+    given, _ = _place(Request(str(tmp_path / "run" / "checkpoint-5"), "lm", ("a",), step=7))
+    assert given.step == 7
+    other, _ = _place(Request(str(tmp_path / "run" / "weights"), "lm", ("a",)))
+    assert (other.step, other.run) == (None, "run")

@@ -46,7 +46,7 @@ from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
-from unshard.read.finding.step_names import step_of
+from unshard.read.finding.step_names import step_of, step_of_parents
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
@@ -345,7 +345,11 @@ def _place(request: Request) -> tuple[Request, Path]:
     except UnshardError as error:
         if isinstance(error.__cause__, PermissionError):
             raise not_readable(error.__cause__) from error
-        return replace(request, run=request.run or RunFolder(path.parent).name), path.parent
+        # Gone, or without these weights: its name states the step all the same.
+        place, step = step_of_parents(path, sharded=False) or (path, None)
+        step = step if request.step is None else request.step
+        run = request.run or RunFolder(place.parent).name
+        return replace(request, step=step, run=run), place.parent
     if path in found.step_dir.parents:
         is_run = found.step is not None and step_of(path.name) is None
         if is_run and request.step not in {None, found.step}:
