@@ -11,6 +11,8 @@ from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
 
+VERSIONS = ("", "-v1", "-v2", "-v10")  # as Lightning names what it saves again
+
 
 def make(directory: Path, world: int = 2) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
@@ -359,3 +361,17 @@ def test_a_run_may_save_epochs_and_steps(tmp_path: Path) -> None:
     for name in ("epoch_1", "step_500"):
         make(tmp_path / name)
     assert discover(tmp_path, Choice())[0].step == 500
+
+
+@pytest.mark.parametrize("form", ["directories", "files"])
+def test_of_one_step_that_was_saved_again_the_last_save_is_taken(tmp_path: Path, form: str) -> None:
+    for name in ("epoch=1-step=50-v12.ckpt", *(f"epoch=1-step=100{v}.ckpt" for v in VERSIONS)):
+        if form == "files":
+            (tmp_path / name).write_bytes(b"x")
+        else:
+            make(tmp_path / name)
+    found = discover(tmp_path, Choice())
+    assert [(at.step, at.path.name[len("epoch=1-step=") :]) for at in found] == [
+        *((100, f"100{version}.ckpt") for version in VERSIONS[::-1]),
+        (50, "50-v12.ckpt"),
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unshard.read.finding.markers import step_of_tag
 from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, children, format_in, search
-from unshard.read.finding.step_names import is_state, step_of, step_of_parents
+from unshard.read.finding.step_names import is_state, step_of, step_of_file, step_of_parents
 from unshard.read.format import ROLES, Choice, Format, Location, Weights, role_in
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.whole_files.reader import WHOLE_FILES
@@ -43,7 +43,7 @@ def is_checkpoint_file(path: Path) -> bool:
 def alone(file: Path) -> Location:
     """Return where a file is that is a checkpoint of its own."""
     location = location_of(file.parent, file.parent, WHOLE_FILES)
-    own = step_of(file.stem)
+    own = step_of_file(file)
     return replace(location, step=location.step if own is None else own, weights="model", file=file)
 
 

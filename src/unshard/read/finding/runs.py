@@ -13,7 +13,13 @@ from unshard.errors import CheckpointError, UnknownFormatError, UsageError
 from unshard.read.finding.choosing import choose
 from unshard.read.finding.places import alone, is_checkpoint_file, nearby, within
 from unshard.read.finding.search import children, search, steps_in
-from unshard.read.finding.step_names import count_steps, family, step_of
+from unshard.read.finding.step_names import (
+    count_steps,
+    family,
+    step_of,
+    step_of_file,
+    version_of,
+)
 from unshard.read.format import Choice, Location
 
 __all__ = ["NESTED_RUNS", "in_run", "numbered_files"]
@@ -140,9 +146,9 @@ def numbered_files(run: Path, choice: Choice) -> list[Location]:
     found = [
         alone(child)
         for child in children(run)
-        if step_of(child.stem) is not None
+        if step_of_file(child) is not None
         and child.suffix not in ("", _ARCHIVE)
         and is_checkpoint_file(child)
     ]
     kept = [at for at in found if choice.step in (None, at.step)]
-    return sorted(kept, key=lambda at: at.step or 0, reverse=True)
+    return sorted(kept, key=lambda at: (at.step or 0, version_of(at.place.name)), reverse=True)

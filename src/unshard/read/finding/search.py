@@ -19,6 +19,7 @@ from unshard.read.finding.step_names import (
     loose_step_of,
     step_of,
     step_of_parents,
+    version_of,
 )
 from unshard.read.format import FAIRSEQ2, Format
 from unshard.read.hub_files import RECORD_NAME
@@ -155,7 +156,7 @@ def _folders_to_search(folder: Path) -> Iterator[Path]:
 
 
 def steps_in(run: Path) -> list[tuple[int, Path]]:
-    """Return the step directories of a run, the highest step first.
+    """Return the step directories of a run, the highest step first; of one step, the last save.
 
     Without directories whose names count training, those of an in-house name that hold sharded
     weights are its steps, and those of the same name that may not be read.
@@ -171,7 +172,7 @@ def steps_in(run: Path) -> list[tuple[int, Path]]:
             for step, one in loose
             if held[one] or (held[one] is None and family(one.name) in names)
         ]
-    return sorted(found, reverse=True)
+    return sorted(found, key=lambda one: (one[0], version_of(one[1].name), one[1]), reverse=True)
 
 
 def _holds_shards(folder: Path) -> bool | None:

@@ -24,7 +24,9 @@ __all__ = [
     "is_unfinished",
     "loose_step_of",
     "step_of",
+    "step_of_file",
     "step_of_parents",
+    "version_of",
 ]
 
 STATE_FOLDER = "_unshard"
@@ -61,6 +63,7 @@ _STATE = re.compile(
     r"(?:(?:lr_|train_)?(?:optim(?:izer)?s?|scheduler|sampler|scaler|data(?:loader)?|rng|random"
     r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
+_VERSION = re.compile(r"-v(\d+)(?=\.|$)")  # Lightning's, of a name that was there already
 _HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 _UPWARD = 4
 _MANY_STEPS, _SAVED_EVERY = 100, 10
@@ -82,6 +85,18 @@ def step_of(name: str) -> int | None:
         return None
     matches = (pattern.fullmatch(name) for pattern in _STEPS)
     return next((int(match[1]) for match in matches if match), None)
+
+
+def step_of_file(path: Path) -> int | None:
+    """Return the training step that the name of a file states, with or without its suffix."""
+    own = step_of(path.name)
+    return step_of(path.stem) if own is None else own
+
+
+def version_of(name: str) -> int:
+    """Return which save of its step a name states: of several, the highest is the latest."""
+    match = _VERSION.search(name)
+    return int(match[1]) if match else 0
 
 
 def holds_steps(name: str) -> bool:
@@ -109,7 +124,7 @@ def count_steps(numbers: Sequence[int | None]) -> bool:
 
 def family(name: str) -> str:
     """Return what the names of one run's steps have in common: the name without its numbers."""
-    return re.sub(r"\d+", "#", re.sub(r"-v\d+(?=\.|$)", "", name))  # Lightning's versions
+    return re.sub(r"\d+", "#", _VERSION.sub("", name))
 
 
 def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
