@@ -66,3 +66,29 @@ def test_a_language_model_that_also_has_a_score_is_left_alone(tmp_path: Path) ->
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "llava"])
+def test_a_vocabulary_that_was_resized_after_the_config_was_saved_loads(
+    tmp_path: Path, family: str
+) -> None:
+    trained, actor = tiny_model(family), tmp_path / "global_step_1" / "actor"
+    trained.config.architectures = [type(trained).__name__]
+    trained.config.save_pretrained(actor)
+    trained.resize_token_embeddings(41, mean_resizing=False)
+    save_ranks(actor, trained.state_dict(), 2)
+    report = unshard.merge(actor, tmp_path / "out")
+    assert any("2 tensors have another vocabulary" in warning for warning in report.warnings)
+    loaded = type(trained).from_pretrained(tmp_path / "out")
+    assert_same(loaded.state_dict(), trained.state_dict())
+    assert loaded.config.get_text_config().vocab_size == 41
+
+
+def test_a_config_of_a_wider_model_is_refused(tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ckpt", tiny_tensors(), 2)
+    tiny_config(architectures=["Qwen2ForCausalLM"], hidden_size=32).save_pretrained(
+        tmp_path / "ckpt"
+    )
+    with pytest.raises(unshard.ConversionError, match="2 tensors have another shape than in"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

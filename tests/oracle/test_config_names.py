@@ -18,7 +18,7 @@ from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import MODELS
 from unshard.convert.names import hub_names
-from unshard.convert.recipes import take
+from unshard.convert.recipes import shape_of, take
 from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -111,7 +111,7 @@ def config_of(model: Any) -> dict[str, Any]:
     return {**fields, "architectures": [type(model).__name__]}
 
 
-def names_of(model: Any) -> list[str]:
+def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     recipes = {
         name: take(
             TensorEntry(
@@ -123,7 +123,12 @@ def names_of(model: Any) -> list[str]:
         )
         for name, one in model.state_dict().items()
     }
-    return list(hub_names(recipes, ModelConfig(config_of(model))).value)
+    named = hub_names(recipes, ModelConfig(config_of(model))).value
+    return {name: shape_of(recipe) for name, recipe in named.items()}
+
+
+def names_of(model: Any) -> list[str]:
+    return list(shapes_of(model))
 
 
 def everything(names: Iterable[str]) -> list[str]:
@@ -153,6 +158,9 @@ def test_every_known_type_has_the_tensors_that_its_config_says(
         small = built(getattr(import_module("transformers"), name), fields)
         expected = assert_exact(config_of(small), names_of(small), tied=False)
         assert any(one.endswith("lm_head.weight") for one in expected.names)
+        shapes = shapes_of(small)
+        assert len(expected.shapes) == 2
+        assert expected.shapes == {name: shapes[name] for name in expected.shapes}
 
 
 @pytest.mark.parametrize(("model_type", "fields"), SWITCHES)

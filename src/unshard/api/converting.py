@@ -14,7 +14,14 @@ from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
-from unshard.convert.heads import Ties, critic_config, find_ties, is_head, without_trl_wrapper
+from unshard.convert.heads import (
+    EMBEDDINGS,
+    Ties,
+    critic_config,
+    find_ties,
+    is_head,
+    without_trl_wrapper,
+)
 from unshard.convert.lora.files import adapter_tensors
 from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
@@ -108,6 +115,7 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
         notes += tuple(_check(recipes, expected, options))
+        made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:
         made, notes = _quantised(made, notes)
     adapter = _separate_adapter(last, options) if options.lora == "both" else None
@@ -211,7 +219,8 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)
     if config is not None:
-        config = critic_config(_resize(config, checkpoint, tensors), tensors)
+        resized = config if base is None else _resize(config, base.shapes, tensors)
+        config = critic_config(resized, tensors)
         config = config.untied() if ties.different else config
         config = true_config(config, converted)
     return Conversion(converted, config, notes)
@@ -285,15 +294,12 @@ def expected_names(
 
 
 def _resize(
-    config: ModelConfig, checkpoint: Checkpoint, tensors: Mapping[str, Recipe]
+    config: ModelConfig, stated: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Recipe]
 ) -> ModelConfig:
-    """Return the config with the output's vocabulary, if it is the base model's config."""
-    base = checkpoint.base
-    if base is None or checkpoint.companions.config != base.companions.config:
-        return config
-    for name, shape in base.shapes.items():
+    """Return the config with the output's vocabulary, where it has that of the stated shapes."""
+    for name, shape in stated.items():
         rows = shape_of(tensors[name])[:1] if name in tensors else ()
-        if name.endswith("embed_tokens.weight") and rows and rows != shape[:1]:
+        if name.endswith(EMBEDDINGS) and rows and rows != shape[:1]:
             config = config.with_vocabulary(shape[0], rows[0])
     return config
 

@@ -18,6 +18,7 @@ from unshard.read.beside.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 
 __all__ = [
+    "EMBEDDINGS",
     "Ties",
     "critic_config",
     "find_ties",
@@ -26,7 +27,7 @@ __all__ = [
     "without_trl_wrapper",
 ]
 
-_EMBEDDINGS = (
+EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "embed_in.weight",
@@ -36,9 +37,9 @@ _EMBEDDINGS = (
 )
 # Ends of names, and the ends of the names of tensors that they may repeat.
 _HEADS: Mapping[str, tuple[str, ...]] = {
-    "lm_head.weight": _EMBEDDINGS,
-    "embed_out.weight": _EMBEDDINGS,
-    "output.weight": _EMBEDDINGS,
+    "lm_head.weight": EMBEDDINGS,
+    "embed_out.weight": EMBEDDINGS,
+    "output.weight": EMBEDDINGS,
     "proj_out.weight": ("decoder.embed_tokens.weight",),
     "cls.predictions.decoder.weight": ("word_embeddings.weight",),
     "lm_head.decoder.weight": ("word_embeddings.weight",),

@@ -4,8 +4,8 @@ A config that leaves anything open gives no names at all: a right checkpoint mus
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from unshard.convert.expected.decoders import Group, NotKnownError, integer
@@ -31,6 +31,7 @@ _GENERATES = ("ForCausalLM", _SEES, "LMHeadModel")
 _CLASSIFIES = ("ForTokenClassification", "ForSequenceClassification")
 _BARE = "Model"
 _CLASSIFIERS = ("score.weight", "classifier.weight")
+_EMBEDDED = (("embed_tokens.weight", "hidden_size"), ("wte.weight", "n_embd"))
 _TOWER = ("_tower.", "_tower.vision_model.")  # in transformers 5, and until 4
 _EXTRA = re.compile(
     r"(^|\.)rotary_(pos_)?emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"
@@ -44,13 +45,15 @@ _EXTRA = re.compile(
 class _Form:
     """The names that one form of a model must have, and those that it may have.
 
-    `above` has the starts of the names of layers that predict more tokens.
+    `above` has the starts of the names of layers that predict more tokens, `shapes` the shapes of
+    those that have a row per token, as far as the config states them.
     """
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     above: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def expected_by_config(
@@ -103,7 +106,10 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
     if len(model.components) == 1:  # may be saved without the class that has the head
         start = len(model.components[0].prefix)
         groups = (body.required, body.optional, body.above)
-        bare = _Form(*(tuple(name[start:] for name in names) for names in groups))
+        bare = _Form(
+            *(tuple(name[start:] for name in names) for names in groups),
+            shapes={name[start:]: shape for name, shape in body.shapes.items()},
+        )
     if tied:
         head = replace(body, optional=(*body.optional, model.head))
     else:
@@ -131,6 +137,7 @@ def _body(model: Model, config: Fields) -> _Form:
     required = [name for group in model.groups for name in _named(group, config, 0)]
     optional: list[str] = []
     above: list[str] = []
+    shapes: dict[str, tuple[int, ...]] = {}
     for component in model.components:
         fields = _fields(component, config)
         kind = component.type or str(fields.get("model_type"))
@@ -141,10 +148,15 @@ def _body(model: Model, config: Fields) -> _Form:
             made = [component.prefix + name for name in _named(group, fields, layers)]
             may_miss = isinstance(group, Group) and group.optional
             (optional if may_miss else required).extend(made)
+        for end, width in _EMBEDDED:
+            name = component.prefix + end
+            rows, columns = fields.get("vocab_size"), fields.get(width)
+            if name in required and isinstance(rows, int) and isinstance(columns, int):
+                shapes |= dict.fromkeys((name, model.head), (rows, columns))
         if kind in MORE_LAYERS:
             more = integer(fields, "num_nextn_predict_layers", 1)
             above += (f"{component.prefix}layers.{layers + n}." for n in range(more))
-    return _Form(tuple(required), tuple(optional), tuple(above))
+    return _Form(tuple(required), tuple(optional), tuple(above), shapes=shapes)
 
 
 def _fields(component: Component, config: Fields) -> Fields:
@@ -205,7 +217,7 @@ def _expected(form: _Form, names: Collection[str], kept: Select) -> Expected:
     extra = (name for name in names if _EXTRA.search(name) or name.startswith(form.above))
     excused = {*form.optional, *extra}
     advice = "check that this is the config of the model that was trained"
-    return Expected("config.json", kept(required), {}, excused, form.remarks, advice)
+    return Expected("config.json", kept(required), form.shapes, excused, form.remarks, advice)
 
 
 def _fits(expected: Expected, names: Collection[str]) -> bool:
