@@ -52,7 +52,8 @@ def test_everything_that_makes_a_model_is_taken_and_nothing_else(tmp_path: Path)
     at = location(tmp_path)
     wanted = [
         "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
-        "merges.txt", "tokenizer.model", "processor_config.json", "chat_template.jinja",
+        "merges.txt", "spm.model", "tiktoken.model", "normalizer.json",
+        "tokenizer.model", "processor_config.json", "chat_template.jinja",
         "modeling_custom.py", "qwen.tiktoken",
     ]  # fmt: skip
     unwanted = [

@@ -24,9 +24,10 @@ _NAMES = frozenset(
     """
     generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
     added_tokens.json vocab.json merges.txt vocab.txt tokenizer.model spiece.model
-    sentencepiece.bpe.model tekken.json preprocessor_config.json video_preprocessor_config.json
-    image_processor_config.json processor_config.json audio_tokenizer_config.json
-    feature_extractor_config.json chat_template.jinja chat_template.json
+    sentencepiece.bpe.model sentencepiece.model spm.model spm_char.model tiktoken.model
+    ice_text.model tekken.json normalizer.json preprocessor_config.json
+    video_preprocessor_config.json image_processor_config.json processor_config.json
+    audio_tokenizer_config.json feature_extractor_config.json chat_template.jinja chat_template.json
     """.split()
 )
 _SUFFIXES = (".tiktoken", ".py")
@@ -160,7 +161,8 @@ def companions_in(folder: Path) -> Companions:
 
 
 _TOKENIZER = (
-    *"tokenizer special_tokens added_tokens vocab merges spiece sentencepiece tekken".split(),
+    *"tokenizer special_tokens added_tokens vocab merges spiece sentencepiece spm tiktoken".split(),
+    *"ice_text tekken normalizer".split(),
     "chat_template",
     _TEMPLATES,
 )
