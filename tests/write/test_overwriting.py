@@ -307,3 +307,25 @@ def test_the_command_line_takes_overwrite_with_and_without_all(
         with pytest.raises(SystemExit) as ended:
             main(["merge", str(shards), str(out), flag])
         assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("earlier", ["nothing", "an output", "from below"])
+def test_the_current_directory_is_not_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str
+) -> None:
+    step = with_state(tmp_path / "run" / "global_step_3", 3, 0)
+    here = tmp_path / "out"
+    (here / "notes").mkdir(parents=True) if earlier == "from below" else here.mkdir()
+    if earlier != "nothing":
+        older = with_state(tmp_path / "run" / "global_step_2", 2, 1)
+        config = tmp_path / "config.json"
+        config.write_text('{"model_type": "old"}')
+        unshard.merge(older, here, config=config, overwrite=True)
+    monkeypatch.chdir(here / "notes" if earlier == "from below" else here)
+    unshard.merge(step, "." if earlier != "from below" else "..", overwrite=earlier != "nothing")
+    assert Path.cwd().is_relative_to(here)
+    assert_same(merged(Path("." if earlier != "from below" else "..")), some_tensors(0))
+    assert unshard.verify(here, step).equal
+    expected = unshard.merge(step, tmp_path / "expected")
+    assert names(here) - {"notes", "config.json"} == names(Path(expected.output))
+    assert names(here.parent) == {"run", "out", "expected", "config.json"} & names(here.parent)

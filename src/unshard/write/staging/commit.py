@@ -1,12 +1,13 @@
-"""The three ways an output takes its place; each leaves the old state or the new one, never a mix.
+"""The four ways an output takes its place; each leaves the old state or the new one, never a mix.
 
 * *new*: the target does not exist: one rename.
 * *replace*: the target is an earlier output: it is exchanged with the new one in one atomic step,
   or, where the system cannot, moved aside first.
 * *in place*: the target contains the checkpoint itself: files are moved into it one by one.
+* *here*: the target is the current directory: as in place, but all files of the output are moved.
 
-The last two follow a journal, which is written first, when everything is durable, so that the next
-run finishes what was begun. Every step of it may be done twice. It names directories by their
+The last three follow a journal, which is written first, when everything is durable, so that the
+next run finishes what was begun. Every step of it may be done twice. It names directories by their
 inodes too: what has come to be in their place since is left alone. Trainers rotate checkpoints by
 modification time, so a merge in place gives it back.
 """
@@ -78,21 +79,23 @@ def begin(
 ) -> Journal:
     """Make the output durable; return what has to be done with it. The target is as it was.
 
-    `mode` is REPLACE or IN_PLACE. Companions in `replaced` may replace those in a checkpoint's own
-    directory; `lose_strangers`: files that unshard did not write may be lost.
+    `mode` is REPLACE, IN_PLACE or HERE. Companions in `replaced` may replace those in a
+    checkpoint's own directory; `lose_strangers`: files that unshard did not write may be lost.
 
     Raises:
         OutputError: the target has something in the way.
     """
     with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
-        status, in_place = os.fstat(old), mode is Mode.IN_PLACE
-        placed = _in_order(target, old, new, replaced) if in_place else _paths(new)
+        status, in_place = os.fstat(old), mode is not Mode.REPLACE
+        over = _paths(new) if mode is Mode.HERE else replaced
+        placed = _in_order(target, old, new, over) if in_place else _paths(new)
         goes = _replaced_or_obsolete(old, new, placed)
         found = [] if lose_strangers else find_strangers(old, goes.keys() - set(replaced))
         if found and not have_same_tensors(target, old, place.path / OUTPUT, found):
             refuse_strangers(target, found)
         _list_companions(old, new, placed)
-        journal = Journal(mode, target.name, status.st_ino, goes=goes)
+        kind = Mode.IN_PLACE if in_place else mode
+        journal = Journal(kind, target.name, status.st_ino, goes=goes)
         if in_place:
             journal = replace(journal, place=tuple(placed), mtime_ns=status.st_mtime_ns)
         else:

@@ -34,6 +34,7 @@ class Mode(Enum):
     NEW = "new"
     REPLACE = "replace"
     IN_PLACE = "in place"
+    HERE = "here"
 
 
 @dataclass(frozen=True, slots=True)

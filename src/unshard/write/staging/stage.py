@@ -216,7 +216,7 @@ class Staging:
                 f"{self._target}: is a mount point, and cannot be replaced in one step",
                 hint="give a directory inside it",
             )
-        if self._mode is Mode.IN_PLACE:
+        if self._mode in (Mode.IN_PLACE, Mode.HERE):
             self._held.callback(os.close, _lock(self._target))
         with uninterrupted():
             if self._resume:

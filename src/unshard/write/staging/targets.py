@@ -56,7 +56,7 @@ def choose_mode(
     if not target.is_dir():
         raise OutputError(f"{target}: exists already and is not a directory")
     if not target.is_symlink() and not any(target.iterdir()):
-        return Mode.NEW
+        return Mode.HERE if _is_entered(target) else Mode.NEW
     if not overwrite:
         raise OutputError(
             f"{target}: exists already",
@@ -65,7 +65,18 @@ def choose_mode(
     mode = Mode.IN_PLACE if any(is_inside(one, target) for one in sources) else Mode.REPLACE
     if overwrite != "all":
         _check_strangers(target, mode, names)
-    return mode
+    return Mode.HERE if mode is Mode.REPLACE and _is_entered(target) else mode
+
+
+def _is_entered(target: Path) -> bool:
+    """Return whether the current directory, most often that of a shell too, is the target.
+
+    Or below it. A rename would leave both in a directory that is no longer there.
+    """
+    try:
+        return is_inside(Path.cwd(), target)
+    except FileNotFoundError:  # it is gone already
+        return False
 
 
 def is_inside(path: Path, directory: Path) -> bool:
