@@ -2,8 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -30,6 +32,11 @@ _SHAPING = {
     "ep_size",
     "quantize",
     "optimizer",
+}
+_KINDS: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("keep_fp32", "include", "exclude"), (str, "a regular expression, as text")),
+    **dict.fromkeys(("step", "workers", "ep_size"), (Integral, "a whole number")),
+    "lora_alpha": (Real, "a number"),
 }
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
@@ -96,6 +103,7 @@ class MergeOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_choice(self.dtype))
+        self._check_types()
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
@@ -114,6 +122,23 @@ class MergeOptions:
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
+
+    def _check_types(self) -> None:
+        """Refuse what would be ignored or taken for something else, as a text for a list."""
+        for name, (kind, expected) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                what = f"{name}: {value!r} is not a value of this option"
+                raise UsageError(what, expected=expected)
+        for name in ("also", "allow_globals"):
+            value = getattr(self, name)
+            if isinstance(value, str | PathLike):
+                raise UsageError(
+                    f"{name}: {str(value)!r} is one value, and not a list of them",
+                    hint=f"give a list: [{str(value)!r}]",
+                )
+            if not isinstance(value, Sequence):  # an iterator could be read only once
+                object.__setattr__(self, name, tuple(value or ()))
 
     def _check_names(self) -> None:
         """Refuse what the names of the hub, or those of training, cannot be written with."""

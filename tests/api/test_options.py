@@ -1,0 +1,38 @@
+"""Values of options that are of another type than they should be."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unshard
+from unshard import MergeOptions, UsageError
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"also": "node1"}, "also: 'node1' is one value"),
+        ({"also": Path("node1")}, "also: 'node1' is one value"),
+        ({"allow_globals": "my.Tensor"}, "allow_globals: 'my.Tensor' is one value"),
+        ({"include": re.compile("a")}, "include: .* is not a value"),
+        ({"keep_fp32": ["a"]}, "keep_fp32: .* is not a value"),
+        ({"step": "10"}, "step: '10' is not a value"),
+        ({"workers": 1.5}, "workers: 1.5 is not a value"),
+        ({"lora_alpha": "16"}, "lora_alpha: '16' is not a value"),
+    ],
+)
+def test_values_of_another_type_are_refused(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):  # before the checkpoint is looked for
+        unshard.merge(tmp_path, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_list_may_come_as_any_iterable() -> None:
+    options = MergeOptions(also=(one for one in "ab"), allow_globals={"my.Tensor"})  # type: ignore[arg-type]
+    assert (options.also, options.allow_globals) == (("a", "b"), ("my.Tensor",))
+    assert MergeOptions(step=np.int64(3), lora_alpha=np.float32(2)).step == 3  # type: ignore[arg-type]
