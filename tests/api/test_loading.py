@@ -67,6 +67,20 @@ def test_values_are_cast_to_the_models_dtypes(checkpoint: Path, dtype: torch.dty
     assert same(model, dict(theirs.state_dict()))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_fractions_are_not_cast_to_integers(checkpoint: Path, *, strict: bool) -> None:
+    model = Plain()
+    whole = torch.ones(13, 6, dtype=torch.int8)
+    model.lm_head.weight = nn.Parameter(whole, requires_grad=False)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(ConversionError, match="is int8 in the model"):
+        unshard.load_into(model, checkpoint, strict=strict)
+    assert same(model, before)
+    tensors = some_tensors() | {"lm_head.weight": whole}
+    as_stored = save_ranks(checkpoint.parent / "int8", tensors, 2)
+    assert unshard.load_into(model, as_stored) == COMPLETE
+
+
 def test_on_the_meta_device_the_checkpoints_dtypes_are_taken(checkpoint: Path) -> None:
     with torch.device("meta"):
         model = Plain(dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from unshard.errors import ConversionError, UsageError, how_to_install
 from unshard.plan.operations import Tiled
 from unshard.tensors import placements as ours
 from unshard.tensors.boxes import Box
-from unshard.tensors.dtypes import DType
+from unshard.tensors.dtypes import DType, DTypeKind
 from unshard.tensors.selection import Selection, of_box
 
 if TYPE_CHECKING:
@@ -147,6 +147,23 @@ class ModelTensor:
                 found=str(list(local.shape)),
             )
         return list(pieces)
+
+    def check(self, stored: DType | None) -> None:
+        """Check that values of a dtype, if there are any, can be copied into the tensor.
+
+        Raises:
+            ConversionError: as by `pieces`; or integers would be made of fractions.
+        """
+        _ = self.pieces
+        there = self.tensor.dtype
+        has_fractions = stored is not None and stored.kind is DTypeKind.FLOAT
+        takes_any = there.is_floating_point or there.is_complex or self.tensor.is_meta
+        if has_fractions and not takes_any:
+            raise ConversionError(
+                f"parameter {self.slot.names[0]}: is {str(there).removeprefix('torch.')} in the "
+                f"model, and {stored} in the checkpoint, whose fractions would be lost",
+                hint="quantise the model after it is loaded",
+            )
 
     def fill(self, stored: StoredTensor) -> None:
         """Copy values into the tensor, cast to its dtype; a meta tensor is replaced by them.

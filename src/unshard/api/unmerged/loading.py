@@ -83,13 +83,14 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     if strict and not found.is_complete:
         problems.insert(0, _describe_difference(model, opened, found))
     problems += _compare_tied(tensors, found)
-    for target in targets:
+    pairs = list(zip(targets, found.sources, strict=True))
+    for target, names in pairs:
         try:
-            _ = target.pieces
+            target.check(stored_dtype(tensors[names[0]]) if names else None)
         except ConversionError as problem:
             problems.append(problem)
     raise_all(ConversionError, f"{opened.path}: does not fit the model", problems)
-    for target, names in zip(targets, found.sources, strict=True):
+    for target, names in pairs:
         if names:
             recipe = tensors[names[0]]
             place = Target(0, 0, target.slot.shape)  # in no file

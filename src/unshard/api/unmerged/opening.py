@@ -236,8 +236,9 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
         """Copy the tensors into a model's parameters and buffers, tile by tile.
 
-        Values are cast to the model's dtypes, as by torch; parameters on the meta device are
-        replaced by those of the checkpoint. Names may be those of training or of the hub, experts
+        Values are cast to the model's dtypes, as by torch, but not fractions to integers (of a
+        model that was quantised before); parameters on the meta device are replaced by those of
+        the checkpoint. Names may be those of training or of the hub, experts
         in one tensor or one by one: the model determines this. Tied weights stay tied, and one of
         their names is enough. Of a sharded model (DTensors) every rank reads its own part.
 
