@@ -52,6 +52,14 @@ def test_it_speaks_lmms_evals_protocol(server: Stub, kind: Kind) -> None:
         assert client.merge_checkpoint("/c", "/o")["merged_path"] == "/o"
 
 
+def test_a_text_of_tasks_is_not_its_letters(server: Stub) -> None:
+    with EvalClient(server.url) as client:
+        client.submit("/c", 1, "p", "mmmu_val")
+        client.evaluate("m", "mmmu_val, gsm8k")
+    assert [one["tasks"] for one in server.evaluations] == [["mmmu_val", "gsm8k"]]
+    assert [one["tasks"] for one in server.submissions] == [["mmmu_val"]]
+
+
 @BOTH
 def test_every_argument_of_an_evaluation_is_sent_under_its_name(server: Stub, kind: Kind) -> None:
     names = list(inspect.signature(kind.evaluate).parameters)[1:]

@@ -611,6 +611,18 @@ def test_both_sets_of_weights_share_one_pin(tmp_path: Path, server: Stub) -> Non
     assert list_pins(tmp_path) == []
 
 
+def test_a_text_is_one_set_of_weights_and_an_empty_path_is_nothing(
+    tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = lmms_checkpoint(tmp_path, 10)
+    monkeypatch.chdir(checkpoint)
+    submitter = Submitter(config_for(server.url), tmp_path)
+    assert not submitter.submit("", 5)
+    assert submitter.submit(checkpoint, 10, "ema")
+    submitter.close(LIMIT_S)
+    assert [(one["step"], one["weights"]) for one in server.submissions] == [(10, "ema")]
+
+
 def test_the_server_is_given_its_own_paths_through_links_too(tmp_path: Path, server: Stub) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")

@@ -17,7 +17,7 @@ import httpx
 
 from unshard.evaluate.credentials import check_token, split_url
 
-__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given"]
+__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given", "names_of"]
 
 DEFAULT_URL = "http://localhost:8000"
 
@@ -104,7 +104,7 @@ class LmmsClient:
     def evaluate(
         self,
         model: str,
-        tasks: Sequence[str],
+        tasks: str | Sequence[str],
         model_args: Mapping[str, object] | None = None,
         num_fewshot: int | None = None,
         batch_size: int | str | None = None,
@@ -124,7 +124,7 @@ class LmmsClient:
         """
         payload = {
             "model": model,
-            "tasks": list(tasks),
+            "tasks": names_of(tasks),
             "model_args": model_args,
             "num_fewshot": num_fewshot,
             "batch_size": batch_size,
@@ -220,9 +220,9 @@ class AsyncEvalClient:
         """Return the state of the server."""
         return await self._request("GET", "/health")
 
-    async def evaluate(self, model: str, tasks: Sequence[str], **arguments: object) -> Answer:
+    async def evaluate(self, model: str, tasks: str | Sequence[str], **arguments: object) -> Answer:
         """Submit a job; the arguments are those of `EvalClient.evaluate`."""
-        payload = {"model": model, "tasks": list(tasks), **arguments}
+        payload = {"model": model, "tasks": names_of(tasks), **arguments}
         return await self._request("POST", "/evaluate", given(payload))
 
     async def get_job(self, job_id: str) -> Answer:
@@ -262,6 +262,13 @@ class AsyncEvalClient:
 def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
     """Return the fields of a payload that have a value."""
     return {name: value for name, value in payload.items() if value is not None}
+
+
+def names_of(tasks: str | Sequence[str]) -> list[str]:
+    """Return a list of names; a text is one, or several with commas, and not its letters."""
+    if isinstance(tasks, str):
+        return [part.strip() for part in tasks.split(",") if part.strip()]
+    return list(tasks)
 
 
 def _read_answer(response: httpx.Response) -> Answer:

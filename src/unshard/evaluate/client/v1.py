@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.client.lmms import DEFAULT_URL, Answer, LmmsClient, given
+from unshard.evaluate.client.lmms import DEFAULT_URL, Answer, LmmsClient, given, names_of
 from unshard.evaluate.jobs import ArgumentFields, EvaluationError
 from unshard.evaluate.values import Scalar
 
@@ -94,7 +94,7 @@ class EvalClient:
         checkpoint: str,
         step: int | None,
         profile: str,
-        tasks: Sequence[str],
+        tasks: str | Sequence[str],
         *,
         weights: str = "model",
         run: str | None = None,
@@ -107,7 +107,7 @@ class EvalClient:
             checkpoint: its path, as the server knows it.
             step: the training step; None if it is not known.
             profile: the evaluator that the server is configured with.
-            tasks: names of the tasks to evaluate.
+            tasks: names of the tasks to evaluate; a text is one, or several with commas.
             weights: "model" or "ema".
             run: the name of the training run; None: that of the run's directory.
             pin: the linked checkpoint, if the client has pinned it; None: the server pins it.
@@ -117,7 +117,7 @@ class EvalClient:
             "checkpoint": checkpoint,
             "step": step,
             "profile": profile,
-            "tasks": list(tasks),
+            "tasks": names_of(tasks),
             "weights": weights,
             "run": run,
             "pin": pin,
@@ -214,7 +214,7 @@ class EvalClient:
     def evaluate(
         self,
         model: str,
-        tasks: Sequence[str],
+        tasks: str | Sequence[str],
         model_args: Mapping[str, object] | None = None,
         num_fewshot: int | None = None,
         batch_size: int | str | None = None,

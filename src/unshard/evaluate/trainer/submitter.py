@@ -99,7 +99,7 @@ class Submitter:
             self._start(logs_refusals=logs_refusals)
 
     def submit(
-        self, checkpoint_dir: str | Path, step: int, weights: Sequence[str] | None = None
+        self, checkpoint_dir: str | Path, step: int, weights: str | Sequence[str] | None = None
     ) -> bool:
         """Have a saved checkpoint evaluated, if it is due; return whether it was spooled.
 
@@ -108,11 +108,15 @@ class Submitter:
         Args:
             checkpoint_dir: the checkpoint, or its address in an object store, which is not pinned.
             step: the training step.
-            weights: of these only; None: as the configuration says.
+            weights: "model", "ema" or both, these only; None: as the configuration says.
         """
         is_spooled = False
+        if isinstance(weights, str):
+            weights = (weights,)
         with ignoring_errors(f"step {step} is not evaluated"):
             step = int(step)
+            if not str(checkpoint_dir):  # or else it would be the current directory
+                raise UsageError("the checkpoint is an empty path")
             is_due = self.acts and self.config.is_due(step, self._previous)
             self._previous = step
             if is_due:
