@@ -10,9 +10,15 @@ from transformers import AutoConfig, GenerationConfig
 
 from ranks import merged, save_ranks, snapshot, some_tensors
 from tiny_models import tiny_config
-from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
+from unshard.compat import (
+    convert_checkpoint_simple,
+    convert_fsdp_to_hf,
+    merge_fsdp,
+    verl,
+    zero_to_fp32,
+)
 from unshard.compat.commands import generation_config
-from unshard.errors import UnshardError
+from unshard.errors import UnshardError, UsageError
 from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger
 
@@ -45,6 +51,43 @@ def step(tmp_path: Path) -> Path:
     for folder in ("pytorch_model_fsdp_0", "actor"):
         save_ranks(place / folder, some_tensors(), 2)
     return place
+
+
+EMPTY = {
+    "merger": (merger, ["--checkpoint_path", ""]),
+    "merger's output": (merger, ["--checkpoint_path", ".", "--output_path", ""]),
+    "merge_fsdp": (merge_fsdp, ["--input_dir", ""]),
+    "merge_fsdp's output": (merge_fsdp, ["--input_dir", ".", "--output_dir", ""]),
+    "simple": (convert_checkpoint_simple, [""]),
+    "simple's folder": (convert_checkpoint_simple, [".", "--output", "out", "--actor-dir", ""]),
+    "simple's output": (convert_checkpoint_simple, [".", "--output", ""]),
+    "fsdp_to_hf": (convert_fsdp_to_hf, ["--checkpoint_path", ""]),
+    "fsdp_to_hf's output": (convert_fsdp_to_hf, ["--checkpoint_path", ".", "--output_path", ""]),
+    "verl": (verl, ["merge", "--backend", "fsdp", "--local_dir", ".", "--target_dir", ""]),
+    "zero_to_fp32": (zero_to_fp32, ["", "out"]),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_variable_of_a_shell_is_not_the_current_directory(
+    step: Path,
+    command: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    tiny_config(architectures=CAUSAL).save_pretrained(step)
+    monkeypatch.chdir(step)
+    before = snapshot(step.parent)
+    module, arguments = EMPTY[name]
+    with pytest.raises(SystemExit) as ended:
+        command(module, *arguments)
+    assert ended.value.code == 2
+    assert "is an empty path" in capsys.readouterr().err
+    for paths in (("", step), (step, "")):
+        with pytest.raises(UsageError, match="an empty path"):
+            FSDP2Merger().merge(*paths)  # type: ignore[arg-type]
+    assert snapshot(step.parent) == before
 
 
 def lines(step: Path, out: Path) -> dict[str, tuple[object, list[str | Path]]]:

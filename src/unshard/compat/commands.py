@@ -1,5 +1,6 @@
 """What the drop-in commands share: how they end, what they advise, what they add to an output."""
 
+import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ __all__ = [
     "generation_config",
     "merge_line",
     "need_config",
+    "path_argument",
     "print_how_to_load",
     "run",
     "showing",
@@ -51,6 +53,17 @@ class SavesItself(Protocol):
 
     def save_pretrained(self, save_directory: str, /) -> object:
         """Write config.json into a directory."""
+
+
+def path_argument(text: str) -> Path:
+    """Return the path that an argument is; an empty variable of a shell is none.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty.
+    """
+    if not text:  # `Path` would take it for the current directory
+        raise argparse.ArgumentTypeError("it is an empty path; for the current directory, give .")
+    return Path(text)
 
 
 def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
@@ -149,14 +162,14 @@ class Paths:
     output: Path
 
 
-def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
+def find_paths(checkpoint: Path, subfolder: Path, output: Path | None) -> Paths:
     """Return the paths that a script's arguments name.
 
     Raises:
         UnknownFormatError: there is no such directory.
         UsageError: the default output would look like a checkpoint to a trainer.
     """
-    step = Path(checkpoint).resolve()
+    step = checkpoint.resolve()
     if not step.exists():
         raise UnknownFormatError(f"Checkpoint path does not exist: {step}")
     actor = step / subfolder
@@ -167,7 +180,7 @@ def find_paths(checkpoint: str, subfolder: str, output: str | None) -> Paths:
             f"{step}_merged: trainers would take the default output for one of their checkpoints",
             hint="give another output: --output",
         )
-    return Paths(step, actor, Path(f"{step}_merged") if output is None else Path(output).resolve())
+    return Paths(step, actor, Path(f"{step}_merged") if output is None else output.resolve())
 
 
 def convert(

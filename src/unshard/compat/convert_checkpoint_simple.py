@@ -16,6 +16,7 @@ from unshard.compat.commands import (
     Paths,
     convert,
     find_paths,
+    path_argument,
     print_how_to_load,
     run,
 )
@@ -33,9 +34,16 @@ def _arguments() -> argparse.Namespace:
         prog="convert_checkpoint_simple.py",
         description="Convert an FSDP sharded checkpoint to HuggingFace format",
     )
-    parser.add_argument("checkpoint_path", help="the checkpoint: …/global_step_150")
-    parser.add_argument("--output", help="default: CHECKPOINT_PATH_merged")
-    parser.add_argument("--actor-dir", default="actor", help="folder of the shards; default: actor")
+    parser.add_argument(
+        "checkpoint_path", type=path_argument, help="the checkpoint: …/global_step_150"
+    )
+    parser.add_argument("--output", type=path_argument, help="default: CHECKPOINT_PATH_merged")
+    parser.add_argument(
+        "--actor-dir",
+        type=path_argument,
+        default="actor",
+        help="folder of the shards; default: actor",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     return parser.parse_args()
 

@@ -16,6 +16,7 @@ from unshard.compat.commands import (
     Paths,
     convert,
     find_paths,
+    path_argument,
     print_how_to_load,
     run,
 )
@@ -35,10 +36,18 @@ def _arguments() -> argparse.Namespace:
         prog="convert_fsdp_to_hf.py",
         description="Convert an FSDP sharded checkpoint to HuggingFace format",
     )
-    parser.add_argument("--checkpoint_path", required=True, help="the checkpoint: global_step_150")
-    parser.add_argument("--output_path", help="default: CHECKPOINT_PATH_merged")
     parser.add_argument(
-        "--actor_subdir", default="actor", help="folder of the shards; default: actor"
+        "--checkpoint_path",
+        type=path_argument,
+        required=True,
+        help="the checkpoint: global_step_150",
+    )
+    parser.add_argument("--output_path", type=path_argument, help="default: CHECKPOINT_PATH_merged")
+    parser.add_argument(
+        "--actor_subdir",
+        type=path_argument,
+        default="actor",
+        help="folder of the shards; default: actor",
     )
     parser.add_argument(
         "--torch_dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16"

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import as_transformers_saves, merge_line, run, showing
+from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Command, line_of
 
@@ -36,7 +36,10 @@ def _arguments() -> argparse.Namespace:
         prog="merge_fsdp.py", description="Merge FSDP shards into a single checkpoint."
     )
     parser.add_argument(
-        "--input_dir", required=True, type=Path, help="the directory that contains checkpoint-N"
+        "--input_dir",
+        required=True,
+        type=path_argument,
+        help="the directory that contains checkpoint-N",
     )
     parser.add_argument(
         _MODEL,
@@ -50,7 +53,7 @@ def _arguments() -> argparse.Namespace:
         choices=("hf", "fsdp2"),
         help="ignored: the format is detected",
     )
-    parser.add_argument("--output_dir", type=Path, help="default: input_dir itself")
+    parser.add_argument("--output_dir", type=path_argument, help="default: input_dir itself")
     parser.add_argument("--step", type=int, help="default: the latest checkpoint")
     parser.add_argument(
         "--state_dict_dirname",

@@ -6,9 +6,8 @@ if __name__ == "__main__":
     signals.end_at_once()  # before the imports, which take time
 
 import argparse
-from pathlib import Path
 
-from unshard.compat.commands import merge_line, need_config, run, showing
+from unshard.compat.commands import merge_line, need_config, path_argument, run, showing
 from unshard.errors import UsageError
 from unshard.fronts import Command, line_of
 
@@ -23,7 +22,9 @@ def _arguments() -> argparse.Namespace:
         choices=("fsdp", "megatron"),
         help="accepted, and not needed: the files tell",
     )
-    shared.add_argument("--local_dir", type=Path, help="the checkpoint: global_step_N/actor")
+    shared.add_argument(
+        "--local_dir", type=path_argument, help="the checkpoint: global_step_N/actor"
+    )
     for flag in ("--tie-word-embedding", "--is-value-model", "--use_cpu_initialization"):
         shared.add_argument(flag, action="store_true", help="accepted, and not needed")
     shared.add_argument(
@@ -34,12 +35,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m unshard.compat.verl")
     operations = parser.add_subparsers(dest="operation", required=True)
     merge = operations.add_parser("merge", parents=[shared], help="merge a checkpoint and save it")
-    merge.add_argument("--target_dir", default="tmp", type=Path, help="where to; default: tmp")
+    merge.add_argument(
+        "--target_dir", default="tmp", type=path_argument, help="where to; default: tmp"
+    )
     merge.add_argument("--hf_upload_path", help="then upload it to this repository on the hub")
     merge.add_argument("--private", action="store_true", help="make that repository private")
     test = operations.add_parser("test", parents=[shared], help="compare with a model")
     test.add_argument(
-        "--test_hf_dir", type=Path, required=True, help="the Hugging Face model to compare with"
+        "--test_hf_dir",
+        type=path_argument,
+        required=True,
+        help="the Hugging Face model to compare with",
     )
     return parser.parse_args()
 

@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from unshard.compat.commands import merge_line, run, showing
+from unshard.compat.commands import merge_line, path_argument, run, showing
 from unshard.errors import NotMergeableError, UnknownFormatError
 from unshard.fronts import Command
 
@@ -20,9 +20,11 @@ def _arguments() -> argparse.Namespace:
         description="Extract the float32 weights of a ZeRO checkpoint of stage 1, 2 or 3.",
     )
     parser.add_argument(
-        "checkpoint_dir", type=Path, help="the directory that contains the tag: path/checkpoint-12"
+        "checkpoint_dir",
+        type=path_argument,
+        help="the directory that contains the tag: path/checkpoint-12",
     )
-    parser.add_argument("output_dir", type=Path, help="directory to write")
+    parser.add_argument("output_dir", type=path_argument, help="directory to write")
     parser.add_argument(
         "--max_shard_size", default="5GB", help="the largest weight file; default: 5GB"
     )

@@ -6,9 +6,8 @@ if __name__ == "__main__":
     signals.end_at_once()  # before the imports, which take time
 
 import argparse
-from pathlib import Path
 
-from unshard.compat.commands import merge_line, run, showing
+from unshard.compat.commands import merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError
 from unshard.fronts import Command
 
@@ -23,11 +22,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint_path",
         required=True,
-        type=Path,
+        type=path_argument,
         help="a checkpoint (checkpoint-1000), or a directory of several: the highest",
     )
     parser.add_argument(
-        "--output_path", type=Path, help="where to save; default: checkpoint_path itself"
+        "--output_path", type=path_argument, help="where to save; default: checkpoint_path itself"
     )
     parser.add_argument(
         "--checkpoint_type",

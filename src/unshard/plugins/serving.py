@@ -269,7 +269,8 @@ def loader_config(
         step: the step that was found: a run may have a newer one when the engine loads.
         options: as for `describe`.
     """
-    found: dict[str, object] = {"checkpoint": str(path_of(checkpoint).absolute())}
+    place = given_path(checkpoint, "the checkpoint").absolute()
+    found: dict[str, object] = {"checkpoint": str(place)}
     found |= {} if step is None else {"step": step}
     for name, value in options.items():
         if value is None or value is False or value in ((), []):
