@@ -169,7 +169,9 @@ def allow_names(step: Path) -> None:
     (step / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
 
 
-def test_an_auto_class_is_not_an_architecture(step: Path, command: Run) -> None:
+def test_an_auto_class_is_not_an_architecture(
+    step: Path, command: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     lmms(step)
     allow_names(step)
     out = step.parent.parent / "out"
@@ -177,6 +179,23 @@ def test_an_auto_class_is_not_an_architecture(step: Path, command: Run) -> None:
         arguments = ("--input_dir", step.parent, "--output_dir", out)
         assert command(merge_fsdp, *arguments, "--model_name_or_class", name) == 0
         assert json.loads((out / "config.json").read_text())["architectures"] == [written]
+        changed = "architectures is ['OtherModel'] now, and was ['MyForCausalLM']"
+        assert (changed in capsys.readouterr().err) is (written == "OtherModel")
+
+
+def test_the_advice_to_give_a_config_works_with_a_file_and_a_directory(
+    step: Path, command: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (step / "actor").rename(step.parent / "away")
+    out, config = step.parent.parent / "out", step.parent.parent / "config"
+    config.mkdir()
+    allow_names(config)
+    arguments = ("--input_dir", step.parent, "--output_dir", out)
+    assert command(merge_fsdp, *arguments) == 1
+    assert "give it with --model_name_or_class FILE|DIR" in capsys.readouterr().err
+    for given in (config / "config.json", config):
+        assert command(merge_fsdp, *arguments, "--model_name_or_class", given) == 0
+        assert json.loads((out / "config.json").read_text())["model_type"] == "mine"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Command, line_of
+from unshard.progress import Listener, Warned
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared
@@ -88,7 +89,7 @@ def main() -> None:
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
         showing(Command(own, line)) as listener,
-        _of_model(arguments.model_name_or_class, paths[-1], options) as wanted,
+        _of_model(arguments.model_name_or_class, paths[-1], options, listener) as wanted,
     ):
         if averages:
             report = api.average(
@@ -130,13 +131,17 @@ def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
 
 
 @contextmanager
-def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator["MergeOptions"]:
+def _of_model(
+    model: str, checkpoint: Path, options: "MergeOptions", listener: Listener
+) -> Iterator["MergeOptions"]:
     """Yield the options with the base or config that a directory, hub id or class name means."""
     if not model or _AUTO.fullmatch(model):  # how to load a model, not what it is
         yield options
     elif Path(model).is_dir():
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
         yield replace(options, base=model) if weights else replace(options, config=model)
+    elif Path(model).suffix == ".json":  # what a message about a missing config advises
+        yield replace(options, config=model)
     elif not _CLASS.fullmatch(model):
         try:
             yield replace(options, base=model)
@@ -154,6 +159,11 @@ def _of_model(model: str, checkpoint: Path, options: "MergeOptions") -> Iterator
                 f"but {checkpoint} has no config.json",
                 hint="give a model's directory or hub id instead",
             )
+        if (named := config.fields.get("architectures")) and named != [model]:
+            what = (
+                f"architectures is [{model!r}] now, and was {named}; no such class was looked for"
+            )
+            listener(Warned(f"config.json: {what}"))
         fields = {**config.fields, "architectures": [model]}
         with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
             file = Path(scratch) / "config.json"
