@@ -131,8 +131,9 @@ def test_a_closed_checkpoint_is_not_read(checkpoint: Path) -> None:
     file = files[WEIGHTS]
     files.close()
     files.close()
-    with pytest.raises(UsageError, match="were closed"):
-        file.read(1)
+    for call in (lambda: file.read(1), files.check_sources):
+        with pytest.raises(UsageError, match="were closed"):
+            call()
 
 
 def test_a_file_keeps_the_checkpoint_open(checkpoint: Path) -> None:

@@ -75,7 +75,9 @@ class PieceReader:
 
         Raises:
             CorruptError: one is gone, was replaced, or was written to.
+            UsageError: the reader is closed; what was decompressed is gone then.
         """
+        self._sources.check()
         for path in self._identities:
             look_again(path)
         for path, identity in self._identities.items():

@@ -99,10 +99,12 @@ class VirtualFiles(Mapping[str, PlannedFile]):
     def check_sources(self) -> None:
         """Check that the files of the checkpoint are those that were opened.
 
-        Call it after reading: what was read is then of one state of the checkpoint.
+        Call it after reading, and before `close`: what was read is then of one state of the
+        checkpoint.
 
         Raises:
             CorruptError: one is gone, was replaced, or was written to.
+            UsageError: the files were closed.
         """
         self._reader.check_sources()
 
