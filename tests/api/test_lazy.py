@@ -186,6 +186,7 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     with pytest.raises(KeyError):
         opened.get_slice("")
+    assert opened.get(None, 5) == opened.get(7, 5) == 5  # type: ignore[call-overload]
 
 
 def test_what_it_says_of_itself(opened: "unshard.OpenCheckpoint[Any]", checkpoint: Path) -> None:

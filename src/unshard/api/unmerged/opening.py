@@ -196,6 +196,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
             NoSuchTensorError: no tensor has this name; also a `KeyError`.
         """
         if name not in self._tensors:
+            name = str(name)
 
             def shared(other: str) -> int:
                 """Count the characters with which both begin, and those with which both end."""
@@ -236,11 +237,10 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
         """Copy the tensors into a model's parameters and buffers, tile by tile.
 
-        Values are cast to the model's dtypes, as by torch, but not fractions to integers (of a
-        model that was quantised before); parameters on the meta device are replaced by those of
-        the checkpoint. Names may be those of training or of the hub, experts
-        in one tensor or one by one: the model determines this. Tied weights stay tied, and one of
-        their names is enough. Of a sharded model (DTensors) every rank reads its own part.
+        Values are cast to the model's dtypes, as by torch, but fractions not to integers;
+        parameters on the meta device become those of the checkpoint. Names may be those of training
+        or of the hub, experts in one tensor or one by one: the model decides. Tied weights stay
+        tied, and one name is enough. Of a sharded model (DTensors) every rank reads its own part.
 
         Args:
             model: any module of torch.
