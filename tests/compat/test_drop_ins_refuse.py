@@ -86,7 +86,7 @@ def test_an_empty_variable_of_a_shell_is_not_the_current_directory(
     assert "is an empty path" in capsys.readouterr().err
     for paths in (("", step), (step, "")):
         with pytest.raises(UsageError, match="an empty path"):
-            FSDP2Merger().merge(*paths)  # type: ignore[arg-type]
+            FSDP2Merger().merge(*paths)
     assert snapshot(step.parent) == before
 
 

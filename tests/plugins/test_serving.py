@@ -47,7 +47,7 @@ def test_the_checkpoints_own_directory_is_given_if_it_is_right(tmp_path: Path) -
 def test_an_empty_path_is_not_reloaded_from_the_current_directory() -> None:
     idle = SimpleNamespace(has_unfinished_requests=lambda: False)
     with pytest.raises(UsageError, match="is an empty path"):
-        vllm.reload(SimpleNamespace(llm_engine=idle), "")  # type: ignore[arg-type]
+        vllm.reload(SimpleNamespace(llm_engine=idle), "")
 
 
 def test_a_head_that_is_tied_no_more_needs_another_config(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class FSDP2Merger(CheckpointMerger):
         Raises:
             UnshardError: one of the tree in `unshard.errors`; the output has not changed then.
         """
-        if "" in (checkpoint_path, output_path):  # `Path` would make the current directory of it
+        # Of an empty text `Path` would make the current directory.
+        if "" in map(str, (checkpoint_path, output_path)):
             raise UsageError("an empty path", hint="for the current directory, give .")
         from unshard.api import Prepared, merge_with
         from unshard.showing import hearing

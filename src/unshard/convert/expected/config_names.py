@@ -105,11 +105,12 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
     body, bare = _body(model, config), None
     if len(model.components) == 1:  # may be saved without the class that has the head
         start = len(model.components[0].prefix)
-        groups = (body.required, body.optional, body.above)
-        bare = _Form(
-            *(tuple(name[start:] for name in names) for names in groups),
-            shapes={name[start:]: shape for name, shape in body.shapes.items()},
+        required, optional, above = (
+            tuple(name[start:] for name in names)
+            for names in (body.required, body.optional, body.above)
         )
+        shapes = {name[start:]: shape for name, shape in body.shapes.items()}
+        bare = _Form(required, optional, above, shapes=shapes)
     if tied:
         head = replace(body, optional=(*body.optional, model.head))
     else:
