@@ -142,7 +142,7 @@ def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
     assert read(tmp_path / "run")["model.safetensors"] == "new weights"
 
 
-@pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
+@pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place", "here"])
 @alone
 def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
@@ -160,10 +160,17 @@ def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
         if mode == "in place":
             sources = (checkpoint(target),)
         if target.exists():
-            old = read(target)
+            old, inode = read(target), target.stat().st_ino
             os.utime(target, ns=(1_000_000_000, 2_000_000_000))
-        alive = survives(number, lambda: merge_into(target, sources))  # noqa: B023
+
+        def merge(target: Path = target, sources: tuple[Path, ...] = sources) -> None:
+            os.chdir(target if mode == "here" else world)  # noqa: B023
+            merge_into(target, sources)
+
+        alive = survives(number, merge)
         seen.add(recovered(world, target, old, mode))
+        if mode == "here":
+            assert target.stat().st_ino == inode
         if alive:
             break
     assert number > 15
