@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import unshard
 from adapters import HEAD, adapted
 from ranks import assert_same, merged, save_ranks, some_tensors
+from tiny_models import tiny_model
 from unshard import ConversionError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -125,3 +126,29 @@ def test_a_tie_that_training_undid_is_undone_in_the_config(tmp_path: Path, modul
     assert written["tie_word_embeddings"] is False
     assert any("lm_head.weight differs from" in warning for warning in report.warnings)
     assert torch.equal(merged(tmp_path / "out")[f"{module}.weight"], base + 1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+def test_an_embedding_that_was_resized_and_trained_whole_is_thrice_in_pefts_files(
+    tmp_path: Path,
+) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    base = tiny_model("qwen2")
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(41, mean_resizing=False)
+    whole = ["embed_tokens", "lm_head"]
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], modules_to_save=whole)
+    model = get_peft_model(base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=True)
+    assert sum("lm_head" in name for name in tensors) == 3
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    config.save_pretrained(str(tmp_path / "ckpt"))
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=tmp_path / "base")
+    assert_close(merged(tmp_path / "out"), model.merge_and_unload().state_dict())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 41
+    unshard.merge(tmp_path / "ckpt", tmp_path / "adapter", lora="adapter")
+    assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == len(tensors) - 4

@@ -9,11 +9,13 @@
     base_model.model.<module>.modules_to_save.<adapter>.<rest>      … and after
 
 PEFT's files leave the adapter's name out, and of a module trained whole they have the trained copy
-only, under its plain name. The front is missing if an adapter was injected into a model.
+only, under its plain name; of an embedding that was resized both others, too, which repeat it and
+its original (PEFT loads the plain one). The front is missing if an adapter was injected into a
+model.
 Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other.py (0.21).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from unshard.convert.recipes import Recipe, Take, shape_of
@@ -112,7 +114,7 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
     """
     if not any(_is_of_peft(name) for name in tensors):
         return Split(dict(tensors))
-    matrices, weights = _parsed_names(tensors)
+    matrices, weights = _parsed_names(_without_doubles(tensors))
     adapters = {one.adapter for one in matrices} | {one.adapter for one in weights}
     adapters.discard(None)
     if len(adapters) > 1:
@@ -147,6 +149,18 @@ def _is_of_peft(name: str) -> bool:
     parts = name.split(".")
     marked = any(part.startswith("lora_") or part in _TOKENS for part in parts)
     return marked or f".{FRONT}" in f".{name}"
+
+
+def _without_doubles(names: Collection[str]) -> list[str]:
+    """Return the names without those next to an embedding's plain one: see above."""
+    doubled = {
+        module
+        for name in names
+        if (module := name.removesuffix(f".{_COPY}.weight")) != name
+        and {f"{module}.weight", f"{module}.{_ORIGINAL}.weight"} <= set(names)
+    }
+    repeated = {f"{module}.{one}.weight" for module in doubled for one in (_COPY, _ORIGINAL)}
+    return [name for name in names if name not in repeated]
 
 
 def _parsed_names(names: Iterable[str]) -> tuple[list[_Matrix], list[_Weight]]:
