@@ -264,6 +264,13 @@ def test_a_symbolic_link_to_a_checkpoint_means_the_checkpoint(verl: Path, tmp_pa
     assert only(link).step == 9
 
 
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "latest"])
+def test_a_file_that_states_the_latest_step_is_not_a_checkpoint(verl: Path, name: str) -> None:
+    (verl / name).write_text("9")  # and 10 is there, too
+    with pytest.raises(UsageError, match=f"{name}: states which step is the latest"):
+        discover(verl / name, Choice())
+
+
 def test_runs_whose_names_end_in_numbers_are_not_steps(tmp_path: Path) -> None:
     for run in ("0", "1"):
         make(tmp_path / "multirun" / run / "global_step_10")

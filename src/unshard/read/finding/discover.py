@@ -18,6 +18,7 @@ from pathlib import Path
 
 from unshard.errors import UnknownFormatError, UsageError
 from unshard.read.finding.choosing import DEFAULT_ROLES, choose
+from unshard.read.finding.markers import is_marker
 from unshard.read.finding.near_misses import nothing_found
 from unshard.read.finding.places import (
     alone,
@@ -69,6 +70,11 @@ def find(path: Path, choice: Choice) -> Iterator[Location]:
 def _find(path: Path, choice: Choice) -> Iterator[Location]:
     if not path.exists():
         raise UnknownFormatError(f"{path}: no such file or directory")
+    if is_marker(path):
+        raise UsageError(
+            f"{path}: states which step is the latest, and is not a checkpoint",
+            hint=f"give the directory, {path.parent}, or the one of a step",
+        )
     start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
     if is_checkpoint_file(start):
         yield choose(start, [alone(start)], choice, start=start)

@@ -18,6 +18,7 @@ from unshard.read.zero.files import is_zero_file
 __all__ = [
     "Marker",
     "find_markers",
+    "is_marker",
     "note_markers",
     "note_tag",
     "run_of",
@@ -46,6 +47,11 @@ class Marker(NamedTuple):
 
     name: str
     step: int | None
+
+
+def is_marker(path: Path) -> bool:
+    """Return whether a path is a file that states the latest step."""
+    return path.name in _NAMES and path.is_file() and path.stat().st_size <= _LONGEST
 
 
 def find_markers(run: Path) -> list[Marker]:
