@@ -60,7 +60,8 @@ def find(path: Path, choice: Choice) -> Iterator[Location]:
             there.
         IncompleteError: the directory of the weights asked for is empty.
         CorruptError: a directory cannot be read.
-        UsageError: the choice contradicts the path; the path is training state; or there are
+        UsageError: the choice contradicts the path; the path is training state, or
+            states the latest step; or there are
             several sets of weights or several runs, and nothing says which is meant.
     """
     with blaming(path):

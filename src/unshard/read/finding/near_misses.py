@@ -41,7 +41,7 @@ _SIGNS: tuple[_Sign, ...] = (
     ),
     (
         _named(r"adapter_model\.(?:safetensors|bin)"),
-        "a LoRA adapter without its model; PEFT's merge_and_unload unites them",
+        "a LoRA adapter without its model; give this file as the path, and --base MODEL",
     ),
     (_named(r".*\.gguf"), "a GGUF model, which llama.cpp reads; it is whole already"),
     (
