@@ -25,6 +25,7 @@ __all__ = [
     "in_our_words",
     "problem_of",
     "shown",
+    "split_names",
     "validated",
     "whole",
 ]
@@ -35,6 +36,11 @@ LARGEST = 2**53
 Scalar = str | int | float | bool
 _Found = TypeVar("_Found")
 _Value = TypeVar("_Value")
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in a text: one, or several with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def expected(text: str) -> PydanticCustomError:

@@ -165,17 +165,18 @@ def submit(
     """Queue evaluations of a checkpoint."""
     from unshard.evaluate.jobs import BASE_STEP
     from unshard.evaluate.trainer.base_model import find_base
+    from unshard.evaluate.values import split_names
     from unshard.stores.remote_path import is_url, path_of
 
     with connect(server, token_file) as client:
         # The server checks it: it may see other paths.
         is_here = not is_url(checkpoint)
         path = os.path.realpath(checkpoint) if is_here else str(path_of(checkpoint))
-        names = _split_list(tasks)
+        names = split_names(tasks)
         base = None if base is None else find_base(base)
         jobs: list[dict[str, object]] = []
         try:
-            for one in _split_list(weights):
+            for one in split_names(weights):
                 job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
                 jobs.append(job)
             if base is not None:
@@ -313,7 +314,3 @@ def _show(read: Callable[[], list[str]], every_s: float | None) -> None:
         print("\n".join(read()))
     else:
         show_again(read, every_s)
-
-
-def _split_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

@@ -157,7 +157,8 @@ def _without_doubles(names: Collection[str]) -> list[str]:
         module
         for name in names
         if (module := name.removesuffix(f".{_COPY}.weight")) != name
-        and {f"{module}.weight", f"{module}.{_ORIGINAL}.weight"} <= set(names)
+        and f"{module}.weight" in names
+        and f"{module}.{_ORIGINAL}.weight" in names
     }
     repeated = {f"{module}.{one}.weight" for module in doubled for one in (_COPY, _ORIGINAL)}
     return [name for name in names if name not in repeated]

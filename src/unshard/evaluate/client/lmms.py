@@ -16,6 +16,7 @@ from typing import Literal, Self, TypeVar
 import httpx
 
 from unshard.evaluate.credentials import check_token, split_url
+from unshard.evaluate.values import split_names
 
 __all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given", "names_of"]
 
@@ -265,10 +266,8 @@ def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
 
 
 def names_of(tasks: str | Sequence[str]) -> list[str]:
-    """Return a list of names; a text is one, or several with commas, and not its letters."""
-    if isinstance(tasks, str):
-        return [part.strip() for part in tasks.split(",") if part.strip()]
-    return list(tasks)
+    """Return a list of names; of a text those that it has, and not its letters."""
+    return split_names(tasks) if isinstance(tasks, str) else list(tasks)
 
 
 def _read_answer(response: httpx.Response) -> Answer:

@@ -37,7 +37,7 @@ from unshard.evaluate.credentials import read_token, split_url
 from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs, Seed
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.base_model import find_base
-from unshard.evaluate.values import Whole, expects, in_our_words
+from unshard.evaluate.values import Whole, expects, in_our_words, split_names
 
 __all__ = ["EvalConfig"]
 
@@ -63,9 +63,7 @@ def _check_url(text: str) -> str:
 
 def _split_names(value: object) -> object:
     """Return a list of names; a text is a list of one, or of several with commas."""
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
+    return tuple(split_names(value)) if isinstance(value, str) else value
 
 
 def _drop_ratio(value: object, info: ValidationInfo) -> object:
