@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import unshard.write.staging.beneath
+import unshard.write.dirfd
 import unshard.write.staging.commit
 import unshard.write.staging.stage
 from unshard.write.record import is_weight_file
@@ -140,7 +140,7 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None]
 
     for name in STEPS:
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    real = unshard.write.staging.beneath.exchange
+    real = unshard.write.dirfd.exchange
     if unshard.write.staging.commit.__dict__["exchange"] is real:
         monkeypatch.setattr(unshard.write.staging.commit, "exchange", counted(real))
 

@@ -3,8 +3,9 @@
 import ast
 import builtins
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeVar
 
@@ -189,6 +190,43 @@ def test_the_server_and_the_trainers_side_do_not_import_each_other() -> None:
         return set()
 
     assert offences(MODULES, across) == {}
+
+
+def sibling_imports() -> dict[str, TopologicalSorter[str]]:
+    """Return, for each folder, which of its modules and folders import which others in it.
+
+    An import of `a.b.c` in `a.d.e` is one of the folder `a`, from `d` to `b`.
+    """
+    modules = {f"unshard.{dotted(path)}".removesuffix(".__init__"): path for path in MODULES}
+    graphs: dict[str, TopologicalSorter[str]] = {}
+    for name, path in modules.items():
+        own = name.split(".")
+        for other in imported_modules(tree_of(path), modules):
+            pairs = zip(own, other.split("."), strict=False)
+            apart = next((at for at, (one, two) in enumerate(pairs) if one != two), None)
+            if apart is not None:
+                graph = graphs.setdefault(".".join(own[:apart]), TopologicalSorter())
+                graph.add(own[apart], other.split(".")[apart])
+    return graphs
+
+
+def imported_modules(tree: ast.Module, modules: Container[str]) -> Iterator[str]:
+    """Yield the modules of ours that are imported, also as `from a import module`."""
+    froms = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    yield from (name for name in (*imported(tree), *names) if name in modules)
+
+
+def test_the_modules_and_folders_of_a_folder_form_no_circle() -> None:
+    circles = {}
+    graphs = sibling_imports()
+    assert len(graphs) > 30
+    for folder, graph in graphs.items():
+        try:
+            graph.prepare()
+        except CycleError as error:
+            circles[folder] = " imports ".join(reversed(error.args[1]))
+    assert circles == {}
 
 
 def test_no_module_imports_a_private_name_of_another() -> None:

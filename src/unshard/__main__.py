@@ -2,8 +2,6 @@
 
 from unshard import signals
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""

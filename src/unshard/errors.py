@@ -26,27 +26,6 @@ from typing import ClassVar
 
 from unshard.fronts import PYTHON, Front, advice, reword
 
-__all__ = [
-    "CheckpointError",
-    "ConversionError",
-    "CorruptError",
-    "IncompleteError",
-    "NoSuchFileError",
-    "NoSuchTensorError",
-    "NotMergeableError",
-    "OutputError",
-    "StoreError",
-    "UnknownFormatError",
-    "UnsafeError",
-    "UnshardError",
-    "UnshardWarning",
-    "UsageError",
-    "how_to_install",
-    "printable",
-    "raise_all",
-    "speaking",
-]
-
 _SHOWN_PROBLEMS = 20
 _SHOWN_NAMES = 3
 _OF_TENSOR = re.compile(r"tensor (.+?)(?= \[[\d, ]*\]|: )")

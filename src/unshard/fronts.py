@@ -14,23 +14,6 @@ from typing import Protocol
 
 from unshard.keywords import CHOICES, MergeKeywords
 
-__all__ = [
-    "COMMAND_LINE",
-    "MERGE_OPTIONS",
-    "PYTHON",
-    "Command",
-    "Front",
-    "Mention",
-    "Python",
-    "advice",
-    "call_of",
-    "line_of",
-    "mentions",
-    "reword",
-    "reword_warning",
-    "spell",
-]
-
 _VALUES = {
     **dict.fromkeys(("keep_fp32", "include", "exclude"), "REGEX"),
     **dict.fromkeys(("step", "lora_alpha", "ep_size", "workers"), "N"),

@@ -7,24 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-__all__ = [
-    "CHOICES",
-    "DEFAULTS",
-    "SHARD_SIZE",
-    "DtypeLike",
-    "EngineKeywords",
-    "MergeKeywords",
-    "OpenKeywords",
-    "PretrainedKeywords",
-    "PushKeywords",
-    "ReadKeywords",
-    "ReshardKeywords",
-    "SavedConfig",
-    "VerifyKeywords",
-    "VirtualKeywords",
-]
-
-
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("keep", "config", "base", "bfloat16", "float16", "float32"),
     "names": ("hub", "training"),

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Noted"]
-
 _T = TypeVar("_T")
 
 

@@ -9,8 +9,6 @@ from typing import Protocol
 from unshard.errors import printable
 from unshard.fronts import PYTHON, reword_warning
 
-__all__ = ["Advanced", "Chosen", "Event", "Listener", "Stage", "Warned", "ignore"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

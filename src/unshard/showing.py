@@ -23,8 +23,6 @@ from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, i
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Clock", "counted", "hearing", "human_size", "is_notebook", "is_terminal", "listening"]
-
 Clock = Callable[[], float]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")

@@ -12,18 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = [
-    "Interrupted",
-    "end_at_once",
-    "exit_code",
-    "how",
-    "ignore",
-    "ignore_for_good",
-    "message",
-    "raise_them",
-    "uninterrupted",
-]
-
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 128 + signal.SIGINT
 _STDERR = 2

@@ -17,7 +17,7 @@ from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
 from unshard import __version__, api
 from unshard.cli.main import app, main
 from unshard.cli.reports import print_report
-from unshard.write.staging.beneath import exchange
+from unshard.write.dirfd import exchange
 from waiting import LIMIT_S
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpoint"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unshard.containers.pickles.machine import SaltedInt
+from unshard.containers.pickles.machine import MalformedPickleError, SaltedInt
 from unshard.containers.pickles.records import Persistent, Record, Value
 from unshard.containers.pickles.template import make_template
-from unshard.containers.pickles.unpickle import MalformedPickleError, unpickle
+from unshard.containers.pickles.unpickle import unpickle
 from unshard.read.torch_save.blanks import with_numbers
 
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 300) | st.integers(0, 1 << 33)

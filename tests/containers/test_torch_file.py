@@ -16,13 +16,9 @@ import torch
 import unshard
 from ranks import Tensors, assert_same, bits, merged
 from unshard import CorruptError, IncompleteError, NotMergeableError, UnsafeError, UnshardError
+from unshard.containers.pickles.machine import MalformedPickleError
 from unshard.containers.pickles.records import Value
-from unshard.containers.pickles.unpickle import (
-    MalformedPickleError,
-    TruncatedPickleError,
-    unpickle,
-    unpickle_first,
-)
+from unshard.containers.pickles.unpickle import TruncatedPickleError, unpickle, unpickle_first
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.read.torch_save.values import items_of
 

@@ -18,15 +18,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hostile.pickles import FORMS, NAMES, named, split_name
-from unshard.containers.pickles.machine import SLOT_COST, Machine
+from unshard.containers.pickles.machine import (
+    SLOT_COST,
+    DangerousPickleError,
+    Machine,
+    MalformedPickleError,
+)
 from unshard.containers.pickles.opcodes import OPERATIONS
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
-from unshard.containers.pickles.unpickle import (
-    DangerousPickleError,
-    MalformedPickleError,
-    run_all,
-    unpickle,
-)
+from unshard.containers.pickles.unpickle import run_all, unpickle
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 every_protocol = pytest.mark.parametrize("protocol", PROTOCOLS)

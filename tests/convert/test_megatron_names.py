@@ -28,9 +28,9 @@ from unshard import ConversionError
 from unshard.convert.megatron.layout import Heads, by_groups
 from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.recipes import Take, take
-from unshard.read.beside.model_config import ModelConfig
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.megatron.arguments import read_arguments
+from unshard.read.model_config import ModelConfig
 from unshard.read.open import open_latest
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows

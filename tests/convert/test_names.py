@@ -17,7 +17,7 @@ from unshard.convert import names as naming
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Stored
 from unshard.convert.names import Renamed
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, take
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME

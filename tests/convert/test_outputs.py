@@ -12,7 +12,7 @@ from unshard.convert.outputs import Converted, Precision, finish, precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
 from unshard.keywords import DtypeLike
-from unshard.read.beside.model_config import Fields, ModelConfig
+from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType

@@ -12,7 +12,7 @@ from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
 from unshard.convert import outputs as rules
 from unshard.convert.outputs import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

@@ -18,7 +18,7 @@ from ranks import contents, save_ranks, snapshot
 from unshard.engines.several import links
 from unshard.engines.several.links import Office, connect_to_office
 from unshard.engines.several.nodes import divided
-from unshard.write.staging.beneath import names_in
+from unshard.write.dirfd import names_in
 from unshard.write.staging.finished import FINISHED_NAME
 from unshard.write.staging.owners import state_folder
 from waiting import LIMIT_S

@@ -12,9 +12,8 @@ import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 from evaluation.runs import files_in, lmms_checkpoint, rotate_like_lmms_engine
+from unshard.evaluate.pins.files import ExpiredError, PinError
 from unshard.evaluate.pins.pin import (
-    ExpiredError,
-    PinError,
     Quota,
     enforce_quota,
     list_pins,
@@ -25,7 +24,7 @@ from unshard.evaluate.pins.pin import (
 from unshard.read.beside.companions import find_companions
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice
-from unshard.write.staging.beneath import Identity, identity
+from unshard.write.dirfd import Identity, identity
 
 ANY = Quota(count=None, bytes=None)
 

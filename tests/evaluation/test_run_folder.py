@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.runs import lmms_checkpoint
-from unshard.evaluate.pins.files import list_checkpoint
+from unshard.evaluate.pins.files import ExpiredError, PinError, list_checkpoint
 from unshard.evaluate.pins.pin import (
-    ExpiredError,
-    PinError,
     Quota,
     enforce_quota,
     list_pins,
@@ -281,7 +279,7 @@ def test_a_pin_of_another_run_is_not_released(run: Path, tmp_path: Path) -> None
 def test_a_file_that_is_too_large_is_not_read(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("unshard.write.staging.beneath._LONGEST", 1000)
+    monkeypatch.setattr("unshard.write.dirfd._LONGEST", 1000)
     Spool(run).add({"step": 1, "error": "e" * 1000})
     assert Spool(run).waiting() == []
     assert "more than 1000 bytes" in caplog.text

@@ -12,12 +12,9 @@ from random import Random
 
 from unshard.containers.json_file import parsed_object
 from unshard.containers.open_files import opened
+from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.template import make_template
-from unshard.containers.pickles.unpickle import (
-    DangerousPickleError,
-    MalformedPickleError,
-    unpickle,
-)
+from unshard.containers.pickles.unpickle import unpickle
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.containers.torch_files.legacy import read_torch_legacy
 from unshard.containers.torch_files.zip import read_torch_zip

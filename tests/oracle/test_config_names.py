@@ -19,7 +19,7 @@ from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import MODELS
 from unshard.convert.names import hub_names
 from unshard.convert.recipes import shape_of, take
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME

@@ -27,7 +27,7 @@ from tiny_models import TINY_FAMILIES, assert_same_model, logits, tiny_model
 from unshard.convert.families import FAMILIES
 from unshard.convert.names import Renamed, hub_names, names_of_base
 from unshard.convert.recipes import Recipe, shape_of, take
-from unshard.read.beside.model_config import ModelConfig, read_config
+from unshard.read.model_config import ModelConfig, read_config
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
 from unshard.tensors.dtypes import BY_NAME

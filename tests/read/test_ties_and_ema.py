@@ -9,7 +9,7 @@ import torch
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import IncompleteError, NotMergeableError
-from unshard.read.beside.model_config import TIED_BY_DEFAULT
+from unshard.read.model_config import TIED_BY_DEFAULT
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 import pytest
 
-import unshard.write.staging.beneath
+import unshard.write.dirfd
 import unshard.write.staging.commit
 import unshard.write.staging.stage
 from commits import (

@@ -12,8 +12,8 @@ import unshard
 from ranks import save_ranks, some_tensors
 from unshard.errors import CorruptError, OutputError, UsageError
 from unshard.read.beside.companions import Companions, find_companions
-from unshard.read.beside.model_config import Fields, ModelConfig, read_config
 from unshard.read.format import Location
+from unshard.read.model_config import Fields, ModelConfig, read_config
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.write.companions import companion_files, write_files
 

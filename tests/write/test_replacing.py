@@ -30,7 +30,7 @@ from commits import (
     worlds,
     write,
 )
-from unshard.write.staging.beneath import status_of
+from unshard.write.dirfd import status_of
 from unshard.write.staging.recovery import recover
 from unshard.write.staging.stage import Staging
 

@@ -20,8 +20,6 @@ from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.report import Report
 
-__all__ = ["average"]
-
 _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
 

@@ -49,27 +49,17 @@ from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.plan.work import make_pair
+from unshard.read.base import Base
 from unshard.read.beside.adapter_config import read_adapter_config
-from unshard.read.beside.base import Base
-from unshard.read.beside.model_config import ModelConfig, config_at
+from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.state import OptimizerState
+from unshard.read.optimizer_state import OptimizerState
 from unshard.showing import counted
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
 from unshard.write.companions import ADAPTER_CONFIG_NAME, adapter_config_json
 from unshard.write.execute import are_equal
-
-__all__ = [
-    "Conversion",
-    "convert",
-    "convert_one",
-    "expected_names",
-    "find_stored_ties",
-    "fuse_adapter",
-    "is_stored",
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,14 +20,12 @@ from unshard.read.finding.markers import find_markers, run_of
 from unshard.read.finding.places import at_same_step
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_optimizer
-from unshard.read.optimizer.state import split_name
+from unshard.read.optimizer_state import split_name
 from unshard.showing import counted
 from unshard.stores.nodes.connection import disconnecting
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
 from unshard.write.companions import plain_json
-
-__all__ = ["Inspection", "OptimizerInfo", "ShardCounts", "TensorInfo", "count_shards", "inspect"]
 
 
 @dataclass(frozen=True, slots=True)

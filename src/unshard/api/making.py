@@ -25,8 +25,8 @@ from unshard.plan.work import make_pair
 from unshard.progress import Listener, Stage, Warned, ignore
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
-from unshard.read.beside.model_config import ModelConfig
 from unshard.read.hub_files import RECORD_NAME
+from unshard.read.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import path_of
@@ -49,25 +49,6 @@ from unshard.write.report import Report, peak_memory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import verify_light, without_checksums
-
-__all__ = [
-    "ADAPTER_FOLDER",
-    "Prepared",
-    "add_files",
-    "compare_with_base",
-    "kept_dtype",
-    "late_notes",
-    "make_record",
-    "make_report",
-    "named_companions",
-    "plan_output",
-    "push_output",
-    "small_files",
-    "stage_output",
-    "verify_output",
-    "warn",
-    "without_config",
-]
 
 _log = logging.getLogger(__name__)
 

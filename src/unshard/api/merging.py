@@ -43,8 +43,6 @@ from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
 
-__all__ = ["StepResult", "merge", "merge_all", "merge_steps", "merge_with"]
-
 
 @accepting(MergeKeywords)
 @disconnecting()

@@ -17,8 +17,6 @@ from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 from unshard.stores.remote_path import path_of
 
-__all__ = ["MergeOptions", "accepting", "given_output", "given_path"]
-
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 

@@ -13,28 +13,17 @@ from unshard.api.options import MergeOptions, given_path
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.beside.base import read_base
+from unshard.read.base import read_base
 from unshard.read.beside.companions import completed
-from unshard.read.beside.model_config import ConfigFile
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.megatron.config import config_of, doubts
+from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import Catalog
 from unshard.write.staging.targets import check_space
-
-__all__ = [
-    "Opening",
-    "Sources",
-    "decompressed",
-    "inflated",
-    "open_source",
-    "read_checkpoint",
-    "scratch_directory",
-    "with_optimizer",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -34,8 +34,6 @@ from unshard.write.bucket_stage import BucketStage, is_last
 from unshard.write.report import Report
 from unshard.write.staging.finished import Counts, Work
 
-__all__ = ["store_output"]
-
 _SMALL = 8 << 20
 
 

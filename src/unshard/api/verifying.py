@@ -27,8 +27,6 @@ from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
 
-__all__ = ["verify"]
-
 
 @accepting(VerifyKeywords)
 @disconnecting()

@@ -17,8 +17,6 @@ from unshard.write.bucket_ledger import BucketLedger
 from unshard.write.staging.finished import Counts, Ledger, Work
 from unshard.write.staging.stage import Staging
 
-__all__ = ["digest_of_sources", "earlier_overflows", "say_what_is_known", "write_weights"]
-
 
 def digest_of_sources(sources: Sources) -> str:
     """Return what changes if a file with weights is replaced or written to, also of the base."""

@@ -49,8 +49,6 @@ from unshard.showing import listening
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-__all__ = ["average", "inspect", "merge", "push", "reshard", "verify"]
-
 _DIFFERENT = 1
 _AVERAGE = "Average"
 _MERGED = "How it was merged"

@@ -21,8 +21,6 @@ from unshard.keywords import EngineKeywords
 if TYPE_CHECKING:
     from unshard.plugins.serving import Described
 
-__all__ = ["sglang", "vllm"]
-
 _LOADING = ("--load-format", "--model-loader-extra-config")
 
 

@@ -13,8 +13,6 @@ from unshard import __version__
 from unshard.cli.options import Json
 from unshard.showing import human_size
 
-__all__ = ["env"]
-
 _PACKAGES = (
     *("numpy", "ml_dtypes", "safetensors", "huggingface_hub", "typer", "rich"),
     *("torch", "transformers", "peft", "zstandard"),
@@ -85,7 +83,7 @@ def _copies(scratch: Path) -> bool:
 
 def _exchanges(scratch: Path) -> bool:
     """Return whether two directories can be swapped in one step (renameat2)."""
-    from unshard.write.staging.beneath import exchange
+    from unshard.write.dirfd import exchange
 
     for name in ("first", "second"):
         (scratch / name).mkdir()

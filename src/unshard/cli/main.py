@@ -17,8 +17,6 @@ from unshard.cli.evaluate.serving import doctor, drain, serve
 from unshard.cli.options import Grouped
 from unshard.cli.running import guarded
 
-__all__ = ["app", "main"]
-
 _EMPTY_VALUE = re.compile(r"--[a-z0-9-]+=")
 
 app = typer.Typer(

@@ -17,22 +17,6 @@ from unshard.keywords import CHOICES, DEFAULTS, SHARD_SIZE
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
 
-__all__ = [
-    "CHECKPOINT",
-    "OUTPUT",
-    "CheckpointArgument",
-    "Grouped",
-    "Json",
-    "OutputOption",
-    "Quiet",
-    "flag",
-    "keywords_of",
-    "one_of",
-    "option",
-    "taking",
-    "value",
-]
-
 P = ParamSpec("P")
 K = TypeVar("K")
 Option = tuple[object, OptionInfo]

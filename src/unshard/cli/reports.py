@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, OptimizerInfo, Report, ReshardReport, StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
-__all__ = [
-    "fields_of",
-    "print_comparison",
-    "print_inspection",
-    "print_report",
-    "print_reshard",
-    "print_steps",
-]
-
 _SHOWN = 20
 _TITLE = 13  # characters of the first column of the table of `inspect`
 

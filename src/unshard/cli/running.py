@@ -19,8 +19,6 @@ from unshard.engines.crew import as_one_of_torchrun, is_started_by_torchrun
 from unshard.errors import UnshardError, UsageError, printable
 from unshard.fronts import PYTHON, Command
 
-__all__ = ["as_given", "error_fields", "front_of", "guarded", "run", "say"]
-
 P = ParamSpec("P")
 
 _FAILED = 1

@@ -18,25 +18,8 @@ from unshard.showing import listening
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Prepared, Report
     from unshard.api.inspecting import ShardCounts
-    from unshard.read.beside.model_config import Fields
+    from unshard.read.model_config import Fields
     from unshard.tensors.catalog import Catalog
-
-__all__ = [
-    "DTYPES",
-    "Paths",
-    "SavesItself",
-    "as_file",
-    "as_transformers_saves",
-    "convert",
-    "find_paths",
-    "generation_config",
-    "merge_line",
-    "need_config",
-    "path_argument",
-    "print_how_to_load",
-    "run",
-    "showing",
-]
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -13,19 +13,6 @@ from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 
-__all__ = [
-    "StoredPart",
-    "chunk_part",
-    "equal_chunks",
-    "equal_tensors",
-    "fill_box",
-    "first_difference",
-    "place_of",
-    "replicas",
-    "stored_parts",
-    "view",
-]
-
 _COMPARED = 1 << 20
 
 

@@ -16,17 +16,6 @@ from typing import TypeVar
 from unshard.containers.open_files import is_regular, opened, pread, size_of
 from unshard.errors import CorruptError
 
-__all__ = [
-    "MAX_JSON",
-    "MAX_JSON_DEPTH",
-    "JsonFields",
-    "is_text",
-    "is_too_dense",
-    "json_object",
-    "parsed_object",
-    "shown",
-]
-
 _T = TypeVar("_T")
 
 MAX_JSON = 100_000_000

@@ -15,21 +15,6 @@ from unshard.errors import CorruptError, UsageError
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
-__all__ = [
-    "AT_ONCE",
-    "LentFiles",
-    "OpenFiles",
-    "Opened",
-    "Pread",
-    "is_regular",
-    "name_of",
-    "opened",
-    "pread",
-    "pread_many",
-    "preader",
-    "size_of",
-]
-
 AT_ONCE = 8
 """How many threads read from `LentFiles` at the same time by default."""
 _OPEN_FILES = 32  # for each of them

@@ -20,8 +20,6 @@ from unshard.containers.json_file import is_too_dense
 from unshard.errors import CorruptError, IncompleteError
 from unshard.tensors.dtypes import BY_CODE, DType
 
-__all__ = ["MAX_HEADER", "HeaderEntry", "SafetensorsFile", "encode_header", "read_safetensors"]
-
 MAX_HEADER = 100_000_000
 """Longest header, bytes, that safetensors' own reader accepts."""
 

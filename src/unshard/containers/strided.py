@@ -15,8 +15,6 @@ from unshard.errors import CorruptError
 from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.dtypes import DType
 
-__all__ = ["NEAR", "SLACK", "SMALL", "crc_of", "raw_dtype", "read_exactly", "read_strided"]
-
 SLACK = 2
 """A span is read whole if it is at most this many times larger than what is wanted of it ..."""
 SMALL = 16384

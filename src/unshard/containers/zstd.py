@@ -9,8 +9,6 @@ from unshard.containers.open_files import Opened
 from unshard.containers.strided import read_exactly
 from unshard.errors import CorruptError, UsageError, how_to_install
 
-__all__ = ["decompress"]
-
 _BLOCK = 1 << 20
 _PIECE = 2048  # bytes fed at a time; each may become 32 KiB
 

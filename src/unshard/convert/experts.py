@@ -24,15 +24,6 @@ from unshard.convert.recipes import (
 from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
 
-__all__ = [
-    "ExpertPart",
-    "Sizes",
-    "find_part",
-    "find_sizes",
-    "join_experts",
-    "split_experts",
-]
-
 _GATE_UP = "gate_up_proj"
 _GATE, _UP, _DOWN = "gate_proj", "up_proj", "down_proj"
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["ADVICE", "FAMILIES", "VARIANTS", "Advice", "Experts", "Family", "Rename", "Stored"]
-
 
 class Rename(NamedTuple):
     """A part of a name in training, and the hub's text in its place.

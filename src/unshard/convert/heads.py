@@ -14,18 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from unshard.convert.recipes import Recipe, shape_of
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.catalog import TensorEntry
-
-__all__ = [
-    "EMBEDDINGS",
-    "Ties",
-    "critic_config",
-    "find_ties",
-    "is_head",
-    "left_out_heads",
-    "without_trl_wrapper",
-]
 
 EMBEDDINGS = (
     "embed_tokens.weight",

@@ -20,9 +20,7 @@ from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename
 from unshard.convert.recipes import Recipe, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.beside.model_config import ModelConfig
-
-__all__ = ["Renamed", "hub_names", "names_of_base", "training_names"]
+from unshard.read.model_config import ModelConfig
 
 _Shape = tuple[int, ...]
 _Config = ModelConfig | None

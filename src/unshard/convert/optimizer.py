@@ -13,10 +13,8 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.optimizer.state import OptimizerState, flat_name, split_name
+from unshard.read.optimizer_state import OptimizerState, flat_name, split_name
 from unshard.tensors.catalog import Catalog, TensorEntry
-
-__all__ = ["convert_optimizer"]
 
 _SHOWN = 5
 

@@ -23,20 +23,8 @@ from unshard.convert.recipes import (
 )
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.keywords import DtypeLike
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType
-
-__all__ = [
-    "Converted",
-    "Precision",
-    "average_tensors",
-    "dtype_choice",
-    "finish",
-    "main_dtype",
-    "precision",
-    "select_names",
-    "select_tensors",
-]
 
 # Other names of dtypes: torch's, and those of trainers' options.
 _ALIASES = {

@@ -23,10 +23,8 @@ from unshard.convert.recipes import (
 )
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
-
-__all__ = ["dequantise", "is_scale", "quantisation_config", "quantise", "true_config"]
 
 _ELEMENTS, _SCALES = BY_NAME["float8_e4m3fn"], BY_NAME["float32"]
 _WEIGHT, _SCALE = ".weight", "_scale_inv"

@@ -12,27 +12,6 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = [
-    "BLOCK",
-    "BlockScales",
-    "Concat",
-    "Dequantized",
-    "LowRank",
-    "Quantized",
-    "Recipe",
-    "Stack",
-    "Take",
-    "WeightedSum",
-    "cut",
-    "dtype_of",
-    "pick",
-    "shape_of",
-    "stored_dtype",
-    "take",
-    "takes",
-    "transpose",
-]
-
 BLOCK = 128
 """Rows and columns of the blocks that are quantised together, each with a scale of its own."""
 

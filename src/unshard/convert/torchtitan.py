@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from unshard.convert.recipes import Recipe, Take, shape_of, take
 from unshard.errors import ConversionError
-from unshard.read.beside.model_config import Fields, ModelConfig
+from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.selection import Selection, joined_parts, sliced
-
-__all__ = ["without_native_names"]
 
 _LAYER = re.compile(r"(mtp_)?layers\.(\d+)\.(.+)")
 _TOP = {

@@ -20,8 +20,6 @@ from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.selection import Selection, sliced, strides_of
 from unshard.write.execute import make_tile
 
-__all__ = ["TILE_BYTES", "Empty", "Part", "TensorReader"]
-
 TILE_BYTES = 4 * 1024 * 1024
 
 Place = tuple[slice | EllipsisType, ...]

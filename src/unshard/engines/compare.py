@@ -19,8 +19,6 @@ from unshard.write.execute import make_tile
 from unshard.write.verification.comparison import Comparison, TensorComparison, Tolerances
 from unshard.write.verification.measure import Measures, measure
 
-__all__ = ["Measure", "Pairs", "compare", "measure_pairs", "size_of_pair"]
-
 _TilePair = tuple[str, Tile, Tile]
 """The name of two tensors, and the same box of both."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from unshard.engines.several.torchrun import Leader
     from unshard.engines.threads import RunPlan, VerifyFull
 
-__all__ = ["Crew", "as_one_of_torchrun", "crew", "is_launcher", "is_started_by_torchrun"]
-
 _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
     {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}

@@ -29,8 +29,6 @@ from unshard.write.execute import count_overflows, make_tile
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["CACHE_BYTES", "PieceReader", "PlannedFile"]
-
 CACHE_BYTES = 32 * 1024 * 1024
 _BLOCK = 1024 * 1024
 

@@ -22,21 +22,9 @@ from unshard.tensors.dtypes import DType, DTypeKind
 from unshard.tensors.selection import Selection, of_box
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor as Tensor
     from torch.distributed.tensor import DTensor
-    from torch.nn import Module
-
-__all__ = [
-    "ModelTensor",
-    "Module",
-    "StoredTensor",
-    "Tensor",
-    "as_tensor",
-    "model_tensors",
-    "need_torch",
-    "on_meta",
-    "torch_memory",
-]
+    from torch.nn import Module as Module
 
 
 def need_torch() -> None:

@@ -12,30 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from unshard.errors import ConversionError, UnshardError, UsageError
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.tensors.selection import Selection
 from unshard.write.verification.load import Found, named_class, need_transformers
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig as PreTrainedConfig
+    from transformers import PreTrainedModel as PreTrainedModel
 
     from unshard.engines.into_torch import StoredTensor
-
-__all__ = [
-    "GENERATION_NAME",
-    "Loader",
-    "PreTrainedConfig",
-    "PreTrainedModel",
-    "Unread",
-    "choose_loader",
-    "config_object",
-    "load_pretrained",
-    "need_lazy_loading",
-    "refuse_differences",
-    "set_generation",
-]
 
 GENERATION_NAME = "generation_config.json"
 _FIRST_LAZY = 5  # the first version that reads tensors of a state dict by indexing them

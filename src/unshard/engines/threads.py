@@ -24,28 +24,6 @@ from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
 from unshard.write.verification.output import Check, Checker, source_jobs
 
-__all__ = [
-    "MIN_BUFFER",
-    "Finished",
-    "Finishing",
-    "Overflows",
-    "Resources",
-    "RunPlan",
-    "Share",
-    "VerifyFull",
-    "create_files",
-    "default_workers",
-    "divide",
-    "find_differences",
-    "in_turn",
-    "named_overflows",
-    "one_by_one",
-    "raise_differences",
-    "run_plan",
-    "verify_full",
-    "work_off",
-]
-
 _T = TypeVar("_T")
 _Job_contra = TypeVar("_Job_contra", contravariant=True)
 

@@ -28,8 +28,6 @@ from unshard.stores.copying import Composition
 from unshard.stores.objects import LEAST_PART, MOST_PARTS
 from unshard.stores.remote_path import RemotePath
 
-__all__ = ["Pace", "Uploaded", "Uploader", "pace", "upload_files"]
-
 _SHARE = 8
 _LARGEST_BLOCK = 32 << 20
 _MOST_AT_ONCE = 16

@@ -11,15 +11,6 @@ from math import hypot
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Result
 
-__all__ = [
-    "Comparison",
-    "Difference",
-    "as_results",
-    "best_numbers",
-    "best_of",
-    "compare_runs",
-]
-
 _BASE_STEP = 0
 _OPTIONAL = {"stderr": None, "higher_is_better": None}
 Series = tuple[str, str, str]

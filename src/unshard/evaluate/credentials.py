@@ -9,8 +9,6 @@ from urllib.parse import unquote, urlsplit
 
 from unshard.errors import UsageError
 
-__all__ = ["check_token", "read_token", "split_url", "without_password"]
-
 
 def read_token(file: Path, *, what: str) -> str:
     """Return the token in a file, which errors call `what`, without white space around it."""

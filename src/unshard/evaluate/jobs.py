@@ -17,22 +17,6 @@ from unshard.errors import UnshardError
 from unshard.evaluate.process import Process
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
-__all__ = [
-    "BASE_STEP",
-    "OPTIONS",
-    "ArgumentFields",
-    "Arguments",
-    "EvaluationError",
-    "Filters",
-    "Job",
-    "JobEvent",
-    "Phase",
-    "Request",
-    "Result",
-    "Status",
-    "backoff",
-]
-
 BASE_STEP = 0
 """The step of the results of the model that training began with."""
 

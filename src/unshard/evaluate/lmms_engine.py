@@ -26,7 +26,8 @@ from pathlib import Path
 from types import ModuleType
 
 from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
-from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors, open_wandb
+from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors
+from unshard.evaluate.sinks.open import open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.stopping import StopFile, count_ranks
 from unshard.evaluate.trainer.submitter import Submitter, is_first_rank

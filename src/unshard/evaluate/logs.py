@@ -6,7 +6,10 @@ from datetime import UTC, datetime
 
 from unshard.errors import printable
 
-__all__ = ["log_to_stderr"]
+LOG_MARK = "The log ends with:"
+"""The line of an error after which the evaluator's own log is quoted."""
+
+_LONGEST = 500
 
 
 class _Printable(logging.Formatter):
@@ -47,3 +50,15 @@ def log_to_stderr(level: int, form: str, *, as_json: bool = False) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if as_json else _Printable(form))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line without control characters, of 500 characters at most.
+
+    Of an error that quotes an evaluator's log only what is before it.
+    """
+    own = text.partition(f"\n{LOG_MARK}")[0]
+    parts = [part for line in own.splitlines() if (part := " ".join(line.split()))]
+    line = "; ".join(parts)
+    shown = printable(line[: _LONGEST + 1])
+    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Process"]
-
 
 @dataclass(frozen=True, slots=True)
 class Process:

@@ -2,7 +2,7 @@
 
 A run may have been copied or unpacked from elsewhere, and other users may write to it. Directories
 are therefore opened from the run downwards, one name at a time, without following links, and are
-used through their descriptors: see `write.staging.beneath`. Only regular files are read, up to a
+used through their descriptors: see `write.dirfd`. Only regular files are read, up to a
 bound.
 
 A record of ours names its own inode, which a copy does not share; any other is left alone.
@@ -24,31 +24,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
-from unshard.read.finding.step_names import STATE_FOLDER
-from unshard.write.staging.beneath import (
+from unshard.read.step_names import STATE_FOLDER
+from unshard.write.dirfd import (
     open_inside,
     open_regular,
     read_with_status,
     try_lock,
     whole_file,
 )
-
-__all__ = [
-    "PINS",
-    "SPOOL",
-    "SPOOL_LOCK",
-    "STOP",
-    "WATCHED",
-    "WATCH_LOCK",
-    "RunFolder",
-    "RunRecord",
-    "leave_alone",
-    "lock_file",
-    "opened",
-    "read_record",
-    "unlock",
-    "write_record",
-]
 
 PINS = "pins"
 """The directory of a run's pins, in `STATE_FOLDER`."""

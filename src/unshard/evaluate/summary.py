@@ -7,8 +7,6 @@ from unshard.evaluate.comparing import Comparison, Difference, as_results, compa
 from unshard.evaluate.jobs import Result
 from unshard.evaluate.tables import Row, lay_out_table, write_markdown
 
-__all__ = ["MOST_METRICS", "summarise", "tables_of"]
-
 MOST_METRICS = 40
 """How many rows a summary has; what is left out is said."""
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from unshard.errors import printable
 
-__all__ = ["Row", "lay_out_table", "on_one_line", "terminal_width", "write_markdown"]
-
 Row = Mapping[str, object]
 """A line of a table, by heading; None is shown as "-"."""
 

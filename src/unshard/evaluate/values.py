@@ -16,20 +16,6 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from unshard.errors import UsageError, raise_all
 
-__all__ = [
-    "LARGEST",
-    "Scalar",
-    "Whole",
-    "expected",
-    "expects",
-    "in_our_words",
-    "problem_of",
-    "shown",
-    "split_names",
-    "validated",
-    "whole",
-]
-
 LARGEST = 2**53
 """The largest whole number that JSON has everywhere."""
 

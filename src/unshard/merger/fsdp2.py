@@ -14,8 +14,6 @@ from unshard.progress import Chosen, Event, Listener, Warned
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-__all__ = ["CheckpointMerger", "FSDP2Merger", "merge_options"]
-
 _WEIGHTS = {"regular": "model", "ema": "ema"}
 
 log = logging.getLogger("unshard.merger")

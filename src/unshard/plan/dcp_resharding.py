@@ -27,8 +27,6 @@ from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Shard, Sharding, place
 
-__all__ = ["DcpDirectory", "SavedEntry", "lay_out_directories"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedEntry:

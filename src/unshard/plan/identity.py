@@ -11,8 +11,6 @@ import numpy as np
 
 from unshard.plan.operations import Plan
 
-__all__ = ["digest_of"]
-
 _BYTES = 16
 
 

@@ -19,17 +19,6 @@ from unshard.errors import ConversionError, UsageError
 from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.dtypes import DType
 
-__all__ = [
-    "OPTIMIZER_FILES",
-    "OPTIMIZER_INDEX_NAME",
-    "Layout",
-    "OutputFile",
-    "OutputTensor",
-    "index_json",
-    "lay_out",
-    "size_in_bytes",
-]
-
 OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
 """What the files of an optimizer's state are called."""
 OPTIMIZER_INDEX_NAME = "optimizer.safetensors.index.json"

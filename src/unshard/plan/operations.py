@@ -20,24 +20,6 @@ from unshard.plan.layout import Layout
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = [
-    "COPY_ROW",
-    "Cast",
-    "CopyRange",
-    "Dequantize",
-    "FindScales",
-    "Fuse",
-    "Gather",
-    "Operation",
-    "Plan",
-    "Quantize",
-    "Reduce",
-    "StoredTensor",
-    "Target",
-    "Tiled",
-    "stored_tensors",
-]
-
 COPY_ROW = np.dtype(
     [
         ("file", np.int32),

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from unshard.plan.pieces import Contents, Piece, Run
 
-__all__ = ["Part", "parts_of"]
-
 _LONGEST = 256 << 20
 """Longer runs are copied as several parts at the same time, if they may be so short."""
 

@@ -23,8 +23,6 @@ from unshard.plan.operations import (
 from unshard.plan.work import Tile, tile_shape
 from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
 
-__all__ = ["Contents", "Piece", "Run", "Slab", "blocks_of", "contents_of", "slab_tiles"]
-
 _SLAB_BYTES = 1024 * 1024
 _IN_TILES = Fuse | Quantize | FindScales
 _TURNED_BYTES = 4 * 1024 * 1024  # columns of the source become rows: longer runs are read

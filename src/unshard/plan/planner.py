@@ -49,8 +49,6 @@ from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType
 from unshard.tensors.selection import Grid, cut_out, joined, strides_of, unless_row_major
 
-__all__ = ["LONG_RUN", "make_operation", "make_plan", "table_of"]
-
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
 

@@ -29,17 +29,6 @@ from unshard.tensors.placements import (
     place,
 )
 
-__all__ = [
-    "TENSOR_PARALLEL",
-    "RankFile",
-    "RankTensors",
-    "Resharded",
-    "flat_optimizer_value",
-    "lay_out_ranks",
-    "meshes_of",
-    "optimizer_value",
-]
-
 TENSOR_PARALLEL = frozenset({"tp", "tensor_parallel"})
 """Names of the mesh dimension of tensor parallelism: torchtitan's and NeMo's, Lightning's."""
 

@@ -33,23 +33,6 @@ from unshard.tensors.boxes import Box, row_tile, square_tile, tiles
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.selection import Selection
 
-__all__ = [
-    "PAIR_BYTES",
-    "Pair",
-    "Tile",
-    "TilePart",
-    "Unit",
-    "as_stored",
-    "file_of",
-    "make_pair",
-    "pair_tiles",
-    "split_into_units",
-    "tile_parts",
-    "tile_shape",
-    "unit_bytes",
-    "units_by_file",
-]
-
 PAIR_BYTES = 4 * 1024 * 1024
 """How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
 

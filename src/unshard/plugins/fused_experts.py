@@ -20,8 +20,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-__all__ = ["compare_experts", "has_experts", "packing"]
-
 _CPU = UnquantizedMoeBackend.CPU
 _COMPARED = {
     UnquantizedMoeBackend.TRITON,

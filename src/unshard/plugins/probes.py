@@ -3,8 +3,6 @@
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["choose_probes"]
-
 _EXPERT = re.compile(r".*\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(.*?\.(?:layers|layer|h|blocks|block)\.)(\d+)\.")
 

@@ -23,27 +23,13 @@ from unshard.errors import ConversionError, UsageError
 from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.showing import hearing
 from unshard.stores.remote_path import path_of
 from unshard.write.companions import companion_files, write_files
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Tensor
-
-__all__ = [
-    "OPTIONS",
-    "Described",
-    "Shapes",
-    "Weights",
-    "check_config",
-    "check_shapes",
-    "checked",
-    "describe",
-    "loader_config",
-    "model_directory",
-    "weights_of",
-]
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("weights", "role"), (str,)),

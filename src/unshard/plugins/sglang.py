@@ -16,8 +16,6 @@ from unshard.errors import UsageError
 from unshard.keywords import EngineKeywords
 from unshard.plugins.serving import describe, loader_config, model_directory
 
-__all__ = ["arguments", "register"]
-
 _FORMAT = "unshard"
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ from unshard.errors import UnshardError
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights
 
-__all__ = ["reason_against", "verify"]
-
 _SHOWN = 5
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _LOADER = "weight_loader"

@@ -31,9 +31,7 @@ from unshard.plugins.serving import (
     weights_of,
 )
 from unshard.plugins.sglang_check import reason_against, verify
-from unshard.read.beside import model_config as ours
-
-__all__ = ["UnshardLoader"]
+from unshard.read import model_config as ours
 
 _CHECKPOINT = "checkpoint"
 

@@ -20,8 +20,6 @@ from unshard.errors import UnshardError, UsageError
 from unshard.keywords import EngineKeywords
 from unshard.plugins.serving import describe, loader_config, model_directory
 
-__all__ = ["WORKER_EXTENSION", "Engine", "arguments", "loader_config", "register", "reload"]
-
 WORKER_EXTENSION = "unshard.plugins.vllm_worker.WorkerExtension"
 """What adds our methods to vLLM's workers."""
 

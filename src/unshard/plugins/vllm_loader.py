@@ -19,9 +19,7 @@ from unshard.errors import UsageError
 from unshard.keywords import EngineKeywords
 from unshard.plugins import serving
 from unshard.plugins.serving import OPTIONS, Shapes, Weights, checked, weights_of
-from unshard.read.beside import model_config as ours
-
-__all__ = ["UnshardLoader", "check_config", "options_of_reload", "point_to", "shapes_in"]
+from unshard.read import model_config as ours
 
 _CHECKPOINT = "checkpoint"
 _STARTED_AS = "started_as"

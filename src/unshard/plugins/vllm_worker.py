@@ -29,8 +29,6 @@ from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights, check_shapes, weights_of
 from unshard.plugins.vllm_loader import check_config, options_of_reload, point_to, shapes_in
 
-__all__ = ["WorkerExtension"]
-
 _SHOWN = 5
 _COLUMNS = 64  # of a packed matrix, about: to read all of a large one takes longer than to load it
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

@@ -14,27 +14,8 @@ from pathlib import Path
 
 from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.beside.model_config import ConfigFile
+from unshard.read.model_config import ConfigFile
 from unshard.tensors.catalog import Catalog
-
-__all__ = [
-    "FAIRSEQ2",
-    "ROLES",
-    "Choice",
-    "Format",
-    "Location",
-    "PassedOver",
-    "ReadOptions",
-    "Role",
-    "Weights",
-    "blaming",
-    "by_name",
-    "files_in",
-    "find_file",
-    "has_file",
-    "role_in",
-    "shortened",
-]
 
 _COMPARED = 1 << 20
 

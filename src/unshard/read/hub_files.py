@@ -12,18 +12,6 @@ from unshard.containers.json_file import JsonFields, json_object, parsed_object,
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile, read_safetensors
 from unshard.errors import CorruptError
 
-__all__ = [
-    "INDEX_NAME",
-    "MAX_INTEGER",
-    "RECORD_NAME",
-    "file_names",
-    "natural_order",
-    "read_header",
-    "saved_offsets",
-    "size_problem",
-    "weight_map",
-]
-
 INDEX_NAME = "model.safetensors.index.json"
 RECORD_NAME = "unshard.json"
 """What a merge records next to the weights that it made: see `write.record`."""

@@ -15,22 +15,20 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
-from unshard.read.beside.base import Base
+from unshard.read.base import Base
 from unshard.read.beside.companions import Companions, find_companions
-from unshard.read.beside.model_config import ModelConfig
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import note_markers, note_tag
 from unshard.read.finding.places import at_same_step
-from unshard.read.finding.step_names import step_of
 from unshard.read.finding.writers import writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
-from unshard.read.optimizer.state import OptimizerState
+from unshard.read.model_config import ModelConfig
+from unshard.read.optimizer_state import OptimizerState
+from unshard.read.step_names import step_of
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
-
-__all__ = ["Checkpoint", "check_coverage", "open_latest", "open_whole", "passing_over"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

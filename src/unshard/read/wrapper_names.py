@@ -21,15 +21,6 @@ from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.noted import Noted
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = [
-    "REMOVED",
-    "names_without_wrappers",
-    "refuse_flat_parameters",
-    "stored_names",
-    "unwrapped",
-    "without_wrapper_module",
-]
-
 REMOVED = "names of wrappers were removed from"
 """How the note begins that names of tensors are not those of the files."""
 

@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-__all__ = ["AT_ONCE", "Ongoing", "ahead", "all_at_once", "away_from_signals"]
-
 AT_ONCE = 16
 """How many requests are under way at a time, in this process."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ObjectStore
 
-__all__ = ["Bucket", "Entry", "bucket_at", "changed", "client", "failure", "quoted"]
-
 _CUT_RETRIES = 3
 """How often the rest of a body is asked for again that ended early; requests are retried below."""
 _REQUEST_RETRIES = 10

@@ -21,8 +21,6 @@ from unshard.stores.remote_path import RemotePath
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-__all__ = ["Composition", "Copier"]
-
 _SCHEMES = ("s3", "s3a")
 _SECONDS = 600
 _TRIES = 10

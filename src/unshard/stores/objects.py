@@ -14,8 +14,6 @@ from unshard.stores.buckets import Bucket, failure
 if TYPE_CHECKING:
     from obstore import PutMode
 
-__all__ = ["LEAST_PART", "MOST_PARTS", "Stored", "create", "etag_now", "listed", "remove", "upload"]
-
 LEAST_PART = 5 << 20
 """The least that every part of an upload but the last may have, bytes. This is S3's rule."""
 MOST_PARTS = 10_000

@@ -22,8 +22,6 @@ from unshard.stores.at_once import ahead
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["OTHER_SCHEMES", "Answer", "OtherStore", "PreconditionError"]
-
 OTHER_SCHEMES = ("http", "https", "hf", "memory", "sftp", "ftp", "smb", "webdav", "hdfs")
 
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub", "sftp": "paramiko"}

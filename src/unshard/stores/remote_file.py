@@ -10,8 +10,6 @@ from operator import itemgetter
 from unshard.stores.at_once import all_at_once
 from unshard.stores.buckets import Bucket, Entry
 
-__all__ = ["RemoteFile"]
-
 _GAP = 256 * 1024
 """Ranges this close are read by one request."""
 _WEIGHTS_GAP = 1 << 20

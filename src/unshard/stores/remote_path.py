@@ -20,8 +20,6 @@ from unshard.stores.nodes.files import Copy
 from unshard.stores.other_stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
 
-__all__ = ["RemotePath", "is_url", "look_again", "path_of"]
-
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
 _STAT_FIELDS = 10
 _READ_BUFFER = 1 << 20

@@ -12,19 +12,6 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Box",
-    "Gap",
-    "Ints",
-    "distinct",
-    "find_gap",
-    "is_row_major",
-    "row_major_strides",
-    "row_tile",
-    "square_tile",
-    "tiles",
-]
-
 Ints = NDArray[np.int64]
 
 

@@ -16,15 +16,6 @@ from unshard.tensors.boxes import Box, Ints
 from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Sharding
 
-__all__ = [
-    "ByteRange",
-    "Catalog",
-    "Chunk",
-    "ChunkTable",
-    "Skipped",
-    "TensorEntry",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:

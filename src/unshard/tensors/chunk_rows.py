@@ -16,8 +16,6 @@ from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Sharding
 
-__all__ = ["ChunkRows", "TensorDraft", "chunk_row"]
-
 _FIXED = 4  # rank, file, start, length
 
 

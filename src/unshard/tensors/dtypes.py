@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BY_CODE", "BY_NAME", "CASTS", "DType", "DTypeKind", "numpy_dtype"]
-
 CASTS = ("bfloat16", "float16", "float32")
 """Dtypes that a merge can cast floating point tensors to."""
 

@@ -17,19 +17,6 @@ from math import prod
 
 from unshard.tensors.boxes import Box
 
-__all__ = [
-    "DeviceMesh",
-    "Partial",
-    "Piece",
-    "Placement",
-    "PlacementError",
-    "Replicate",
-    "Shard",
-    "Sharding",
-    "StridedShard",
-    "place",
-]
-
 
 class PlacementError(ValueError):
     """The placements do not determine which part of the tensor this is. The message has why."""

@@ -18,20 +18,6 @@ from numpy.typing import NDArray
 from unshard.tensors.boxes import Box, Ints
 from unshard.tensors.catalog import ChunkTable
 
-__all__ = [
-    "Grid",
-    "Index",
-    "Selection",
-    "cut_out",
-    "joined",
-    "joined_parts",
-    "of_box",
-    "select",
-    "sliced",
-    "strides_of",
-    "unless_row_major",
-]
-
 _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
 

@@ -16,8 +16,6 @@ from unshard.convert.recipes import BLOCK
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
-__all__ = ["block_scales", "dequantized", "meeting", "of_blocks", "quantized"]
-
 _LARGEST = 448.0
 _PART = 64 * 1024  # elements whose places in a table are in memory at the same time, 8 bytes each
 

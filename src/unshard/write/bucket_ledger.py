@@ -14,8 +14,6 @@ from unshard.errors import CorruptError
 from unshard.stores.objects import Stored
 from unshard.write.staging.finished import Counts, Work, notes_of
 
-__all__ = ["FINISHED_NAME", "BucketLedger", "open_bucket_ledger"]
-
 FINISHED_NAME = "_unshard-finished.json"
 """The object that names what is finished of an output that is not complete."""
 

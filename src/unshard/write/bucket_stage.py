@@ -33,8 +33,6 @@ from unshard.write.companions import ADAPTER_CONFIG_NAME
 from unshard.write.staging.finished import Counts, Work
 from unshard.write.staging.stage import say_what_is_left
 
-__all__ = ["CLAIM_NAME", "BucketStage", "is_last"]
-
 CLAIM_NAME = "_unshard-partial.json"
 """The object that claims a place until the output there is complete."""
 

@@ -16,27 +16,10 @@ from unshard.convert.lora.names import Split
 from unshard.errors import OutputError
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.read.beside.companions import Companions
-from unshard.read.beside.model_config import ModelConfig
-from unshard.read.optimizer.state import OptimizerState
+from unshard.read.model_config import ModelConfig
+from unshard.read.optimizer_state import OptimizerState
 from unshard.read.training_state.reader import TrainingState
 from unshard.tensors.dtypes import DTypeKind, numpy_dtype
-
-__all__ = [
-    "ADAPTER_CONFIG_NAME",
-    "ADAPTER_NAME",
-    "EXTRA_STATE_NAME",
-    "OPTIMIZER_NAME",
-    "SCHEDULER_NAME",
-    "adapter_config_json",
-    "companion_files",
-    "is_state_file",
-    "optimizer_fields",
-    "optimizer_json",
-    "plain_json",
-    "state_file_names",
-    "write_files",
-    "write_training_state",
-]
 
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"

@@ -40,8 +40,6 @@ from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
 from unshard.write.writeback import Writeback
 
-__all__ = ["Executor", "are_equal", "count_overflows", "make_tile", "tile_runs"]
-
 _BLOCK = 1024 * 1024
 _DOWNLOAD = 16 * 1024 * 1024
 _FUSE_COLUMNS = 512  # of one product; the last bit of a sum can depend on it

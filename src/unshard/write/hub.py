@@ -21,8 +21,6 @@ from unshard.write.record import is_weight_file
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-__all__ = ["CARD_NAME", "check_repo", "model_card", "push", "push_files"]
-
 _Files = Mapping[str, Path | BufferedIOBase]
 """Files by their names in the repository."""
 

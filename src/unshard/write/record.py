@@ -17,16 +17,7 @@ from unshard.read.format import Location
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
-from unshard.write.staging.beneath import read_file
-
-__all__ = [
-    "OutputRecord",
-    "add_companions",
-    "is_made_from",
-    "is_weight_file",
-    "read_record",
-    "record_json",
-]
+from unshard.write.dirfd import read_file
 
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"

@@ -10,8 +10,6 @@ from unshard.read.format import PassedOver
 from unshard.showing import counted
 from unshard.tensors.catalog import Skipped
 
-__all__ = ["Report", "peak_memory"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:

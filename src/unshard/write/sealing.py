@@ -8,8 +8,6 @@ from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.dcp_files import DcpFile
 from unshard.containers.torch_files.zip_layout import ZipLayout
 
-__all__ = ["seal"]
-
 _BLOCK = 256 * 1024
 """It stays in the processor's cache, and its memory is not fresh: both are several times faster."""
 

@@ -3,8 +3,6 @@
 import ctypes
 import sys
 
-__all__ = ["Writeback"]
-
 _LEAST = 1024 * 1024
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux: begin to write dirty pages; wait for none
 

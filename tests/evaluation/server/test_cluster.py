@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import ScriptEvaluator, is_running, request, script_profile
-from unshard.evaluate.server.attempts.endings import Cause, Failed, Postponed, judge
 from unshard.evaluate.server.cluster.assignment import (
     ENDED_NAME,
     NODE,
@@ -25,6 +24,7 @@ from unshard.evaluate.server.cluster.assignment import (
 )
 from unshard.evaluate.server.cluster.place import _await_files
 from unshard.evaluate.server.cluster.seat import Seat, clear, sizes_below
+from unshard.evaluate.server.endings import Cause, Failed, Postponed, judge
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.processes.supervise import Exit, Order, write_exit
 from unshard.evaluate.server.processes.table import MARK

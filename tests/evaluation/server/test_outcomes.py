@@ -12,8 +12,8 @@ from evaluation.running import ScriptEvaluator, job_of, request, script_profile
 from unshard.evaluate.jobs import Status
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Attempt
-from unshard.evaluate.server.attempts.endings import Completed
 from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.endings import Completed
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.store.store import Store

@@ -18,7 +18,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.watcher import Watching
-from unshard.write.staging.beneath import remove
+from unshard.write.dirfd import remove
 from waiting import LIMIT_S
 from waiting import wait_until as until
 

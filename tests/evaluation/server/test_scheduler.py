@@ -42,8 +42,8 @@ from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts import attempt as attempts
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
-from unshard.evaluate.server.attempts.endings import Cause, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger, PassingError
+from unshard.evaluate.server.endings import Cause, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit

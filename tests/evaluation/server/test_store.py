@@ -17,7 +17,7 @@ import pytest
 from evaluation.running import child_environment, job_of, request
 from unshard.evaluate.jobs import Arguments, Filters, Job, Phase, Request, Status
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.attempts.endings import Cause
+from unshard.evaluate.server.endings import Cause
 from unshard.evaluate.server.store import statements
 from unshard.evaluate.server.store.statements import (
     LONGEST_WAIT_S,

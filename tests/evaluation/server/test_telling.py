@@ -13,8 +13,8 @@ from evaluation.running import request, scheduler, script_profile, wait_for, who
 from evaluation.runs import checkpoint
 from evaluation.servers import Live, live
 from unshard.evaluate.jobs import Job, Status
-from unshard.evaluate.server.attempts.endings import (
-    LOG_MARK,
+from unshard.evaluate.logs import LOG_MARK, one_line
+from unshard.evaluate.server.endings import (
     Cause,
     Completed,
     Expired,
@@ -23,7 +23,7 @@ from unshard.evaluate.server.attempts.endings import (
     Outcome,
     Postponed,
 )
-from unshard.evaluate.server.telling import one_line, tell_outcome
+from unshard.evaluate.server.telling import tell_outcome
 from waiting import wait_until
 
 NAME = "unshard.evaluate.server.telling"

@@ -12,11 +12,7 @@ from another_user import another_user, open_directory
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Request
 from unshard.evaluate.server import admission as validation
-from unshard.evaluate.server.admission import (
-    check_request,
-    check_there,
-    resolve_checkpoint,
-)
+from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.config.profiles import (
     CommandProfile,
     LmEvalProfile,
@@ -24,6 +20,7 @@ from unshard.evaluate.server.config.profiles import (
 )
 from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.http.v1 import Submission
+from unshard.evaluate.server.roots import check_there, resolve_checkpoint
 from unshard.evaluate.server.service import _place
 
 CONFIG = ServerConfig(

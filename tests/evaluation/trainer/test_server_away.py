@@ -13,7 +13,8 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, free_port, live
 from ranks import save_ranks, some_tensors
 from unshard import merge
-from unshard.evaluate.client.v1 import Answer, EvalClient, ServerAwayError
+from unshard.evaluate.client.lmms import Answer
+from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.trainer import courier
 from unshard.evaluate.trainer.config import EvalConfig

@@ -13,10 +13,8 @@ from unshard.plan.resharding import Resharded
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
-from unshard.read.optimizer.state import OptimizerState
+from unshard.read.optimizer_state import OptimizerState
 from unshard.tensors.catalog import Catalog
-
-__all__ = ["check_output"]
 
 
 def check_output(  # noqa: PLR0917 (what was read, and what was made of it)

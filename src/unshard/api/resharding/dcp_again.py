@@ -34,8 +34,6 @@ from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import place_of, places_of
 from unshard.tensors.catalog import Catalog
 
-__all__ = ["dcp_again"]
-
 _LARGEST = 1 << 30
 """Bytes of a compressed object."""
 _SMALL = re.compile(

@@ -11,8 +11,6 @@ from unshard.read.megatron.reader import MEGATRON
 from unshard.read.open import Checkpoint
 from unshard.read.rank_files.reader import RANK_FILES
 
-__all__ = ["ReshardFormat", "files_for", "format_of", "keeps_keys"]
-
 _NUMBERED = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _ACCELERATE = "pytorch_model_fsdp_"
 

@@ -11,12 +11,10 @@ from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import write_torch_file
 from unshard.plan.resharding import RankFile, RankTensors, flat_optimizer_value, optimizer_value
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.state import split_name
+from unshard.read.optimizer_state import split_name
 from unshard.read.training_state.plain_values import plain_values
 from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
-
-__all__ = ["add_files", "files_of_ranks"]
 
 
 def files_of_ranks(

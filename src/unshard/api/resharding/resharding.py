@@ -38,8 +38,6 @@ from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import without_checksums
 
-__all__ = ["ReshardReport", "reshard"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:

@@ -13,8 +13,6 @@ from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.rank_files import find_files
 from unshard.read.training_state.reader import find_state_files
 
-__all__ = ["FSDP_CONFIG", "SourceFiles", "is_fsdp1", "is_whole", "read_source", "refuse_parts"]
-
 _NUMBERS = re.compile(r"world_size_\d+_rank_\d+")
 FSDP_CONFIG = "fsdp_config.json"
 

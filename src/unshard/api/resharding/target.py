@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from unshard.api.resharding.anew.placing import PLAIN_MESH
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
 from unshard.errors import UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
@@ -12,7 +11,8 @@ from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.placements import DeviceMesh
 
-__all__ = ["Target"]
+PLAIN_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
+"""The mesh of tensors that state none."""
 
 _MOST_RANKS = 99_999
 

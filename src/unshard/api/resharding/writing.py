@@ -8,8 +8,6 @@ from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
 from unshard.showing import counted
 
-__all__ = ["Added", "Addition", "Writing", "random_note", "trainer_rng", "write_additions"]
-
 Added = tuple[list[str], list[str]]
 """Notes for the user, and the paths of the files that were added."""
 

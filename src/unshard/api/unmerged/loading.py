@@ -19,13 +19,11 @@ from unshard.engines.arrays import TensorReader
 from unshard.errors import ConversionError, raise_all
 from unshard.plan.operations import Target
 from unshard.plan.planner import make_operation
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module
-
-__all__ = ["Loaded", "Opened", "fill"]
 
 _SHOWN = 20
 

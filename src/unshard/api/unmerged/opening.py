@@ -39,16 +39,6 @@ from unshard.write.companions import optimizer_fields
 if TYPE_CHECKING:
     from unshard.engines.into_torch import Module, Tensor
 
-__all__ = [
-    "LazyTensor",
-    "OpenCheckpoint",
-    "TensorNames",
-    "load_into",
-    "load_state_dict",
-    "open_checkpoint",
-    "read_unmerged",
-]
-
 _Array_co = TypeVar("_Array_co", covariant=True)
 _NEAREST = 3
 _PARTS = ("model", "optimizer")

@@ -32,7 +32,7 @@ from unshard.keywords import MergeKeywords, PretrainedKeywords
 from unshard.plan.operations import Tiled
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
-from unshard.read.beside.model_config import ConfigFile, ModelConfig
+from unshard.read.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
@@ -42,8 +42,6 @@ from unshard.write.companions import write_files
 
 if TYPE_CHECKING:
     from unshard.engines.into_transformers import PreTrainedConfig, PreTrainedModel
-
-__all__ = ["from_pretrained"]
 
 _OWN = tuple(PretrainedKeywords.__annotations__)
 _REFUSED = (MergeKeywords.__annotations__.keys() - {*_OWN, "dtype"}) | {

@@ -17,8 +17,6 @@ from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo, push_files
 from unshard.write.report import Report
 
-__all__ = ["push"]
-
 
 @accepting(PushKeywords)
 @disconnecting()

@@ -30,8 +30,6 @@ from unshard.showing import counted, hearing, human_size
 from unshard.write.companions import state_file_names, write_training_state
 from unshard.write.record import add_companions
 
-__all__ = ["VirtualFiles", "contents_of_output", "open_files", "plan_files", "virtual"]
-
 
 class VirtualFiles(Mapping[str, PlannedFile]):
     """The files that a merge would write, by their names; nothing is written.

@@ -21,20 +21,6 @@ from unshard.errors import UnshardError, UsageError, how_to_install
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = [
-    "FAILED",
-    "URL",
-    "BaseModel",
-    "Csv",
-    "HigherIsBetter",
-    "RandomSeed",
-    "ServerUrl",
-    "TokenFile",
-    "app",
-    "check_installed",
-    "connect",
-]
-
 URL = "http://127.0.0.1:8000"
 FAILED = 1
 """The exit code if a job did not complete, or a checkpoint was not accepted."""

@@ -11,8 +11,6 @@ from unshard.cli.options import Json
 from unshard.errors import UsageError
 from unshard.evaluate.tables import terminal_width
 
-__all__ = ["compare"]
-
 
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of training runs.")],

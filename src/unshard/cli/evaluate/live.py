@@ -14,8 +14,6 @@ from unshard.errors import printable
 if TYPE_CHECKING:
     from rich.live import Live
 
-__all__ = ["show_again"]
-
 
 def show_again(read: Callable[[], Sequence[str]], every_s: float) -> None:
     """Show lines again and again, until a signal.

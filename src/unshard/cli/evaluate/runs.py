@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.watcher import Watching
 
-__all__ = ["export", "watch"]
-
 _SEND_S = 30.0  # how long --once waits for a server
 _ANSWER_S = 2.0  # how long a look waits for the server's answers; the next look prints the rest
 _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most

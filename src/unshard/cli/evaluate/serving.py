@@ -19,9 +19,6 @@ from unshard.cli.evaluate.commands import (
 from unshard.cli.options import Json
 from unshard.errors import UsageError
 
-__all__ = ["doctor", "drain", "serve"]
-
-
 _Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
 ]

@@ -12,8 +12,6 @@ from unshard.evaluate.tables import lay_out_table, on_one_line, terminal_width
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
-__all__ = ["csv_lines", "job_lines", "print_jobs", "result_lines", "wait_for"]
-
 Row = Mapping[str, object]
 """A job or a result as the server answers it."""
 

@@ -9,8 +9,6 @@ from typing import cast
 
 from unshard.containers.pickles.records import Global, Persistent, Record, Value, is_dangerous
 
-__all__ = ["DangerousPickleError", "Machine", "MalformedPickleError"]
-
 _MAX_DEPTH = 1000
 _MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
 _MAX_NAME = 1000

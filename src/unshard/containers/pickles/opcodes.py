@@ -20,8 +20,6 @@ from unshard.containers.pickles.machine import (
 )
 from unshard.containers.pickles.records import Persistent, Record
 
-__all__ = ["OPERATIONS", "STOP", "Operation", "refuse"]
-
 Operation = Callable[[Machine], object]
 
 STOP = ord(".")

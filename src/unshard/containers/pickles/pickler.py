@@ -17,8 +17,6 @@ from typing import Literal, TypeVar
 
 from unshard.containers.pickles.records import Global, Persistent, Value
 
-__all__ = ["MAX_DEPTH", "MAX_INT_BYTES", "Call", "Text", "pickled"]
-
 MAX_DEPTH = 100
 """How deep values may be nested."""
 MAX_INT_BYTES = 255

@@ -7,8 +7,6 @@ must know that a checkpoint was made to run commands; it must not pass as a valu
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["Global", "Persistent", "Record", "Value", "is_dangerous"]
-
 
 @dataclass(frozen=True, slots=True)
 class Global:

@@ -22,8 +22,6 @@ from unshard.containers.pickles.opcodes import OPERATIONS, Operation, refuse
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import run_all
 
-__all__ = ["Numbers", "Template", "is_mark", "make_template", "number_of"]
-
 _FIRST_MARK = 1 << 48
 _LAST_MARK = 1 << 49
 _LONG1 = 0x8A

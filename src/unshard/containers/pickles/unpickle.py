@@ -26,15 +26,6 @@ from unshard.containers.pickles.records import Global, Value
 
 _BINPUT, _LONG_BINPUT, _BINGET, _BININT1 = b"qrhK"
 
-__all__ = [
-    "DangerousPickleError",
-    "MalformedPickleError",
-    "TruncatedPickleError",
-    "run_all",
-    "unpickle",
-    "unpickle_first",
-]
-
 
 class TruncatedPickleError(MalformedPickleError):
     """The bytes end before the pickle does. The message says where."""

@@ -25,8 +25,6 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pick
 from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
 from unshard.tensors.dtypes import DType
 
-__all__ = ["DcpFile", "DcpLayout", "lay_out_dcp", "object_data"]
-
 _ROOT = "archive"  # what torch calls a zip that it writes into an open file
 
 

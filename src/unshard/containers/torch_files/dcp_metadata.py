@@ -18,17 +18,6 @@ from unshard.containers.pickles.pickler import Call, Text, pickled
 from unshard.containers.pickles.records import Global, Value
 from unshard.tensors.dtypes import DType
 
-__all__ = [
-    "Place",
-    "SavePlan",
-    "SavedItem",
-    "SavedObject",
-    "SavedPart",
-    "flat_name",
-    "in_file_order",
-    "metadata_pickle",
-]
-
 ItemPath = tuple[str | int, ...]
 """Where an item is in the saved dict: keys of dicts and indices of lists."""
 

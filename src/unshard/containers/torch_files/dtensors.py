@@ -19,8 +19,6 @@ from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.dtypes import BY_NAME
 from unshard.tensors.placements import DeviceMesh, Placement, Replicate, Shard, StridedShard
 
-__all__ = ["VERSIONS", "DTensors", "Version"]
-
 Version = tuple[int, int]
 """A version of torch, without its last number."""
 

@@ -14,18 +14,13 @@ from pathlib import Path
 from struct import unpack
 
 from unshard.containers.open_files import Opened, opened, pread, size_of
+from unshard.containers.pickles.machine import MalformedPickleError
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
-from unshard.containers.pickles.unpickle import (
-    MalformedPickleError,
-    TruncatedPickleError,
-    unpickle_first,
-)
+from unshard.containers.pickles.unpickle import TruncatedPickleError, unpickle_first
 from unshard.containers.torch_files.writer import STORAGES
 from unshard.containers.torch_files.zip import LEGACY_MAGIC, MAX_PICKLE, StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.dtypes import BY_NAME
-
-__all__ = ["is_start_of_legacy", "is_torch_legacy", "read_torch_legacy"]
 
 _MAGIC = LEGACY_MAGIC[4:14]
 _PROTOCOL = 1001

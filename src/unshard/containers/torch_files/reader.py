@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.containers.open_files import is_regular, opened, pread
+from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.records import Value
-from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError, unpickle
+from unshard.containers.pickles.unpickle import unpickle
 from unshard.containers.torch_files.legacy import (
     is_start_of_legacy,
     is_torch_legacy,
@@ -19,8 +20,6 @@ from unshard.containers.torch_files.legacy import (
 )
 from unshard.containers.torch_files.zip import StorageRecord, TorchZip, read_torch_zip
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
-
-__all__ = ["TorchFile", "open_torch_file", "read_torch_file", "unpickled"]
 
 _HEAD = 512
 _TAR_AT = 257

@@ -10,8 +10,6 @@ Sources: torch's `caffe2/serialize/inline_container.cc`, libstdc++'s `hash_bytes
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-__all__ = ["combined_hash", "hash_of_names"]
-
 _MASK = (1 << 64) - 1
 _SEED, _FACTOR = 0xC70F6907, 0xC6A4A7935BD1E995
 _GOLDEN = 0x9E3779B9

@@ -24,15 +24,6 @@ from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType
 
-__all__ = [
-    "STORAGES",
-    "Plain",
-    "SavedTensor",
-    "rebuilt",
-    "write_pickle",
-    "write_torch_file",
-]
-
 Plain = object
 """What can be written: None, bool, int, float, str, bytes and `SavedTensor`; and lists, tuples,
 dicts, sets, OrderedDicts and Counters of them."""

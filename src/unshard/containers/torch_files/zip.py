@@ -24,8 +24,6 @@ from unshard.containers.open_files import Pread, opened, pread_many, preader, si
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.boxes import Ints
 
-__all__ = ["LEGACY_MAGIC", "MAX_PICKLE", "StorageRecord", "Storages", "TorchZip", "read_torch_zip"]
-
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """The first pickle of the format before this one."""
 MAX_PICKLE = 256 * 1024 * 1024

@@ -15,8 +15,6 @@ from zlib import crc32
 from unshard.containers.torch_files.dtensors import Version
 from unshard.containers.torch_files.record_names import combined_hash, hash_of_names
 
-__all__ = ["ZipLayout", "lay_out_zip"]
-
 _ALIGNMENT = 64
 _FULL64, _FULL32, _FULL16 = (1 << 64) - 1, (1 << 32) - 1, (1 << 16) - 1
 _UTF8, _DESCRIBED = 0x0800, 0x0008  # names are UTF-8; sizes and checksum follow the data

@@ -18,9 +18,7 @@ from unshard.convert.expected.whole_models import (
     Component,
     Model,
 )
-from unshard.read.beside.model_config import Fields
-
-__all__ = ["expected_by_config"]
+from unshard.read.model_config import Fields
 
 Select = Callable[[Iterable[str]], Collection[str]]
 

@@ -9,9 +9,7 @@ does not decide which tensors there are is not listed: then names are not checke
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from unshard.read.beside.model_config import Fields
-
-__all__ = ["DECODERS", "Group", "Groups", "NotKnownError", "flag", "integer", "is_not", "when"]
+from unshard.read.model_config import Fields
 
 Condition = Callable[[Fields, int], bool]
 """Decide whether a layer has a group, by its number and the config of its component.

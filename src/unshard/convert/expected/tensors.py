@@ -6,15 +6,6 @@ from dataclasses import dataclass
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 
-__all__ = [
-    "Expected",
-    "Matches",
-    "Slot",
-    "check_expected",
-    "match_slots",
-    "wrong_shapes",
-]
-
 _Shape = tuple[int, ...]
 
 _SHOWN = 8

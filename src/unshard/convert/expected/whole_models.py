@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from unshard.convert.expected.decoders import DECODERS, Group, Groups, flag, is_not, when
 
-__all__ = ["COMPONENTS", "LAYER_COUNTS", "MODELS", "MORE_LAYERS", "Component", "Model"]
-
 
 @dataclass(frozen=True, slots=True)
 class Component:

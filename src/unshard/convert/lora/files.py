@@ -11,8 +11,6 @@ from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
-__all__ = ["adapter_tensors", "completed"]
-
 _ATTENTION = ".in_proj_weight"  # of torch's MultiheadAttention, which PEFT adapts as a module
 
 

@@ -19,8 +19,6 @@ from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.showing import counted
 from unshard.tensors.boxes import Box
 
-__all__ = ["check_rank", "check_saved_modules", "fuse", "known_alpha", "scale_of"]
-
 _T = TypeVar("_T")
 
 _VARIANTS = {

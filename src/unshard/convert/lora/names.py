@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError, raise_all
 
-__all__ = ["FRONT", "LoraPair", "Split", "split_adapter"]
-
 FRONT = "base_model.model."
 """The path at which PEFT has the model: all names in its files begin with it."""
 

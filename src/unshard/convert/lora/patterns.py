@@ -16,8 +16,6 @@ from operator import or_
 
 from unshard.errors import ConversionError
 
-__all__ = ["ends_like"]
-
 _LONG = 256
 _DEEP = 16
 _TIMES_AT_MOST = 64

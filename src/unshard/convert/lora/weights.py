@@ -15,8 +15,6 @@ from unshard.convert.recipes import Recipe, dtype_of, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
-__all__ = ["AdaptedWeight", "find_weights"]
-
 _MOST_PAIRS, _MOST_WEIGHTS = 4, 8
 
 

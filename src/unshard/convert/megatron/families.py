@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["FAMILIES", "TOP", "Family", "How", "Row"]
-
 
 class How(Enum):
     """What becomes of a tensor of one layer."""

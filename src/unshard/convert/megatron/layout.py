@@ -25,8 +25,6 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.selection import cut_out
 
-__all__ = ["Heads", "by_groups", "first_rows", "halves", "single_layers", "with_whole_matrices"]
-
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
 # The last form is that of a state dict in memory, which Megatron-FSDP saves as it is.
 _EXPERT = re.compile(

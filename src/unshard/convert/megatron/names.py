@@ -22,11 +22,9 @@ from unshard.convert.megatron.layout import (
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.beside.model_config import Fields, ModelConfig
 from unshard.read.megatron.config import why_no_config
+from unshard.read.model_config import Fields, ModelConfig
 from unshard.showing import counted
-
-__all__ = ["without_megatron_names"]
 
 _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"

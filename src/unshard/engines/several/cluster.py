@@ -25,8 +25,6 @@ from unshard.signals import uninterrupted
 from unshard.stores.nodes.connection import check_version, connect, disconnecting, host_of, unusable
 from unshard.stores.nodes.store import LostNodeError, lost_node
 
-__all__ = ["Cluster", "Work", "connected"]
-
 _LOOK_S = 1.0
 _VISIBLE_S = 30.0  # network file systems may show new files of other machines later
 _STOPPING_S = 60.0

@@ -23,10 +23,8 @@ from struct import Struct
 
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
-from unshard.write.staging.beneath import read_file, whole_file
+from unshard.write.dirfd import read_file, whole_file
 from unshard.write.staging.owners import state_folder
-
-__all__ = ["Link", "Office", "connect_to_office"]
 
 _NONCE = 32
 _CODE = 32

@@ -28,8 +28,6 @@ from unshard.progress import Advanced, Event, Listener
 from unshard.signals import uninterrupted
 from unshard.write.staging.recovery import recover
 
-__all__ = ["Chief", "divided", "flush", "serve"]
-
 _TERMINATED = 143
 _LOOKS = 100
 _LOOK_S = 0.05  # between looks for the lock of a process that is about to end

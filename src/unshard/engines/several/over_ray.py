@@ -41,8 +41,6 @@ from unshard.write.bucket_stage import BucketStage
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
 
-__all__ = ["OverRay", "Upload"]
-
 _VISIBLE_S = 90.0  # a network file system may show what another machine has made later
 _LOOK_S = 0.1
 _PARTS = 4  # for each node: nodes are not equally fast

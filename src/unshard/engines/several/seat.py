@@ -16,8 +16,6 @@ from unshard._version import __version__
 from unshard.errors import UnshardError
 from unshard.progress import Advanced, Event, Listener
 
-__all__ = ["Done", "Found", "Seat", "StoppedError", "Task"]
-
 _LOOK_S = 0.3
 
 

@@ -21,8 +21,6 @@ from struct import Struct
 from unshard.errors import OutputError
 from unshard.signals import Interrupted
 
-__all__ = ["Connection", "MeetingPlace", "connect", "remove_meeting_place"]
-
 _NAME = "socket"
 _TMP = "/tmp"  # noqa: S108 (what is there is checked)
 _LONGEST = 100  # bytes of a socket's path: 107 on Linux, 103 on macOS

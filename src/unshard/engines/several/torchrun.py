@@ -38,8 +38,6 @@ from unshard.signals import Interrupted, uninterrupted
 from unshard.write.execute import Executor
 from unshard.write.staging.recovery import recover
 
-__all__ = ["SIGNALS", "Leader", "died", "follow"]
-
 SIGNALS = 128
 """Exit codes from here on are those of signals."""
 _BATCH_BYTES = 4 * 1024 * 1024

@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.stopping import StopFile

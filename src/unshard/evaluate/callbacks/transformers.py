@@ -19,7 +19,8 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors, open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.stopping import StopFile, count_ranks
 from unshard.evaluate.trainer.submitter import Submitter

@@ -18,8 +18,6 @@ import httpx
 from unshard.evaluate.credentials import check_token, split_url
 from unshard.evaluate.values import split_names
 
-__all__ = ["DEFAULT_URL", "Answer", "AsyncEvalClient", "LmmsClient", "given", "names_of"]
-
 DEFAULT_URL = "http://localhost:8000"
 
 Answer = dict[str, object]

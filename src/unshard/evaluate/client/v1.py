@@ -20,8 +20,6 @@ from unshard.evaluate.client.lmms import DEFAULT_URL, Answer, LmmsClient, given,
 from unshard.evaluate.jobs import ArgumentFields, EvaluationError
 from unshard.evaluate.values import Scalar
 
-__all__ = ["Answer", "EvalClient", "RefusedError", "ServerAwayError"]
-
 _PREFIX = "/api/v1"
 _AWAY = frozenset({408, 425, 429, 502, 503, 504})
 _NO_TOKEN = 401

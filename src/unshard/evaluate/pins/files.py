@@ -19,24 +19,11 @@ from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError
 from unshard.read.beside.companions import Companions, companions_in, find_companions
 from unshard.read.finding.discover import find
-from unshard.read.finding.step_names import STATE_FOLDER
 from unshard.read.format import Choice
+from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath
-from unshard.write.staging.beneath import Identity, identity
-
-__all__ = [
-    "ExpiredError",
-    "Listing",
-    "PinError",
-    "changed_files",
-    "explain",
-    "fingerprint",
-    "link_all",
-    "link_companions",
-    "list_checkpoint",
-    "read_stamps",
-]
+from unshard.write.dirfd import Identity, identity
 
 _GRAINS_NS = (1, 100, 1_000, 1_000_000_000)  # of the times that file systems keep
 

@@ -39,22 +39,9 @@ from unshard.evaluate.run_folder import (
     write_record,
 )
 from unshard.evaluate.values import Whole
-from unshard.read.finding.step_names import STATE_FOLDER
-from unshard.write.staging.beneath import Identity, check_path, names_in, remove
-from unshard.write.staging.beneath import opened as opened_in
-
-__all__ = [
-    "ExpiredError",
-    "Pin",
-    "PinError",
-    "Quota",
-    "enforce_quota",
-    "list_pins",
-    "pin_checkpoint",
-    "read_pin",
-    "sweep",
-    "unpin",
-]
+from unshard.read.step_names import STATE_FOLDER
+from unshard.write.dirfd import Identity, check_path, names_in, remove
+from unshard.write.dirfd import opened as opened_in
 
 _RECORD = "pin.json"
 _PARTIAL = ".partial"

@@ -25,8 +25,6 @@ from unshard.evaluate.server.serve import Given, configure, make_service
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
 
-__all__ = ["Finding", "Trial", "examine"]
-
 _LEAST_BYTES = 1 << 30
 _POLL_S = 0.1
 _SHOWN = 600  # characters of a log's end

@@ -13,16 +13,6 @@ from pathlib import Path
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 
-__all__ = [
-    "Slots",
-    "as_gpus",
-    "describe_slots",
-    "find_gpus",
-    "first_gpus",
-    "gpus_expected",
-    "parse_gpus",
-]
-
 _NONE = frozenset({"", "-1", "NoDevFiles"})
 _NAME = re.compile(r"[0-9]{1,9}|(?:GPU|MIG)-[\w/-]+", re.ASCII)
 

@@ -16,8 +16,6 @@ from urllib.parse import quote
 
 from unshard.errors import UnshardError
 
-__all__ = ["RETRY_AFTER_S", "HealthCheck", "UnhealthyError"]
-
 RETRY_AFTER_S = 30
 """After how many seconds clients may try again."""
 

@@ -12,25 +12,13 @@ from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.pins.files import read_stamps
-from unshard.evaluate.pins.pin import (
-    ExpiredError,
-    Pin,
-    PinError,
-    Quota,
-    list_pins,
-    pin_checkpoint,
-    read_pin,
-    sweep,
-    unpin,
-)
+from unshard.evaluate.pins.files import ExpiredError, PinError, read_stamps
+from unshard.evaluate.pins.pin import Pin, Quota, list_pins, pin_checkpoint, read_pin, sweep, unpin
 from unshard.evaluate.run_folder import PINS, RunFolder
-from unshard.evaluate.server.admission import resolve_checkpoint
+from unshard.evaluate.server.roots import resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
-from unshard.read.finding.step_names import STATE_FOLDER
+from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.remote_path import RemotePath, path_of
-
-__all__ = ["Pins"]
 
 _DEPTHS = ("", "*/", "*/*/")  # of runs below a root
 _log = logging.getLogger(__name__)

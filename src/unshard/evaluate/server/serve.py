@@ -43,8 +43,6 @@ from unshard.evaluate.server.store.store import Store
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 
-__all__ = ["Given", "configure", "make_service", "serve"]
-
 _WORK_DIR = Path("unshard-eval")
 _DATABASE = "jobs.sqlite"
 _GRACE_S = 3

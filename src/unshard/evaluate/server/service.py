@@ -16,17 +16,9 @@ from tempfile import TemporaryDirectory
 from unshard.api.options import MergeOptions
 from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status
-from unshard.evaluate.pins.files import fingerprint, read_stamps
-from unshard.evaluate.pins.pin import ExpiredError
+from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.server.admission import (
-    check_links,
-    check_merged,
-    check_request,
-    check_there,
-    not_readable,
-    resolve_checkpoint,
-)
+from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import (
@@ -43,17 +35,22 @@ from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import read_log
 from unshard.evaluate.server.queue.scheduler import Scheduler
+from unshard.evaluate.server.roots import (
+    check_links,
+    check_merged,
+    check_there,
+    not_readable,
+    resolve_checkpoint,
+)
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
-from unshard.read.finding.step_names import step_of, step_of_parents
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import RECORD_NAME
+from unshard.read.step_names import step_of, step_of_parents
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
-from unshard.write.staging.beneath import write_whole
-
-__all__ = ["Service", "group_by_task"]
+from unshard.write.dirfd import write_whole
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000

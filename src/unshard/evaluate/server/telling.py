@@ -10,23 +10,13 @@ import logging
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from unshard.errors import printable
 from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.server.attempts.endings import (
-    LOG_MARK,
-    Completed,
-    Failed,
-    Lost,
-    Outcome,
-    Postponed,
-)
+from unshard.evaluate.logs import one_line
+from unshard.evaluate.server.endings import Completed, Failed, Lost, Outcome, Postponed
 from unshard.stores.remote_path import is_url
 
-__all__ = ["one_line", "short_id", "tell", "tell_outcome", "tell_refusal"]
-
 _SHORT = 8
-_LONGEST = 500
 _NUMBERS = 3
 
 _log = logging.getLogger(__name__)
@@ -81,18 +71,6 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
             tell(job, f"{now.status}: {number}: {why}", outcome=how)
         case ((Status.CANCELLED | Status.SUPERSEDED), _):
             tell(job, f"{now.status}: the processes of {number} have ended", outcome=how)
-
-
-def one_line(text: str) -> str:
-    """Return a text as one line without control characters, of 500 characters at most.
-
-    Of an error that quotes an evaluator's log only what is before it.
-    """
-    own = text.partition(f"\n{LOG_MARK}")[0]
-    parts = [part for line in own.splitlines() if (part := " ".join(line.split()))]
-    line = "; ".join(parts)
-    shown = printable(line[: _LONGEST + 1])
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
 
 
 def _where(request: Request) -> str:

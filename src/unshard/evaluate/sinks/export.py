@@ -14,8 +14,6 @@ from pathlib import Path
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.sinks.base import JsonlSink, Marks, Sink, name_metrics
 
-__all__ = ["Destination", "Exported", "Tracker", "export", "export_all"]
-
 _MARKS = "unshard_exports"
 
 

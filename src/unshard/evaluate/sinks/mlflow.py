@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping
 import mlflow
 from mlflow.entities import Metric
 
-__all__ = ["MlflowSink"]
-
 _TAG = "unshard_eval.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
 _LONGEST_NAME = 250

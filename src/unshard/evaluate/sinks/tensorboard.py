@@ -16,8 +16,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from unshard.evaluate.sinks.base import PREFIX
 
-__all__ = ["TensorBoardSink"]
-
 
 class TensorBoardSink:
     """Writes event files.

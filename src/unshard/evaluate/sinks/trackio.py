@@ -11,8 +11,6 @@ import trackio
 from trackio import context_vars
 from trackio.run import Run
 
-__all__ = ["TrackioSink"]
-
 
 class TrackioSink:
     """Writes to a run, from the process and thread that logs to it.

@@ -14,8 +14,6 @@ import wandb
 
 from unshard.evaluate.sinks.base import STEP_METRIC
 
-__all__ = ["TrainerWandbSink", "WandbSink"]
-
 
 class TrainerWandbSink:
     """Adds results to the training run, from the trainer's process and thread.

@@ -8,8 +8,6 @@ from pathlib import Path
 from unshard.errors import UsageError
 from unshard.stores.remote_path import is_url, path_of
 
-__all__ = ["find_base"]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", re.ASCII)
 
 

@@ -34,14 +34,12 @@ from unshard.errors import (
 )
 from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.finding.markers import find_markers, stated_tag
-from unshard.read.finding.step_names import step_of
 from unshard.read.format import Choice, Location
 from unshard.read.hub_files import INDEX_NAME, weight_map
+from unshard.read.step_names import step_of
 from unshard.read.zero.reader import ZERO
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
-
-__all__ = ["CheckpointFinder", "why_incomplete", "why_unfinished"]
 
 _RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")

@@ -39,8 +39,6 @@ from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.base_model import find_base
 from unshard.evaluate.values import Whole, expects, in_our_words, split_names
 
-__all__ = ["EvalConfig"]
-
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
 _UNUSED = ("device", "log_samples", "predict_only", "output_dir")
 # Not `seed` and `output_dir`: models may have arguments of these names.

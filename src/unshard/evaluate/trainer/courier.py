@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.client.v1 import Answer, EvalClient, RefusedError, ServerAwayError
+from unshard.evaluate.client.lmms import Answer
+from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import EvaluationError, Status, backoff
-from unshard.evaluate.pins.pin import ExpiredError, list_pins, read_pin, sweep, unpin
+from unshard.evaluate.pins.files import ExpiredError
+from unshard.evaluate.pins.pin import list_pins, read_pin, sweep, unpin
 from unshard.evaluate.run_folder import leave_alone
 from unshard.evaluate.sinks.base import name_metrics
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.recorder import Recording
 from unshard.evaluate.trainer.spool import Entry, Spool
-
-__all__ = ["Courier", "release"]
 
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away

@@ -16,8 +16,6 @@ from pathlib import Path
 from unshard.evaluate.jobs import backoff
 from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, ignoring_errors
 
-__all__ = ["Recorder", "Recording"]
-
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
 _MOST_REFUSALS = 3  # of a result, by a sink that takes others
 

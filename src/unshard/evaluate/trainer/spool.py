@@ -22,9 +22,7 @@ from pathlib import Path
 from unshard.errors import CorruptError
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.run_folder import SPOOL, RunFolder, leave_alone, read_record, write_record
-from unshard.write.staging.beneath import names_in
-
-__all__ = ["Entry", "EntryFields", "Spool", "request_key"]
+from unshard.write.dirfd import names_in
 
 _JOB_ID = re.compile(r"[\w-][\w.-]{0,127}")  # it becomes the name of a file
 _SUFFIX = ".json"

@@ -18,9 +18,7 @@ from pathlib import Path
 from unshard.errors import printable
 from unshard.evaluate.run_folder import STOP, RunFolder
 from unshard.evaluate.sinks.base import ignoring_errors
-from unshard.write.staging.beneath import open_regular
-
-__all__ = ["StopFile", "count_ranks"]
+from unshard.write.dirfd import open_regular
 
 _EVERY = 10  # steps between two broadcasts
 _REASON = 300  # bytes that are shown

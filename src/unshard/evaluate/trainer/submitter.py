@@ -20,7 +20,8 @@ from pathlib import Path
 from unshard.errors import UsageError
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import BASE_STEP
-from unshard.evaluate.pins.pin import ExpiredError, PinError, pin_checkpoint
+from unshard.evaluate.pins.files import ExpiredError, PinError
+from unshard.evaluate.pins.pin import pin_checkpoint
 from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
 from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
 from unshard.evaluate.summary import summarise
@@ -29,8 +30,6 @@ from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
 from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.stores.remote_path import RemotePath, is_url, path_of
-
-__all__ = ["Submitter", "is_first_rank"]
 
 _SHORTEST_WAIT = 0.01  # seconds
 _LOOK = 0.1  # seconds between looks at what is pending, when training has ended

@@ -29,8 +29,6 @@ from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
 from unshard.stores.remote_path import path_of
 
-__all__ = ["Decision", "Watching"]
-
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
-from unshard.read.beside.model_config import Fields
 from unshard.read.format import Location
-
-__all__ = ["AdapterConfig", "read_adapter_config"]
+from unshard.read.model_config import Fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,8 @@ from typing import NamedTuple
 
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError
-from unshard.read.finding.search import children
-from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location, Role, role_in
-
-__all__ = ["BaseName", "find_base_name"]
+from unshard.read.step_names import children, holds_steps
 
 _FILES = ("adapter_config.json", "args.json", "train_config.json", "config.yaml", "config.toml")
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")

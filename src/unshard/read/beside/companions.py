@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import CorruptError, UsageError
-from unshard.read.beside.model_config import ConfigFile, ModelConfig
-from unshard.read.finding.step_names import holds_steps
 from unshard.read.format import Location
-
-__all__ = ["Companions", "companions_in", "completed", "find_companions"]
+from unshard.read.model_config import ConfigFile, ModelConfig
+from unshard.read.step_names import holds_steps
 
 _CONFIG = "config.json"
 _NAMES = frozenset(

@@ -30,8 +30,6 @@ from unshard.read.torch_save.values import StorageView, TensorFormError, read_vi
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-__all__ = ["StoredItem", "Window", "inflate", "inflated_bytes", "read_items"]
-
 Window = tuple[Path, int, int]
 """The place of an item: file, offset and length in bytes."""
 _Numbered = tuple[int, int, int]

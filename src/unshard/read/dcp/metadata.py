@@ -26,8 +26,6 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.dtypes import DType
 
-__all__ = ["MODEL_KEYS", "OTHER_KEYS", "DcpMetadata", "DescribedTensor", "Item", "read_metadata"]
-
 _MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")

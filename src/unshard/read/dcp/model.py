@@ -26,8 +26,6 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped
 
-__all__ = ["ModelNames", "model_names", "read_object"]
-
 _MOMENTS = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col momentum_buffer".split()
 )

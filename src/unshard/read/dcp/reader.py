@@ -35,8 +35,6 @@ from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-__all__ = ["DCP", "metadata_files", "read_catalog", "read_tensors"]
-
 _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 _UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")

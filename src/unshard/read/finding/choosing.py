@@ -4,12 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UsageError
-from unshard.read.finding.search import children
 from unshard.read.format import Choice, Location, Role, role_in
+from unshard.read.step_names import children
 from unshard.read.zero.reader import ZERO
 from unshard.showing import human_size
-
-__all__ = ["DEFAULT_ROLES", "choose"]
 
 DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
 """The roles that are taken, the first first, where several sets are there and none was chosen."""

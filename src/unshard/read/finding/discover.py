@@ -30,10 +30,8 @@ from unshard.read.finding.places import (
 )
 from unshard.read.finding.runs import NESTED_RUNS, in_run, numbered_files
 from unshard.read.finding.search import Below, search, steps_in
-from unshard.read.finding.step_names import is_state, step_of_parents
 from unshard.read.format import Choice, Location, blaming, role_in
-
-__all__ = ["all_steps", "discover", "find", "step_numbers"]
+from unshard.read.step_names import is_state, step_of_parents
 
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3

@@ -11,20 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from unshard.read.finding.step_names import step_of
 from unshard.read.format import Location
+from unshard.read.step_names import step_of
 from unshard.read.zero.files import is_zero_file
-
-__all__ = [
-    "Marker",
-    "find_markers",
-    "is_marker",
-    "note_markers",
-    "note_tag",
-    "run_of",
-    "stated_tag",
-    "step_of_tag",
-]
 
 _NAMES = (
     "latest_checkpointed_iteration.txt",  # verl, Megatron

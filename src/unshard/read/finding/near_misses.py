@@ -10,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, children, search
-from unshard.read.finding.step_names import is_state, is_unfinished
+from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
+from unshard.read.step_names import children, is_state, is_unfinished
 from unshard.showing import counted
-
-__all__ = ["nothing_found"]
 
 _LISTED = 12
 _SHOWN = 6

@@ -8,21 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.read.finding.markers import step_of_tag
-from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, children, format_in, search
-from unshard.read.finding.step_names import is_state, step_of, step_of_file, step_of_parents
+from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, format_in, search
 from unshard.read.format import ROLES, Choice, Format, Location, Weights, role_in
 from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.step_names import children, is_state, step_of, step_of_file, step_of_parents
 from unshard.read.whole_files.reader import WHOLE_FILES
-
-__all__ = [
-    "alone",
-    "at_same_step",
-    "instep_of",
-    "is_checkpoint_file",
-    "location_of",
-    "nearby",
-    "within",
-]
 
 _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")

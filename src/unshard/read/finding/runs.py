@@ -12,17 +12,16 @@ from pathlib import Path
 from unshard.errors import CheckpointError, UnknownFormatError, UsageError
 from unshard.read.finding.choosing import choose
 from unshard.read.finding.places import alone, is_checkpoint_file, nearby, within
-from unshard.read.finding.search import children, search, steps_in
-from unshard.read.finding.step_names import (
+from unshard.read.finding.search import search, steps_in
+from unshard.read.format import Choice, Location
+from unshard.read.step_names import (
+    children,
     count_steps,
     family,
     step_of,
     step_of_file,
     version_of,
 )
-from unshard.read.format import Choice, Location
-
-__all__ = ["NESTED_RUNS", "in_run", "numbered_files"]
 
 NESTED_RUNS = 1
 """How many levels of steps within steps are looked at, as verl's torchtitan engine writes them."""

@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.read.dcp.reader import DCP
-from unshard.read.finding.step_names import (
+from unshard.read.format import FAIRSEQ2, Format
+from unshard.read.hub_files import RECORD_NAME
+from unshard.read.megatron.reader import MEGATRON
+from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
+from unshard.read.step_names import (
     STATE_FOLDER,
+    children,
     family,
     is_state,
     is_unfinished,
@@ -21,26 +27,9 @@ from unshard.read.finding.step_names import (
     step_of_parents,
     version_of,
 )
-from unshard.read.format import FAIRSEQ2, Format
-from unshard.read.hub_files import RECORD_NAME
-from unshard.read.megatron.reader import MEGATRON
-from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.zero.reader import ZERO
-
-__all__ = [
-    "DEPTH",
-    "ENTRIES",
-    "FORMATS",
-    "WEIGHT_SUFFIXES",
-    "Below",
-    "children",
-    "format_in",
-    "search",
-    "steps_in",
-]
 
 FORMATS = (
     RANK_FILES,
@@ -124,14 +113,6 @@ def _look_into(folder: Path, below: Below, *, is_top: bool) -> list[Path]:
         below.runs[folder] = steps
     taken = {path for _, path in steps}
     return [one for one in inner if one not in taken]
-
-
-def children(directory: Path) -> list[Path]:
-    """Return what is in a directory, by name; nothing of a file, or of what was removed."""
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def format_in(directory: Path, *, sharded: bool) -> Format | None:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from unshard.read.format import Location
 
-__all__ = ["writer_by_tree"]
-
 _UPWARD = 3
 
 

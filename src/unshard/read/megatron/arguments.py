@@ -10,8 +10,6 @@ from pathlib import Path
 from unshard.containers.pickles.records import Record
 from unshard.containers.torch_files.reader import read_torch_file
 
-__all__ = ["read_arguments"]
-
 _MOST = 1 << 62  # of numbers; larger ones have no text, or one of any length
 
 Arguments = Mapping[str, object]

@@ -10,9 +10,7 @@ Source: `megatron.training.arguments` and `TransformerConfig` of megatron-core 0
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unshard.read.beside.model_config import Fields, ModelConfig
-
-__all__ = ["config_of", "doubts", "why_no_config"]
+from unshard.read.model_config import Fields, ModelConfig
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -25,8 +25,6 @@ from unshard.read.format import Format, Location, ReadOptions, find_file
 from unshard.read.megatron.arguments import read_arguments
 from unshard.tensors.catalog import Catalog, Skipped
 
-__all__ = ["MEGATRON"]
-
 _METADATA, _COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _DCP_BACKENDS = ("fsdp_dtensor", "torch_dcp")

@@ -26,11 +26,9 @@ from unshard.read.dcp.reader import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
 from unshard.read.optimizer.groups import Group
 from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer.state import Key, SavedState, flat_name, left_out_note, refuse_quantised
+from unshard.read.optimizer_state import Key, SavedState, flat_name, left_out_note, refuse_quantised
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import Catalog, TensorEntry
-
-__all__ = ["place_of", "places_of", "read_dcp", "read_value"]
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Mapping
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError
-from unshard.read.optimizer.state import Key
-
-__all__ = ["Group", "flat_groups", "joined_groups", "saved_groups"]
+from unshard.read.optimizer_state import Key
 
 Group = tuple[list[Key], dict[str, Plain]]
 """The parameters of a group, by number or name, and its hyper-parameters."""

@@ -15,8 +15,6 @@ from functools import partial
 from unshard.errors import NotMergeableError
 from unshard.tensors.placements import Placement
 
-__all__ = ["Form", "Parameter", "match_by_order"]
-
 _MAX_STATES = 200_000
 _HINT = (
     "save it with names, by get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "

@@ -30,7 +30,7 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
-from unshard.read.optimizer.state import (
+from unshard.read.optimizer_state import (
     Key,
     SavedState,
     flat_name,
@@ -47,8 +47,6 @@ from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType, numpy_dtype
-
-__all__ = ["find_files", "read_files", "read_numbers"]
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")

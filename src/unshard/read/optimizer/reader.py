@@ -22,7 +22,8 @@ from unshard.read.optimizer.dcp import read_dcp
 from unshard.read.optimizer.groups import Group, joined_groups
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
 from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
-from unshard.read.optimizer.state import (
+from unshard.read.optimizer.zero import read_zero
+from unshard.read.optimizer_state import (
     LIKE_PARAMETER,
     Key,
     OptimizerState,
@@ -32,15 +33,12 @@ from unshard.read.optimizer.state import (
     flat_parameters,
     split_name,
 )
-from unshard.read.optimizer.zero import read_zero
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
 from unshard.read.zero.reader import ZERO
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
-
-__all__ = ["find_kept", "find_optimizer", "read_optimizer", "steps_of", "unread_files"]
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 

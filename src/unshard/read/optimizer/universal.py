@@ -19,7 +19,7 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, saved_groups
-from unshard.read.optimizer.state import (
+from unshard.read.optimizer_state import (
     WITHOUT_IT,
     Key,
     SavedState,
@@ -34,8 +34,6 @@ from unshard.read.zero.states import Shapes
 from unshard.read.zero.steps import number_in
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import Catalog, TensorEntry
-
-__all__ = ["read_universal_moments"]
 
 _STEP = "step"
 _GROUPS = "optimizer_state.pt"

@@ -16,14 +16,14 @@ from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, saved_groups
 from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer.state import (
+from unshard.read.optimizer.universal import read_universal_moments
+from unshard.read.optimizer_state import (
     WITHOUT_IT,
     SavedState,
     flat_name,
     left_out_note,
     refuse_quantised,
 )
-from unshard.read.optimizer.universal import read_universal_moments
 from unshard.read.torch_save.state_dict import start_of
 from unshard.read.torch_save.values import is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
@@ -31,8 +31,6 @@ from unshard.read.zero.masters import unflattened
 from unshard.read.zero.reader import read_partitions
 from unshard.read.zero.states import OptimState, Shapes
 from unshard.tensors.catalog import Catalog, TensorEntry
-
-__all__ = ["read_zero"]
 
 _STEP, _SHOWN = "step", 200
 

@@ -38,8 +38,6 @@ from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
 
-__all__ = ["resolve_experts", "resolve_plain"]
-
 _COMPARE_BYTES = 1 << 20
 _SAMPLE_BYTES = 16 * 1024
 _HINT = (

@@ -33,8 +33,6 @@ from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
-__all__ = ["RANK_FILES", "catalog_of"]
-
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
 _COSMOS_RL = re.compile(r"model_rank_(?P<rank>\d+)\.pth")

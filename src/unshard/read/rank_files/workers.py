@@ -25,8 +25,6 @@ from unshard.read.torch_save.table import RankTable, problem, problem_fields
 from unshard.stores.at_once import ahead
 from unshard.stores.remote_path import RemotePath, path_of
 
-__all__ = ["read_rank_files"]
-
 _WORTH_PROCESSES = 16 * 1024 * 1024
 """Bytes of pickle, all files together, from which on processes are started for unlike files."""
 

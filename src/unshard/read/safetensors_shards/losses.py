@@ -30,13 +30,11 @@ import numpy as np
 from unshard.containers.json_file import json_object
 from unshard.errors import IncompleteError, UnshardError
 from unshard.noted import Noted
-from unshard.read.beside.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import INDEX_NAME, weight_map
+from unshard.read.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.safetensors_shards.names import ShardSet
 from unshard.tensors.catalog import TensorEntry
-
-__all__ = ["loss_problems", "nearest_config", "writer_of"]
 
 _NEMO = ".hf_metadata"
 _NEMO_NAMES = "fqn_to_file_index_mapping.json"

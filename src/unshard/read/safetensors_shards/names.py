@@ -16,8 +16,6 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.format import Location, files_in
 
-__all__ = ["ShardSet", "choose_shards", "is_shard_name"]
-
 _NAME = re.compile(r"shard-([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _LISTED = 1000
 """So many missing files are named, at most: names can be made to count to a hundred thousand."""

@@ -36,8 +36,6 @@ from unshard.tensors.boxes import distinct
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-__all__ = ["SAFETENSORS_SHARDS"]
-
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
     noted = choose_shards(location)

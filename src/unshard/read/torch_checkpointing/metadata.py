@@ -40,8 +40,6 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["StatedItem", "read_metadata"]
-
 _MAX_BYTES = 1 << 30
 _VERSION = "2.0"
 

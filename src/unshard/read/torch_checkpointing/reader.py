@@ -23,11 +23,11 @@ from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, raise_all
 from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
-from unshard.read.finding.step_names import is_state
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.rank_files.workers import read_rank_files
+from unshard.read.step_names import is_state
 from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import table_of
@@ -39,8 +39,6 @@ from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.placements import PlacementError, Replicate, place
-
-__all__ = ["TORCH_CHECKPOINTING"]
 
 # Five digits at most: a name must not make lists as long as it likes.
 _FILE = re.compile(r"(?P<item>\w+?)_(?P<rank>0|[1-9]\d{0,4})\.(?:pt|safetensors)")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.template import Template, make_template
-from unshard.containers.pickles.unpickle import DangerousPickleError, MalformedPickleError
 from unshard.containers.torch_files.reader import TorchFile, open_torch_file, unpickled
 from unshard.containers.torch_files.zip import Storages, TorchZip
 from unshard.read.torch_save.blanks import Blanks, Group, find_blanks, with_numbers
@@ -29,8 +29,6 @@ from unshard.read.torch_save.tensors import TensorDecoder
 from unshard.read.torch_save.values import TensorFormError, sizes_of
 from unshard.tensors.boxes import Ints, row_major_strides
 from unshard.tensors.placements import DeviceMesh, PlacementError
-
-__all__ = ["RankFileReader"]
 
 _KEPT = 4
 """Files that others are compared with; after as many that were like none of them, no more is."""

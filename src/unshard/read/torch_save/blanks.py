@@ -27,8 +27,6 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.boxes import Ints
 
-__all__ = ["Blanks", "find_blanks", "with_numbers"]
-
 _MAX_MESH = 100_000  # parts of a mesh, its ranks among them
 _MAX_DEPTH = 50
 _VIEWS = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")

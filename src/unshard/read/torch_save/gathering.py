@@ -12,8 +12,6 @@ from unshard.read.torch_save.table import RankTable, TensorForm
 from unshard.tensors.boxes import Ints, row_major_strides
 from unshard.tensors.catalog import ChunkTable, Skipped, TensorEntry
 
-__all__ = ["Gathering"]
-
 Numbers = NDArray[np.int32]
 
 

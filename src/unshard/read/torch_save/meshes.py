@@ -21,8 +21,6 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.placements import DeviceMesh
 
-__all__ = ["piece_numbers", "read_mesh"]
-
 _MAX_AXES = 64
 _ReadInts = Callable[[Value], tuple[int, ...]]
 

@@ -20,16 +20,6 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import Piece, PlacementError, Sharding, place
 
-__all__ = [
-    "ShortStorageError",
-    "placed_pieces",
-    "rank_table",
-    "read_integers",
-    "start_of",
-    "table_of",
-    "tensors_of",
-]
-
 
 def rank_table(archive: TorchFile, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
     """Return what the file of a rank, number `file` among those being read, contains.

@@ -26,8 +26,6 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["Cut", "RankTable", "StoredBox", "TensorForm", "problem", "problem_fields"]
-
 _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     kind.__name__: kind for kind in (Shard, StridedShard, Replicate, Partial)
 }

@@ -42,8 +42,6 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-__all__ = ["DTENSORS", "LocalTensor", "TensorDecoder"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:

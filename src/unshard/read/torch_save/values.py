@@ -9,24 +9,6 @@ from unshard.containers.pickles.records import Global, Persistent, Record, Value
 from unshard.containers.torch_files.writer import STORAGES
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = [
-    "TYPED",
-    "StorageView",
-    "TensorFormError",
-    "dtype_named",
-    "ints",
-    "is_lightning",
-    "is_tensor",
-    "items_of",
-    "member",
-    "named",
-    "read_view",
-    "sizes_of",
-    "state_of",
-    "unwrap",
-    "view_of",
-]
-
 _MAX_DIMENSIONS = 32
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each, what 64-bit offsets can address
 _DTYPES = {storage: BY_NAME[dtype] for dtype, storage in STORAGES.items()}

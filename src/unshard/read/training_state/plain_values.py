@@ -38,8 +38,6 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
 
-__all__ = ["bytes_of", "plain_values", "read_array", "read_scalar"]
-
 _MAX_DEPTH = 80  # what is written around them must fit `pickler.MAX_DEPTH`
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
 _SMALL = 1 << 16  # bytes of a tensor that is read at once, so that two can be compared

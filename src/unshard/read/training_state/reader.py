@@ -26,15 +26,6 @@ from unshard.read.format import Location
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
 
-__all__ = [
-    "StateFiles",
-    "TrainingState",
-    "find_state_files",
-    "listed",
-    "read_training_state",
-    "step_dirs",
-]
-
 # Five digits at most: a name must not make lists as long as it likes.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
 _RANDOM_STATES = re.compile(r"random_states_(\d{1,5})\.pkl")

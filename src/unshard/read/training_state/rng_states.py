@@ -20,8 +20,6 @@ import numpy as np
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pickle
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["RankState", "StateWriter", "own_device", "rank_state", "unite"]
-
 _StateFields = dict[str, Plain]
 
 _OF_PROCESS = ("cpu", "numpy", "random")

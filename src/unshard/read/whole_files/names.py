@@ -16,8 +16,6 @@ from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
 
-__all__ = ["WholeSet", "choose_files", "is_part_of_set", "is_whole_file"]
-
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))

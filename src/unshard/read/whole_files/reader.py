@@ -16,7 +16,6 @@ from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
-from unshard.read.beside.model_config import ConfigFile, config_at
 from unshard.read.format import Format, Location, ReadOptions, by_name, has_file, shortened
 from unshard.read.hub_files import (
     RECORD_NAME,
@@ -25,6 +24,7 @@ from unshard.read.hub_files import (
     saved_offsets,
     size_problem,
 )
+from unshard.read.model_config import ConfigFile, config_at
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
@@ -32,8 +32,6 @@ from unshard.read.whole_files.names import choose_files, is_part_of_set, is_whol
 from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
-
-__all__ = ["WHOLE_FILES"]
 
 _PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from unshard.errors import NotMergeableError
 from unshard.read.format import Location, files_in, shortened
 
-__all__ = ["ZeroFiles", "find_files", "is_zero_file"]
-
 # Five digits at most: a name must not make lists as long as it likes.
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,5})_)?mp_rank_(?P<mp>\d{1,5})_model_states\.pt")
 _OPTIM = re.compile(

@@ -17,8 +17,6 @@ from unshard.tensors.boxes import Ints
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.dtypes import DType
 
-__all__ = ["FlatCuts", "Run", "Runs", "flat_boxes"]
-
 _Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 

@@ -17,8 +17,6 @@ from unshard.read.zero.states import ModelState, OptimState, Shapes, flat_run
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
-__all__ = ["frozen_of_ranks", "unflattened"]
-
 _SAME_SAVE = "do the files belong to one save?"
 
 

@@ -33,8 +33,6 @@ from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-__all__ = ["ZERO", "frozen_names", "is_stage0", "read_partitions", "read_universal"]
-
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
 _Tensors = Mapping[str, TensorEntry]
 

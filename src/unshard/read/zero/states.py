@@ -31,14 +31,6 @@ from unshard.read.zero.steps import stated_steps
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import DType
 
-__all__ = [
-    "ModelState",
-    "OptimState",
-    "flat_run",
-    "read_model_state",
-    "read_optim_state",
-]
-
 _MOST_RANKS, _MOST_STEPS = 99_999, 1 << 53
 # What an engine writes about itself; all other values are the trainer's, and are listed.
 _BOOKKEEPING = frozenset(

@@ -18,8 +18,6 @@ from unshard.read.torch_save.state_dict import ShortStorageError, start_of
 from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
 from unshard.tensors.dtypes import numpy_dtype
 
-__all__ = ["check_steps", "number_in", "stated_steps"]
-
 _MOST = 1 << 53  # larger numbers are slips, or attacks
 
 

@@ -22,8 +22,6 @@ from unshard.read.zero.flat import FlatCuts, Run
 from unshard.read.zero.states import Shapes
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["FILE", "universal_tensors"]
-
 FILE = "fp32.pt"
 """The file of a parameter's values in its folder."""
 _PARAM = "param"

@@ -13,8 +13,6 @@ from unshard._version import __version__
 from unshard.errors import UsageError, how_to_install
 from unshard.signals import uninterrupted
 
-__all__ = ["check_version", "connect", "disconnecting", "host_of", "is_connected", "unusable"]
-
 _CONNECTING_S = 20.0
 _SHOWN_ID = 8
 

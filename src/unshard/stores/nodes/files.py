@@ -15,8 +15,6 @@ from typing import NamedTuple, TypeVar
 
 from unshard._version import __version__
 
-__all__ = ["Copy", "Hello", "NodeFile", "NodeFiles", "read_here"]
-
 _DIGESTED = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW

@@ -12,8 +12,6 @@ from unshard.errors import StoreError
 from unshard.stores.nodes.connection import check_version, connect, host_of, unusable
 from unshard.stores.nodes.files import NodeFiles
 
-__all__ = ["PIECE", "LostError", "ask", "ask_all", "begin", "host", "pieces"]
-
 PIECE = 1 << 20
 """The most bytes of an answer. Ray frees answers when there are 100 of them, or after a second."""
 _AT_ONCE = 8

@@ -28,8 +28,6 @@ from unshard.stores.nodes.readers import (
 )
 from unshard.stores.other_stores import Answer, PreconditionError
 
-__all__ = ["LostNodeError", "NodeStore", "lost_node", "on_one_node"]
-
 _SHOWN = 5
 
 

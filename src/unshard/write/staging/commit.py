@@ -22,8 +22,7 @@ from pathlib import Path
 from unshard.errors import OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
-from unshard.write.record import add_companions, is_weight_file, read_record
-from unshard.write.staging.beneath import (
+from unshard.write.dirfd import (
     Identity,
     exchange,
     folder_of,
@@ -34,6 +33,7 @@ from unshard.write.staging.beneath import (
     sync_tree,
     walk,
 )
+from unshard.write.record import add_companions, is_weight_file, read_record
 from unshard.write.staging.journal import (
     ASIDE,
     OUTPUT,
@@ -48,8 +48,6 @@ from unshard.write.staging.targets import (
     have_same_tensors,
     refuse_strangers,
 )
-
-__all__ = ["begin", "finish", "is_begun", "take_new"]
 
 
 def take_new(place: StagingDirectory, target: Path) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from unshard.write.staging.beneath import (
+from unshard.write.dirfd import (
     check_path,
     names_in,
     open_regular,
@@ -25,8 +25,6 @@ from unshard.write.staging.beneath import (
 )
 from unshard.write.staging.journal import OUTPUT
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
-
-__all__ = ["FINISHED_NAME", "Counts", "Ledger", "Work", "notes_of", "open_ledger"]
 
 FINISHED_NAME = "finished.jsonl"
 

@@ -10,18 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from unshard.write.staging.beneath import Identity, check_path, read_file, whole_file
+from unshard.write.dirfd import Identity, check_path, read_file, whole_file
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal_in
-
-__all__ = [
-    "ASIDE",
-    "JOURNAL_NAME",
-    "OUTPUT",
-    "Journal",
-    "Mode",
-    "read_journal",
-    "write_journal",
-]
 
 JOURNAL_NAME = "journal.json"
 OUTPUT = "output"

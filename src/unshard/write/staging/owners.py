@@ -31,26 +31,7 @@ from io import FileIO
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.write.staging.beneath import names_in, read_with_status, try_lock
-
-__all__ = [
-    "DRAFT_NAME",
-    "OWNER_NAME",
-    "STAGING_PREFIX",
-    "Locked",
-    "Owner",
-    "StagingDirectory",
-    "claim",
-    "dead_owner",
-    "is_believed_later",
-    "is_open_to_others",
-    "is_sealed",
-    "mtime_in",
-    "seal",
-    "seal_in",
-    "staging_name",
-    "state_folder",
-]
+from unshard.write.dirfd import names_in, read_with_status, try_lock
 
 OWNER_NAME = "owner.json"
 DRAFT_NAME = f"{OWNER_NAME}.new"

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from unshard.write.staging.beneath import names_in, opened, remove, status_of
+from unshard.write.dirfd import names_in, opened, remove, status_of
 from unshard.write.staging.commit import finish
 from unshard.write.staging.finished import FINISHED_NAME
 from unshard.write.staging.journal import JOURNAL_NAME, OUTPUT, read_journal
@@ -22,8 +22,6 @@ from unshard.write.staging.owners import (
     dead_owner,
     mtime_in,
 )
-
-__all__ = ["adopt", "recover", "remove_empty", "remove_staging"]
 
 _log = logging.getLogger(__name__)
 

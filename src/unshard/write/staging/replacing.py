@@ -13,10 +13,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from unshard.write.staging.beneath import Identity, folder_of, identity, opened, status_of, walk
+from unshard.write.dirfd import Identity, folder_of, identity, opened, status_of, walk
 from unshard.write.staging.journal import Journal
-
-__all__ = ["Sides", "carry_over", "set_aside", "settle"]
 
 _NOTE = "{} was saved while it was being replaced: that file is now {}"
 

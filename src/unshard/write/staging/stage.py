@@ -20,7 +20,7 @@ from typing import Self
 
 from unshard.errors import OutputError, UnshardError, printable
 from unshard.signals import how, uninterrupted
-from unshard.write.staging.beneath import opened, try_lock
+from unshard.write.dirfd import opened, try_lock
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
 from unshard.write.staging.finished import Ledger, Work, open_ledger
 from unshard.write.staging.journal import OUTPUT, Mode, write_journal
@@ -35,8 +35,6 @@ from unshard.write.staging.owners import (
 )
 from unshard.write.staging.recovery import adopt, recover, remove_empty, remove_staging
 from unshard.write.staging.targets import check_space, choose_mode, is_inside
-
-__all__ = ["Staging"]
 
 _BLOCK = 512  # of `st_blocks`
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -15,20 +15,9 @@ from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
+from unshard.write.dirfd import status_of
 from unshard.write.record import is_weight_file, read_record
-from unshard.write.staging.beneath import status_of
 from unshard.write.staging.journal import Mode
-
-__all__ = [
-    "check_space",
-    "choose_mode",
-    "find_in_the_way",
-    "find_strangers",
-    "have_same_tensors",
-    "is_inside",
-    "refuse_sources",
-    "refuse_strangers",
-]
 
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
 _SLACK = 1 << 20

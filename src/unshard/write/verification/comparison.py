@@ -2,16 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = [
-    "ByConfig",
-    "Comparison",
-    "Loading",
-    "Mismatch",
-    "TensorComparison",
-    "Tolerances",
-    "Values",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.errors import ConversionError, OutputError, UsageError, how_to_install
-from unshard.read.beside.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.dtypes import DType
 from unshard.write.verification.comparison import Loading, Mismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-__all__ = ["Found", "check_class", "forms_of", "named_class", "need_transformers", "verify_load"]
 
 _SHOWN = 20
 

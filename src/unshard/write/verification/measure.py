@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from unshard.containers.strided import Elements
 from unshard.write.verification.comparison import Tolerances, Values
 
-__all__ = ["Measures", "measure"]
-
 _PART = 8192
 
 _Numbers = NDArray[np.float64] | NDArray[np.complex128]

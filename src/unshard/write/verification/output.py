@@ -33,8 +33,6 @@ from unshard.tensors.boxes import row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
 
-__all__ = ["Check", "Checker", "source_jobs", "verify_light", "without_checksums"]
-
 Check = ByteRange | TensorEntry | Unit
 """What to check: the checksums of a torch.save zip, the replicas of a tensor, part of an output."""
 

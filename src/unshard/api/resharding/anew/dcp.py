@@ -28,10 +28,8 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_directories
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.state import OptimizerState, split_name
+from unshard.read.optimizer_state import OptimizerState, split_name
 from unshard.tensors.catalog import TensorEntry
-
-__all__ = ["dcp_anew"]
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _Items = Iterator[SavedEntry | SavedObject]

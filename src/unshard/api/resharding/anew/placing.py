@@ -10,22 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from unshard.api.resharding.target import PLAIN_MESH
 from unshard.convert.heads import left_out_heads
 from unshard.convert.names import training_names
 from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer.state import OptimizerState, split_name
+from unshard.read.optimizer_state import OptimizerState, split_name
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.zero.reader import ZERO, frozen_names
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DTypeKind
-from unshard.tensors.placements import DeviceMesh, Shard, Sharding, StridedShard
-
-__all__ = ["PLAIN_MESH", "cut_dimension", "placed", "placed_alone", "unplaced"]
-
-PLAIN_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
-"""The mesh of tensors that state none."""
+from unshard.tensors.placements import Shard, Sharding, StridedShard
 
 
 def placed(source: Checkpoint) -> Checkpoint:

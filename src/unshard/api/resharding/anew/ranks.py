@@ -17,8 +17,6 @@ from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import unread_files
 from unshard.read.whole_files.reader import WHOLE_FILES
 
-__all__ = ["add_companions", "ranks_anew"]
-
 _NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 

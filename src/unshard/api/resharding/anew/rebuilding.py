@@ -19,8 +19,6 @@ from unshard.read.format import Location
 from unshard.read.optimizer.dcp import read_value
 from unshard.tensors.catalog import TensorEntry
 
-__all__ = ["SCHEDULER", "SCHEDULERS", "scheduler_in_dcp"]
-
 SCHEDULER = "lr_scheduler"
 """What the scheduler is called in the dict that is saved; so do torchtitan and torch's examples."""
 SCHEDULERS = (SCHEDULER, "scheduler")

@@ -16,8 +16,6 @@ from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files, listed, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 
-__all__ = ["Training", "add_training", "read_training"]
-
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
 _HF = {"cpu": "cpu", "numpy": "numpy", "random": "python"}

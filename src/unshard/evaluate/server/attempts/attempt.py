@@ -13,7 +13,17 @@ from pathlib import Path
 from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.attempts.endings import (
+from unshard.evaluate.server.attempts.merging import (
+    CrashedError,
+    GivenUpError,
+    GoneError,
+    Merger,
+    PassingError,
+    ask_disk,
+)
+from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
+from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, keeps_engine
+from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
     Cause,
@@ -27,16 +37,6 @@ from unshard.evaluate.server.attempts.endings import (
     add_log,
     judge,
 )
-from unshard.evaluate.server.attempts.merging import (
-    CrashedError,
-    GivenUpError,
-    GoneError,
-    Merger,
-    PassingError,
-    ask_disk,
-)
-from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, keeps_engine
 from unshard.evaluate.server.evaluators.work import Evaluator, Work
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.pinning import Pins
@@ -49,8 +49,6 @@ from unshard.evaluate.server.telling import tell
 from unshard.evaluate.server.warm.engines import Engines, engine_key
 from unshard.evaluate.server.warm.worker import REPLACE
 from unshard.stores.remote_path import is_url
-
-__all__ = ["Attempt", "Halt", "Limits", "Runner"]
 
 _log = logging.getLogger(__name__)
 

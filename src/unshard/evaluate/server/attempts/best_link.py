@@ -12,8 +12,6 @@ import secrets
 from pathlib import Path
 from urllib.parse import quote
 
-__all__ = ["link_best", "link_of"]
-
 _BEST = "best"
 _LONGEST = 200  # bytes of a name
 _log = logging.getLogger(__name__)

@@ -24,13 +24,11 @@ from unshard.errors import ConversionError, OutputError, StoreError, UnshardErro
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
 from unshard.fronts import Command
 from unshard.stores.remote_path import path_of
-from unshard.write.staging.beneath import write_whole
+from unshard.write.dirfd import write_whole
 
 if TYPE_CHECKING:
     from unshard.api.making import Prepared
     from unshard.api.options import MergeOptions
-
-__all__ = ["ANSWER_NAME", "MergeOrder", "main"]
 
 ANSWER_NAME = "merge.json"
 

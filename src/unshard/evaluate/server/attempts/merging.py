@@ -29,16 +29,6 @@ from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.stores.remote_path import RemotePath, is_url, path_of
 from unshard.write.staging.recovery import recover
 
-__all__ = [
-    "CrashedError",
-    "GivenUpError",
-    "GoneError",
-    "Merger",
-    "PassingError",
-    "ask_disk",
-    "merge_in_process",
-]
-
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")

@@ -20,23 +20,7 @@ from pathlib import Path
 
 from unshard.evaluate.server.processes.launching import environment_of_module, scrub
 from unshard.evaluate.server.processes.supervise import Exit, Order, read_exit
-from unshard.write.staging.beneath import write_whole
-
-__all__ = [
-    "ENDED_NAME",
-    "KILLED",
-    "LOST",
-    "NODE",
-    "NOT_PLACED",
-    "Assignment",
-    "assign",
-    "grace_on",
-    "is_placed",
-    "read_assignment",
-    "read_end",
-    "read_node",
-    "record_node",
-]
+from unshard.write.dirfd import write_whole
 
 NODE = "node"
 

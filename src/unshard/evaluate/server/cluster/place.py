@@ -32,8 +32,6 @@ from unshard.evaluate.server.processes.launching import python_path
 from unshard.evaluate.server.processes.supervise import STOPS, Exit, write_exit
 from unshard.showing import counted
 
-__all__ = ["main"]
-
 _NAMESPACE = "unshard-eval"
 _POLL_S = 0.5
 _VISIBLE_S = 90.0  # network file systems show new files of other machines after a minute at most

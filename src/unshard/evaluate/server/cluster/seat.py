@@ -23,8 +23,6 @@ from unshard.evaluate.server.processes.launching import evaluator_environment, s
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, Order, read_exit
 from unshard.evaluate.server.processes.table import boot_id, kill_group
 
-__all__ = ["Found", "News", "Seat", "clear"]
-
 _VISIBLE_S = 30.0  # a network file system may show what another machine has made later
 _PAUSE_S = 0.2
 # Ray sets these for its own processes.

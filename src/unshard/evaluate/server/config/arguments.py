@@ -13,15 +13,6 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import OPTIONS
 from unshard.evaluate.values import Scalar
 
-__all__ = [
-    "PLACEHOLDERS",
-    "fill",
-    "has_separator",
-    "join_arguments",
-    "parse_arguments",
-    "placeholders_in",
-]
-
 PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
 """What a command may name in braces: what is evaluated, and the options that clients choose."""
 

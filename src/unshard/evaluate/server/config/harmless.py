@@ -6,14 +6,6 @@ Source: lm_eval 0.4.13 and lmms_eval 0.7.3. A server allows others by `allowed_m
 
 from collections.abc import Mapping
 
-__all__ = [
-    "CHECKPOINT_KEYS",
-    "GENERATION_ARGUMENTS",
-    "GUARDED_TYPES",
-    "MODEL_ARGUMENTS",
-    "MODEL_TYPES",
-]
-
 MODEL_ARGUMENTS = frozenset(
     # precision, attention, memory
     "dtype softmax_dtype mixed_precision_dtype attn_implementation use_flash_attention_2 use_cache "

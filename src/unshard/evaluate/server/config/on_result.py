@@ -13,8 +13,6 @@ from unshard.evaluate.server.config.profiles import (
 )
 from unshard.evaluate.values import expected, expects
 
-__all__ = ["OnResult"]
-
 
 def _is_url(text: str) -> bool:
     try:

@@ -21,31 +21,8 @@ from unshard.errors import CheckpointError, UsageError
 from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.values import Scalar, expected, expects, whole
-from unshard.read.beside.model_config import read_config
+from unshard.read.model_config import read_config
 from unshard.stores.remote_path import is_url, path_of
-
-__all__ = [
-    "COMMAND_EXPECTED",
-    "DIRECT_MODELS",
-    "KINDS",
-    "CommandProfile",
-    "HarnessKeys",
-    "HarnessProfile",
-    "LmEvalProfile",
-    "LmmsEvalProfile",
-    "NonEmptyText",
-    "Place",
-    "Places",
-    "Profile",
-    "ProfileKeys",
-    "Weights",
-    "base_of",
-    "default_profiles",
-    "drop_nulls",
-    "keeps_engine",
-    "profile_named",
-    "resolve_name",
-]
 
 COMMAND_EXPECTED = (
     "a list of arguments, which may have "

@@ -41,8 +41,6 @@ from unshard.evaluate.server.config.profiles import (
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 
-__all__ = ["EXECUTORS", "LOG_FORMATS", "RAY", "ServerConfig", "read_server_yaml"]
-
 RAY = "ray"
 EXECUTORS = ("embedded", RAY)
 """What runs the evaluators: the server's machine, or the nodes of a Ray cluster."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from unshard.evaluate.server.evaluators.work import Work
 
-__all__ = ["forget_answers", "place_of_answers"]
-
 _NAME = "answers"
 _MOST_BYTES = 1 << 30
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.models.huggingface import HFLM
 
-__all__ = ["MODEL_TYPE", "PLACE_NAME", "main"]
-
 MODEL_TYPE = "unshard"
 """What lm-eval calls the type of model."""
 

@@ -19,20 +19,6 @@ from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError,
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
-__all__ = [
-    "as_finite",
-    "check_known",
-    "check_tasks",
-    "collect_directions",
-    "collect_errors",
-    "collect_metrics",
-    "find_newest",
-    "metric_key",
-    "read_results",
-    "replace_tags",
-    "tasks_without",
-]
-
 _STDERR = "_stderr"
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG_LINES = 100

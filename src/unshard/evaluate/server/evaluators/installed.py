@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
+from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.profiles import (
     CommandProfile,
     HarnessProfile,
@@ -16,9 +17,6 @@ from unshard.evaluate.server.config.profiles import (
     keeps_engine,
 )
 from unshard.evaluate.server.processes.launching import evaluator_environment
-from unshard.evaluate.server.telling import one_line
-
-__all__ = ["MODULES", "is_direct", "modules_of", "tell_missing", "versions_of", "why_missing"]
 
 MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
 """What an evaluator is imported as."""

@@ -51,12 +51,6 @@ from unshard.evaluate.server.evaluators.installed import MODULES, is_direct
 from unshard.evaluate.server.evaluators.work import Evaluator, Measured, Work
 from unshard.evaluate.values import Scalar
 
-__all__ = [
-    "Profiles",
-    "make_evaluator",
-    "worker_command",
-]
-
 DIRECT = "unshard.evaluate.server.evaluators.direct"
 """The module that runs lm-eval where nothing is merged."""
 

@@ -23,8 +23,6 @@ from unshard.errors import UnshardError, UsageError
 from unshard.fronts import Command
 from unshard.tensors.dtypes import BY_CODE, DTypeKind
 
-__all__ = ["TASKS", "main"]
-
 _PIECE = 4_000_000  # elements that are in memory at a time
 
 

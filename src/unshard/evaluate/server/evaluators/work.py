@@ -16,8 +16,6 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Request
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 
-__all__ = ["Evaluator", "UnknownTasks", "UnknownTasksError", "Work"]
-
 _MOST = 10_000
 _REMEMBERED_S = 600.0  # then the evaluator is asked again: it may have been given the task
 

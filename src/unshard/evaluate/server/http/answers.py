@@ -17,8 +17,6 @@ from unshard.errors import UnshardError
 from unshard.evaluate.server.admission import MOST_TASKS
 from unshard.evaluate.server.service import Service
 
-__all__ = ["BoundedText", "ErrorBody", "ErrorFields", "Served", "Tasks", "answer", "answer_page"]
-
 _PAGE_BYTES = 1 << 20
 _JSON = "application/json"
 

@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 
 from unshard._version import __version__
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
+from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
@@ -26,9 +27,6 @@ from unshard.evaluate.server.http.page import log_in, routes
 from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.security import Guard, Rules
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.server.telling import one_line
-
-__all__ = ["make_app"]
 
 _log = logging.getLogger(__name__)
 

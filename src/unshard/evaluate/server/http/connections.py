@@ -25,8 +25,6 @@ if TYPE_CHECKING:
         Scope,
     )
 
-__all__ = ["BoundedProtocol", "raise_file_limit"]
-
 _MOST = 512
 _SILENT_S = 10.0
 _FILES = 65536

@@ -22,8 +22,6 @@ from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
 from unshard.evaluate.values import Scalar, validated
 
-__all__ = ["JobInfo", "router"]
-
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
 _ARGUMENTS = TypeAdapter(Arguments)

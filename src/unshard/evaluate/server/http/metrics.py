@@ -20,8 +20,6 @@ from unshard.evaluate.jobs import Phase, Status
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import count_phases, list_attempts
 
-__all__ = ["CountedRequests", "Meter"]
-
 _PREFIX = "unshard_eval"
 _WAITS_S = (1, 10, 60, 300, 900, 3600, 3 * 3600, 12 * 3600, 48 * 3600)
 _RUNS_S = (10, 60, 300, 900, 1800, 3600, 2 * 3600, 4 * 3600, 8 * 3600, 24 * 3600)

@@ -20,14 +20,13 @@ from pathlib import Path
 import httpx
 
 from unshard.evaluate.jobs import backoff
+from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.evaluate.server.store.deliveries import Delivery
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import one_line, short_id
-
-__all__ = ["HEADER", "SECRET", "SIGNATURE", "telling_results"]
+from unshard.evaluate.server.telling import short_id
 
 HEADER = "X-Unshard-Delivery"
 SIGNATURE = "X-Unshard-Signature-256"

@@ -35,8 +35,6 @@ from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token
 from unshard.evaluate.server.http.sessions import shows_session
 
-__all__ = ["LOG_IN", "PAGE_HEADER", "Guard", "Rules", "refused", "rules_for"]
-
 Network = IPv4Network | IPv6Network
 
 LOG_IN = "/view/log-in"

@@ -10,8 +10,6 @@ import hmac
 import time
 from http.cookies import CookieError, SimpleCookie
 
-__all__ = ["LASTS_S", "cookie_name", "make_session", "shows_session"]
-
 LASTS_S = 30 * 86400
 """How long a browser stays logged in, seconds."""
 

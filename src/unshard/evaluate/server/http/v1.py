@@ -26,22 +26,6 @@ from unshard.evaluate.server.http.answers import (
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.values import LARGEST, Whole
 
-__all__ = [
-    "Drain",
-    "JobList",
-    "JobPage",
-    "JobView",
-    "LogPart",
-    "ProfileList",
-    "ProfileView",
-    "ResultList",
-    "ResultPage",
-    "ResultView",
-    "RunList",
-    "Submission",
-    "router",
-]
-
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0

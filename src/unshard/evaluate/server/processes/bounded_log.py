@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["LOG_BYTES", "BoundedLog", "last_lines", "log_end", "read_log"]
-
 LOG_BYTES = 10_000_000
 
 _LINE = b"\n[... %020d bytes left out ...]\n"

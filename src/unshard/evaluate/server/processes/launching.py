@@ -21,17 +21,6 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.server.processes.supervise import APART, STOPS, Order
 from unshard.evaluate.server.processes.table import MARK, identify
 
-__all__ = [
-    "Child",
-    "environment_of_module",
-    "evaluator_environment",
-    "python_path",
-    "scrub",
-    "start_apart",
-    "start_module",
-    "start_supervisor",
-]
-
 _SUPERVISE = "unshard.evaluate.server.processes.supervise"
 
 _LOG_NAME = "supervisor.txt"

@@ -24,20 +24,7 @@ from pathlib import Path
 
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.table import identify, list_members, send
-from unshard.write.staging.beneath import write_whole
-
-__all__ = [
-    "APART",
-    "EXIT_NAME",
-    "LOG_NAME",
-    "STOPS",
-    "Exit",
-    "Order",
-    "has_begun",
-    "is_ended_by",
-    "main",
-    "read_exit",
-]
+from unshard.write.dirfd import write_whole
 
 APART = "--apart"
 EXIT_NAME = "exit.json"

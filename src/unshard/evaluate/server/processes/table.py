@@ -19,8 +19,6 @@ import psutil
 
 from unshard.evaluate.process import Process
 
-__all__ = ["MARK", "boot_id", "identify", "is_alive", "kill_group", "list_members", "send"]
-
 MARK = "UNSHARD_ATTEMPT"
 """Names the attempt's directory in every process of it, so that they can be found again."""
 

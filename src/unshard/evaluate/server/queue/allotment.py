@@ -12,8 +12,6 @@ from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
 
-__all__ = ["Allotment"]
-
 _LOOKED_AT = 1000  # jobs of the queue at a time: a look is short, however long the queue
 
 

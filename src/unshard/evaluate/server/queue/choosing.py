@@ -9,8 +9,6 @@ so jobs on the CPU and jobs on GPUs do not wait for one another.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Choice", "Free", "Waiting", "choose"]
-
 
 @dataclass(frozen=True, slots=True)
 class Waiting:

@@ -12,7 +12,9 @@ from typing import assert_never
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
-from unshard.evaluate.server.attempts.endings import (
+from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.endings import (
     Cancelled,
     Cause,
     Completed,
@@ -23,16 +25,12 @@ from unshard.evaluate.server.attempts.endings import (
     Outcome,
     Postponed,
 )
-from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
-
-__all__ = ["Outcomes", "find_best", "find_removable"]
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,7 @@ from pathlib import Path
 
 from unshard.evaluate.run_folder import leave_alone, opened
 from unshard.evaluate.server.store.store import Store
-from unshard.write.staging.beneath import remove, status_of
-
-__all__ = ["JOBS", "Retention"]
+from unshard.write.dirfd import remove, status_of
 
 JOBS = "jobs"
 """The directory, in the server's work directory, with a directory for each job."""

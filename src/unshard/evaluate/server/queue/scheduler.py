@@ -13,9 +13,9 @@ from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
-from unshard.evaluate.server.attempts.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import base_of, keeps_engine
+from unshard.evaluate.server.endings import Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
@@ -30,8 +30,6 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
 from unshard.evaluate.server.warm.record import Worker
-
-__all__ = ["Scheduler", "SchedulerSettings"]
 
 _log = logging.getLogger(__name__)
 

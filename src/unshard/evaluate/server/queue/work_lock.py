@@ -13,8 +13,6 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import lock_file, unlock
 from unshard.evaluate.server.processes.table import identify, is_alive
 
-__all__ = ["lock", "locked"]
-
 _LOCK_NAME = "server.lock"
 _INHERITED_S, _PAUSE_S = 30.0, 0.05
 

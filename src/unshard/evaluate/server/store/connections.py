@@ -9,8 +9,6 @@ from pathlib import Path
 
 from unshard.evaluate.server.store.schema import migrate, writing
 
-__all__ = ["Connections", "connect"]
-
 _BUSY_S = 30.0
 
 

@@ -9,8 +9,6 @@ from unshard.evaluate.jobs import Status
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import read_job
 
-__all__ = ["MOST_WAITING", "Deliveries", "Delivery", "record_end"]
-
 MOST_WAITING = 10_000
 """How many are kept; the oldest are dropped for newer ones."""
 

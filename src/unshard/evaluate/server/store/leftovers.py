@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import FORGETTABLE
 
-__all__ = ["Leftovers"]
-
 
 class Leftovers:
     """What the database knows of the directories of ended jobs."""

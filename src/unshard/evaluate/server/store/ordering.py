@@ -11,8 +11,6 @@ from unshard.evaluate.jobs import BASE_STEP, Job, Status
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import add_event
 
-__all__ = ["Ordering"]
-
 _OF_RUN = f"run = ? AND profile = ? AND status = 'queued' AND step > {BASE_STEP}"
 
 

@@ -11,20 +11,6 @@ from dataclasses import dataclass, field
 from unshard.evaluate.jobs import Filters, Phase, Result, Status
 from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, condition_of
 
-__all__ = [
-    "EndedAttempt",
-    "Holder",
-    "RunSummary",
-    "count_phases",
-    "last_event",
-    "list_attempts",
-    "list_holders",
-    "list_metrics",
-    "list_points",
-    "list_runs",
-    "results_of",
-]
-
 _FROM = "FROM jobs JOIN results ON results.job_id = jobs.id"
 
 

@@ -6,8 +6,6 @@ from unshard.containers.json_file import is_text
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import NEEDS_PIN
 
-__all__ = ["PinRecords"]
-
 
 class PinRecords:
     """The pins of jobs that have not ended, and the runs in which pins were made."""

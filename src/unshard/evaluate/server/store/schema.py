@@ -18,9 +18,7 @@ from pathlib import Path
 from unshard.errors import UsageError
 from unshard.evaluate.run_folder import PINS
 from unshard.evaluate.server.store.statements import as_request
-from unshard.read.finding.step_names import STATE_FOLDER
-
-__all__ = ["LATEST", "is_outdated", "migrate", "writing"]
+from unshard.read.step_names import STATE_FOLDER
 
 _log = logging.getLogger(__name__)
 

@@ -12,30 +12,6 @@ from itertools import chain, count
 from unshard.evaluate.jobs import Arguments, Filters, Job, JobEvent, Phase, Request, Result, Status
 from unshard.evaluate.process import Process
 
-__all__ = [
-    "CLAIMABLE",
-    "DUE",
-    "FORGETTABLE",
-    "LONGEST_WAIT_S",
-    "NEEDS_PIN",
-    "RESULT_COLUMNS",
-    "Numbers",
-    "add_event",
-    "as_event",
-    "as_request",
-    "as_result",
-    "change_to_final",
-    "change_to_queued",
-    "condition_of",
-    "gpus_as_json",
-    "insert_job",
-    "queue_again",
-    "read_job",
-    "read_jobs",
-    "replace_results",
-    "request_as_json",
-]
-
 _EVENTS = 100_000
 _LONGEST_ERROR = 20_000  # characters
 

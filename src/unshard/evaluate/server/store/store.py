@@ -35,8 +35,6 @@ from unshard.evaluate.server.store.statements import (
     replace_results,
 )
 
-__all__ = ["Store"]
-
 _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 

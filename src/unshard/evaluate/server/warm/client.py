@@ -21,8 +21,6 @@ from unshard.evaluate.server.processes.table import is_alive
 from unshard.evaluate.server.warm.record import Worker, read_worker
 from unshard.evaluate.server.warm.worker import REPLACE, SOCKET_NAME
 
-__all__ = ["main"]
-
 _PAUSE_S = 0.1
 _FLUSHED_S = 10.0  # what a job has printed is in the log soon
 _READ_BYTES = 4096

@@ -30,8 +30,6 @@ from unshard.evaluate.server.processes.supervise import Order
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.warm.record import Worker, read_worker, write_worker
 
-__all__ = ["Engines", "engine_key"]
-
 _log = logging.getLogger(__name__)
 
 Gpus = tuple[str, ...]

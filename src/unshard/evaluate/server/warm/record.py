@@ -5,9 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unshard.evaluate.process import Process
-from unshard.write.staging.beneath import write_whole
-
-__all__ = ["Worker", "read_worker", "write_worker"]
+from unshard.write.dirfd import write_whole
 
 _NAME = "worker.json"
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from unshard.keywords import EngineKeywords
     from unshard.plugins.vllm import Engine
 
-__all__ = ["REPLACE", "SOCKET_NAME", "ReplaceError", "main", "run"]
-
 SOCKET_NAME = "socket"
 """The socket in the worker's directory."""
 
@@ -174,7 +172,8 @@ class _Kept:
 def _start(checkpoint: str, own: "EngineKeywords", options: Mapping[str, object]) -> "Engine":
     from vllm import LLM
 
-    from unshard.plugins.vllm import WORKER_EXTENSION, loader_config
+    from unshard.plugins.serving import loader_config
+    from unshard.plugins.vllm import WORKER_EXTENSION
 
     engine: Engine = LLM(
         **options,

@@ -11,8 +11,6 @@ from unshard.evaluate.server.http.page.rendering import HEADERS, render
 from unshard.evaluate.server.http.security import LOG_IN, Rules
 from unshard.evaluate.server.http.sessions import LASTS_S, cookie_name, make_session
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False)
 
 

@@ -10,8 +10,6 @@ from pydantic import BaseModel
 from unshard.evaluate.comparing import best_of
 from unshard.evaluate.jobs import Result
 
-__all__ = ["Plot", "PlotList", "Series", "as_csv", "make_plots"]
-
 _COLUMNS = ("run", "weights", "profile", "step", "task", "metric", "value", "stderr", "completed")
 _ORDER = ("model", "ema")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

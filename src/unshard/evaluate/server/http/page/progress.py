@@ -6,8 +6,6 @@ from pathlib import Path
 
 from unshard.evaluate.server.processes.bounded_log import last_lines
 
-__all__ = ["Progress", "progress_of"]
-
 _PERCENT = re.compile(r"(?<![\d.])(\d{1,3})%\|")  # as tqdm writes it
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _LONGEST = 160

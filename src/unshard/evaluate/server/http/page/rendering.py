@@ -19,8 +19,6 @@ from unshard._version import __version__
 from unshard.errors import printable
 from unshard.showing import human_size
 
-__all__ = ["HEADERS", "STATIC", "render", "show_error", "version_of"]
-
 _HERE = Path(__file__).parent
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"

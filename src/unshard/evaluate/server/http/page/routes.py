@@ -31,8 +31,6 @@ from unshard.evaluate.server.store.overview import (
     results_of,
 )
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False)
 
 _RUNS, _JOBS, _PLOTS, _FEW = 25, 25, 12, 20

@@ -10,29 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
+from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED
 from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
-
-__all__ = [
-    "LOG_MARK",
-    "SHOWN_LINES",
-    "Cancelled",
-    "Cause",
-    "Completed",
-    "Expired",
-    "Failed",
-    "Left",
-    "Lost",
-    "Outcome",
-    "Postponed",
-    "add_log",
-    "judge",
-]
-
-LOG_MARK = "The log ends with:"
-"""The line of an error after which the evaluator speaks itself."""
 
 SHOWN_LINES = 20
 """How many lines or names an error shows at most."""

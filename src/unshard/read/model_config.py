@@ -14,8 +14,6 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
 from unshard.tensors.dtypes import CASTS
 
-__all__ = ["ConfigFile", "Fields", "ModelConfig", "config_at", "read_config"]
-
 Fields = Mapping[str, object]
 
 TIED_BY_DEFAULT = frozenset(

@@ -19,8 +19,6 @@ from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_CODE, DType
 
-__all__ = ["Base", "read_base"]
-
 _SMALL = ["*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "tokenizer*", "vocab*"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 

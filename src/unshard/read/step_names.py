@@ -15,20 +15,6 @@ from collections.abc import Sequence
 from math import gcd
 from pathlib import Path
 
-__all__ = [
-    "STATE_FOLDER",
-    "count_steps",
-    "family",
-    "holds_steps",
-    "is_state",
-    "is_unfinished",
-    "loose_step_of",
-    "step_of",
-    "step_of_file",
-    "step_of_parents",
-    "version_of",
-]
-
 STATE_FOLDER = "_unshard"
 """The directory in a run that contains all our files: see `evaluate.run_folder`."""
 
@@ -144,3 +130,11 @@ def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
         if (step := loose_step_of(at.name)) is not None:
             return at, step
     return None
+
+
+def children(directory: Path) -> list[Path]:
+    """Return what is in a directory, by name; nothing of a file, or of what was removed."""
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

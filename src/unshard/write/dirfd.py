@@ -17,27 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-__all__ = [
-    "Identity",
-    "check_path",
-    "exchange",
-    "folder_of",
-    "identity",
-    "names_in",
-    "open_inside",
-    "open_regular",
-    "opened",
-    "read_file",
-    "read_with_status",
-    "remove",
-    "status_of",
-    "sync_tree",
-    "try_lock",
-    "walk",
-    "whole_file",
-    "write_whole",
-]
-
 _LONGEST = 64 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_EXCHANGE = 2

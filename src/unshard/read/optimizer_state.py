@@ -13,20 +13,6 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import NotMergeableError
 from unshard.tensors.catalog import Catalog
 
-__all__ = [
-    "LIKE_PARAMETER",
-    "WITHOUT_IT",
-    "Key",
-    "OptimizerState",
-    "ParamGroup",
-    "SavedState",
-    "flat_name",
-    "flat_parameters",
-    "left_out_note",
-    "refuse_quantised",
-    "split_name",
-]
-
 Key = int | str
 """What a state dict calls a parameter: its number, or its name."""
 

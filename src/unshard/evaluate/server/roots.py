@@ -1,0 +1,159 @@
+"""Which checkpoints the server may read: those below its roots."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from unshard.errors import UsageError
+from unshard.evaluate.pins.files import list_checkpoint
+from unshard.evaluate.server.config.profiles import Profile, Weights
+from unshard.read.beside.companions import companions_in
+from unshard.read.step_names import step_of
+from unshard.stores.remote_path import RemotePath, is_url, path_of
+
+_LONGEST_PATH = 4096
+_INNER = 2  # how deep a checkpoint may be below its step: global_step_10/actor
+
+
+def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
+    """Return a checkpoint's path without symbolic links, if it is below one of the roots.
+
+    The checkpoint need not exist: see `check_there`. A user who may write below a root can replace
+    the checkpoint by a link after this check, and no check can prevent that: roots are for
+    directories whose writers may read everything that the server can read.
+
+    An address in an object store must be below a root that is one, too; nothing is asked of the
+    store for that.
+
+    Raises:
+        UsageError: the path is not absolute, or is not below a root.
+    """
+    is_address = is_url(path)
+    if not (path.startswith("/") or is_address) or _is_odd(path):
+        raise not_accepted("checkpoint", path, expected="an absolute path, or s3://bucket/folder")
+    try:
+        resolved = path_of(path).resolve()
+        if not is_address:
+            resolved.exists()  # raises where no file can have this name
+        places = [root.resolve() for root in roots]
+    except PermissionError as error:
+        raise not_readable(error) from error
+    except (OSError, RuntimeError) as error:
+        raise not_accepted("checkpoint", path, expected="a path that can be followed") from error
+    if any(resolved.is_relative_to(place) for place in places):
+        return resolved
+    raise UsageError(
+        "checkpoint: not under a directory that this server may read",
+        expected="a directory below one of: "
+        + (", ".join(map(str, roots)) or "none is configured"),
+        found=path,
+        hint="add its directory to the server's `roots`",
+    )
+
+
+def _is_odd(path: str) -> bool:
+    """Return whether a path is too long, or has what only tricks need in an address."""
+    is_trick = is_url(path) and (".." in path.split("/") or "%" in path or "\\" in path)
+    return is_trick or len(path) > _LONGEST_PATH or not path.isprintable()
+
+
+def check_merged(checkpoint: Path, profile: Profile) -> None:
+    """Raise if a checkpoint in an object store is meant for an evaluator that reads it itself."""
+    if isinstance(checkpoint, RemotePath) and profile.weights is Weights.DIRECT:
+        raise UsageError(
+            "checkpoint: the profile merges nothing, and evaluators get no credentials of stores",
+            expected="a checkpoint on a disk, or a profile with `weights: merged`",
+            found=str(checkpoint),
+        )
+
+
+def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
+    """Raise unless every file that would be pinned or merged is below a root, links followed.
+
+    Object stores have no links. Files that no longer exist are ignored. A link that is made after
+    this check is not found: see `resolve_checkpoint`.
+
+    Args:
+        checkpoint: a directory, or a file that is one.
+        run: the directory above it that may contain its config and tokenizer.
+        roots: the directories that may be read.
+
+    Raises:
+        UsageError: names the first file that is not.
+    """
+    if isinstance(checkpoint, RemotePath):
+        return
+    places = [root.resolve() for root in roots]
+    try:
+        for file in _files(checkpoint, run):
+            found = file.resolve()
+            if not any(found.is_relative_to(place) for place in places):
+                raise UsageError(
+                    f"{file}: leads out of the directories that this server may read",
+                    found=str(found),
+                    hint="put the file itself there, or add its directory to the server's `roots`",
+                )
+    except FileNotFoundError:
+        return
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"{checkpoint}: cannot be followed", found=str(error)) from error
+
+
+def _files(checkpoint: Path, run: Path) -> Iterator[Path]:
+    above = [one for one in checkpoint.parents if one.is_relative_to(run)]
+    for folder in (*above, *(one / "huggingface" for one in above)):
+        own = companions_in(folder)
+        yield from own.files.values()
+        if own.config is not None:
+            yield own.config
+    is_folder = checkpoint.is_dir()
+    for name in list_checkpoint(checkpoint).files:
+        yield checkpoint / name if is_folder else checkpoint
+
+
+def check_there(checkpoint: Path, *, is_step: bool) -> None:
+    """Raise if the checkpoint does not exist, unless a trainer may have removed it since.
+
+    Args:
+        checkpoint: its path.
+        is_step: whether the client gave a step; otherwise the name of the directory may have one.
+
+    Raises:
+        UsageError: neither it nor its run exists, or the server may not read it.
+    """
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            checkpoint.stat()
+            return
+        places = (checkpoint, *checkpoint.parents[:_INNER])
+        steps = [place for place in places if step_of(place.name) is not None]
+        if is_step and not steps:
+            steps = [checkpoint]
+        if any(step.parent.is_dir() for step in steps):
+            return
+    except PermissionError as error:
+        raise not_readable(error) from error
+    raise UsageError(
+        "the checkpoint does not exist, and neither does the directory of its run",
+        expected="a checkpoint, or the directory of a run, as the server sees the path",
+        found=str(checkpoint),
+        hint="check the path; where the server sees the disk under another name, give that name",
+    )
+
+
+def not_readable(error: PermissionError) -> UsageError:
+    """Return the error for a checkpoint, or its run, that the server may not read."""
+    return UsageError(
+        "the server is not allowed to read the checkpoint",
+        found=f"{error.filename}: {error.strerror}",
+        hint=f"give the server's user (uid {os.geteuid()}) the right to read and enter the "
+        "directories of the run, or start the server as their owner",
+    )
+
+
+def not_accepted(field: str, found: object, *, expected: str, hint: str = "") -> UsageError:
+    """Return the error for a field of a request that the server does not accept."""
+    return UsageError(
+        f"{field} cannot be accepted", expected=expected, found=f"{found!r:.200}", hint=hint
+    )
