@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 TEST_VENV := .venv-test
+EVAL_VENV := .venv-eval
 LMMS_VENV := .venv-lmms
 VLLM_VENV := .venv-vllm
 PEERS_VENVS := .venv-peers
@@ -19,7 +20,8 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL_LOCKED := $(INSTALL) --no-deps --require-hashes --requirement tests/requirements/
 TORCH := "torch==2.13.0"
 
-.PHONY: demo test lint docs format lock bench bench-peers torture torture-fuzz torture-eval clean
+.PHONY: demo test test-all test-oracle test-eval test-engines \
+	test-vllm test-ray lint types docs format lock bench bench-peers torture torture-fuzz torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -37,8 +39,6 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # torch first and by exact version: a CPU build, and nothing that follows may replace it.
-# lm-eval and lmms-eval read the definitions of all their tasks whenever they start: 16,000 files, of
-# which tests use none.
 $(TEST_VENV)/.installed: pyproject.toml tests/requirements/test.txt tests/requirements/trainers.txt
 	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(TEST_VENV)
@@ -46,52 +46,54 @@ $(TEST_VENV)/.installed: pyproject.toml tests/requirements/test.txt tests/requir
 	$(TEST_VENV)/bin/$(INSTALL_LOCKED)test.txt
 	$(TEST_VENV)/bin/$(INSTALL_LOCKED)trainers.txt
 	$(TEST_VENV)/bin/$(INSTALL) --no-deps -e .
-	find $(TEST_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# lmms-eval has an environment of its own, which sees the packages of the tests' one.
-SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
-$(LMMS_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/lmms.txt
-	$(PYTHON) -m venv $(LMMS_VENV)
-	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(LMMS_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+# An environment that sees the packages of others, which come after its own in its path.
+PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+define ON
+	$(PYTHON) -m venv $(1)
+	(for one in $(2); do $$one/bin/python $(PACKAGES); done; echo $(CURDIR)/src) \
+		> `$(1)/bin/python $(PACKAGES)`/seen.pth
+endef
+
+# Evaluators, trackers, a browser, the documentation. lm-eval and lmms-eval read the definitions of
+# all their tasks whenever they start: 16,000 files, of which tests use none.
+$(EVAL_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/eval.txt
+	$(call ON,$(EVAL_VENV),$(TEST_VENV))
+	$(EVAL_VENV)/bin/$(INSTALL_LOCKED)eval.txt
+	find $(EVAL_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
+	touch $@
+
+$(LMMS_VENV)/.installed: $(EVAL_VENV)/.installed tests/requirements/lmms.txt
+	$(call ON,$(LMMS_VENV),$(EVAL_VENV) $(TEST_VENV))
 	$(LMMS_VENV)/bin/$(INSTALL_LOCKED)lmms.txt
 	find $(LMMS_VENV)/lib/python3*/site-packages/lmms_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# vLLM has an environment of its own, too: it asks for another transformers.
-$(VLLM_VENV)/.installed: pyproject.toml tests/requirements/vllm.txt
-	@$(PYTHON) -c "$$NEED_PYTHON"
-	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/$(INSTALL) $(TORCH)
+# vLLM asks for other versions of transformers and a few more.
+$(VLLM_VENV)/.installed: $(EVAL_VENV)/.installed tests/requirements/vllm.txt
+	$(call ON,$(VLLM_VENV),$(EVAL_VENV) $(TEST_VENV))
 	$(VLLM_VENV)/bin/$(INSTALL_LOCKED)vllm.txt
-	$(VLLM_VENV)/bin/$(INSTALL) --no-deps -e .
-	find $(VLLM_VENV)/lib/python3*/site-packages/lm_eval/tasks -name '*.yaml' -delete
 	touch $@
 
-# SGLang, in an environment that sees the packages of vLLM's one. torchvision is a CUDA build, whose
-# operators do not load: nothing may be registered for them then.
+# torchvision is a CUDA build, whose operators do not load: nothing may be registered for them then.
 $(SGLANG_VENV)/.installed: $(VLLM_VENV)/.installed tests/requirements/sglang.txt
-	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(VLLM_VENV)/bin/python $(SITE_PACKAGES) > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/vllm.pth
+	$(call ON,$(SGLANG_VENV),$(VLLM_VENV) $(EVAL_VENV) $(TEST_VENV))
 	$(SGLANG_VENV)/bin/$(INSTALL_LOCKED)sglang.txt
-	$(SGLANG_VENV)/bin/$(INSTALL) --no-deps -e .
-	: > `$(SGLANG_VENV)/bin/python $(SITE_PACKAGES)`/torchvision/_meta_registrations.py
+	: > `$(SGLANG_VENV)/bin/python $(PACKAGES)`/torchvision/_meta_registrations.py
 	touch $@
 
-# Ray, in an environment that sees the packages of the tests' one, so that these do not depend on its
-# versions of what both need; and verl's checkpoint manager, which needs Ray.
-$(RAY_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/ray.txt tests/requirements/verl.txt
-	$(PYTHON) -m venv $(RAY_VENV)
-	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(RAY_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+# Ray, and verl's checkpoint manager, which needs Ray.
+$(RAY_VENV)/.installed: $(EVAL_VENV)/.installed tests/requirements/ray.txt \
+		tests/requirements/verl.txt
+	$(call ON,$(RAY_VENV),$(EVAL_VENV) $(TEST_VENV))
 	$(RAY_VENV)/bin/$(INSTALL_LOCKED)ray.txt
 	$(RAY_VENV)/bin/$(INSTALL_LOCKED)verl.txt
 	touch $@
 
-# The fuzzer, in an environment that sees the packages of the tests' one.
+# The fuzzer.
 $(FUZZ_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/fuzz.txt
-	$(PYTHON) -m venv $(FUZZ_VENV)
-	$(TEST_VENV)/bin/python $(SITE_PACKAGES) > `$(FUZZ_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
-	echo $(CURDIR)/src >> `$(FUZZ_VENV)/bin/python $(SITE_PACKAGES)`/tests.pth
+	$(call ON,$(FUZZ_VENV),$(TEST_VENV))
 	$(FUZZ_VENV)/bin/$(INSTALL_LOCKED)fuzz.txt
 	touch $@
 
@@ -105,22 +107,52 @@ demo: $(VENV)/.installed
 	@rm -rf $(DEMO_OUTPUT)
 	@VENV=$(VENV) OUTPUT=$(DEMO_OUTPUT) sh examples/demo.sh
 
-test: lint demo docs $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed \
-		$(RAY_VENV)/.installed
+# Each run leaves a report in build/results, and tools/sums.py adds them up.
+PYTEST = -m pytest -n $(WORKERS) --dist loadgroup --junitxml build/results/$@.xml
+WORKERS ?= 3
+
+# For people: what is quick, with 50 examples of each property. ROOM=read is one folder of tests.
+test: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/ruff check .
+	$(TEST_VENV)/bin/ruff format --check .
+	$(if $(ROOM),,$(TEST_VENV)/bin/mypy --exclude '^tests/evaluators/')
+	$(TEST_VENV)/bin/python $(PYTEST) tests/$(ROOM) --ignore tests/evaluators \
+		-m "not slow and not evaluators and not vllm and not ray" --hypothesis-profile quick
+
+# Everything: what `make test` runs, what it leaves out, and every property with all its examples.
+test-all: test types docs demo test-oracle test-eval test-engines
+
+LEFT_OUT := -m "(slow or hypothesis or evaluators) and not vllm and not ray"
+test-oracle: $(TEST_VENV)/.installed
+	$(TEST_VENV)/bin/python $(PYTEST) --ignore tests/evaluation --ignore tests/evaluators $(LEFT_OUT)
+
+test-eval: $(EVAL_VENV)/.installed $(LMMS_VENV)/.installed
 	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
+	$(EVAL_VENV)/bin/python $(PYTEST) tests/evaluation tests/evaluators $(LEFT_OUT)
+
+test-engines: test-vllm test-ray
+
+test-vllm: $(EVAL_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
 	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python \
+	$(EVAL_VENV)/bin/python $(PYTEST) -m vllm
+
+test-ray: $(EVAL_VENV)/.installed $(RAY_VENV)/.installed
 	UNSHARD_RAY_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
 	UNSHARD_VERL_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
-	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadgroup
+	$(EVAL_VENV)/bin/python $(PYTEST) -m ray
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
 	$(TEST_VENV)/bin/ruff format --check .
-	$(TEST_VENV)/bin/mypy
+
+# All of it, which needs the types of all packages.
+types: $(EVAL_VENV)/.installed
+	$(EVAL_VENV)/bin/python -m mypy
 
 # Strict: a link that leads nowhere fails, and so does a docstring that does not fit its function.
-docs: $(TEST_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(TEST_VENV)/bin/mkdocs build
+docs: $(EVAL_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(EVAL_VENV)/bin/mkdocs build
 
 format: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check --fix .
@@ -173,4 +205,4 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest --timeout 0 -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(EVAL_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from unshard import errors
-from unshard.cli.main import main
+from unshard.cli.main import app, main
 from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
@@ -24,16 +25,12 @@ COMMANDS = (
 )
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "unshard", *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"},
-    )
-    return done.stdout
+def help_of(command: str) -> str:
+    """Return a command's help page; all are made in this process, because each start takes time."""
+    words = [*command.split(), "--help"]
+    shown = CliRunner().invoke(app, words, prog_name="unshard", terminal_width=78)
+    assert shown.exit_code == 0
+    return shown.stdout.strip()
 
 
 def help_page() -> str:
@@ -41,9 +38,7 @@ def help_page() -> str:
         "# The command line\n",
         "This page is generated from `unshard --help`; a test keeps it up to date.\n",
     ]
-    for command in COMMANDS:
-        text = run(*command.split(), "--help").strip().replace("python -m unshard", "unshard")
-        parts.append(f"## unshard {command}\n\n```\n{text}\n```\n")
+    parts += [f"## unshard {one}\n\n```\n{help_of(one)}\n```\n" for one in COMMANDS]
     parts.append(EXIT_CODES)
     return "\n".join(parts)
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
+from properties import examples
 from ranks import assert_same, bits, merged, rank_path, save_ranks, snapshot, some_tensors
 from unshard import ConversionError, MergeOptions, OutputError, UsageError
 from unshard.progress import Event, Warned
@@ -435,7 +436,7 @@ def test_settings_do_not_change_the_bytes_of_random_bits(tmp_path: Path, dtype: 
         assert load_file(out / "model.safetensors")["w"].tobytes() == expected
 
 
-@settings(max_examples=50)  # an average each, verified in full
+@settings(max_examples=examples(50))  # an average each, verified in full
 @given(st.data(), st.sampled_from(sorted(RANDOM_BITS)))
 def test_tiles_of_any_size_have_the_same_bytes(data: st.DataObject, dtype: str) -> None:
     weights = data.draw(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import unshard
+from properties import examples
 from unshard import CorruptError, MergeOptions, UnshardError
 from unshard.api.merging import merge_with
 from unshard.progress import Event, Warned
@@ -68,7 +69,7 @@ def save_pickled(folder: Path, names: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("write", [save_whole, save_shards, save_pickled])
-@settings(max_examples=50)  # a merge each, in three formats
+@settings(max_examples=examples(50))  # a merge each, in three formats
 @given(names=st.lists(SOME, unique=True, min_size=1, max_size=6))
 @example(names=DIGITS_FIRST)
 @example(names=["größe.é", "层.0.权重", "\U0001f600", "e\u0301", "a/b/../c", "/abs", " "])

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from properties import examples
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.torch_files.dcp_files import DcpFile, DcpLayout, lay_out_dcp
 from unshard.containers.torch_files.dcp_metadata import (
@@ -160,7 +161,7 @@ def test_a_checkpoint_of_this_torch_is_rewritten_byte_for_byte(tmp_path: Path) -
     assert_files_are_those_of(directory, layout)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5),
     st.integers(1, 3),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from properties import examples
 from unshard.containers.pickles.pickler import pickled
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -16,7 +17,7 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     return lists | lists.map(tuple) | st.dictionaries(st.text(), inner, max_size=5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.recursive(scalars, containers, max_leaves=30))
 def test_any_value_is_pickled_as_by_python(value: object) -> None:
     assert pickled(value, protocol=4) == pickle.dumps(value, 4)

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plain import same
+from properties import examples
 from unshard.containers.pickles.pickler import MAX_DEPTH
 from unshard.containers.torch_files.writer import (
     Plain,
@@ -57,14 +58,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("values") / "value.pt"
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(value=values)
 def test_torch_gives_any_plain_value_back(place: Path, value: Plain) -> None:
     write_torch_file(place, value)
     assert same(torch.load(place, weights_only=True), value)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(value=values)
 def test_pythons_own_unpickler_gives_it_back_too(value: Plain) -> None:
     pickled, tensors = write_pickle(value)
@@ -139,7 +140,7 @@ ordered = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(ordered)
 def test_the_opcodes_are_those_of_pythons_own_pickler(value: Plain) -> None:
     assume(

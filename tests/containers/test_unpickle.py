@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hostile.pickles import FORMS, NAMES, named, split_name
+from properties import examples
 from unshard.containers.pickles.machine import (
     SLOT_COST,
     DangerousPickleError,
@@ -87,7 +88,7 @@ def exact(value: object) -> object:
             return repr(value)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.sampled_from(PROTOCOLS).flatmap(plain_values))
 @example((0, "é"))
 @example((0, "a\\n\n\r\0\x1a'\"Ā😀"))
@@ -481,7 +482,7 @@ def runs_or_refuses(data: bytes) -> None:
         assert all(isinstance(name, Global) for name in names)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.binary(max_size=100))
 def test_random_bytes_are_read_or_refused(data: bytes) -> None:
     runs_or_refuses(data)
@@ -491,13 +492,13 @@ opcodes = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletoo
 arguments = st.binary(max_size=4) | st.sampled_from([b"1\n", b"a\n", b"'a'\n", b"a\nB\n"])
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.lists(opcodes | arguments, max_size=40).map(b"".join))
 def test_random_opcodes_are_read_or_refused(data: bytes) -> None:
     runs_or_refuses(data + b".")
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(
     st.sampled_from(PROTOCOLS),
     st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 3), st.binary(max_size=4))),

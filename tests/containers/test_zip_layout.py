@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from other_versions import unpack_rank_files
+from properties import examples
 from ranks import save_ranks, some_tensors
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import SavedTensor, write_pickle
@@ -63,7 +64,7 @@ def test_the_files_of_this_torch_are_rewritten_byte_for_byte(tmp_path: Path) -> 
         assert_rewritten(tmp_path / f"model_world_size_2_rank_{rank}.pt", NEW)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=12),
     st.sampled_from([(2, 4), NEW]),

@@ -28,6 +28,7 @@ from waiting import wait_until
 
 pytestmark = [
     needs_ray,
+    pytest.mark.ray,
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]

@@ -121,6 +121,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.evaluators
 def test_it_has_what_lmms_evals_client_has() -> None:
     """Names and defaults of lmms_eval 0.7.3's client."""
     python = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON")

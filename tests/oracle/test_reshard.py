@@ -20,6 +20,7 @@ from optimizers import KEYS, like, save_optimizer
 from oracle.writers.resuming import Run, resume, train
 from oracle.writers.workers import WorkerPool
 from other_versions import unpack_rank_files
+from properties import examples
 from ranks import as_rank, assert_same, contents, merged, save_ranks, some_tensors
 from saved_values import loaded, parts_of, same
 from unshard import IncompleteError, NotMergeableError, OutputError, UsageError
@@ -301,7 +302,7 @@ shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 tensors = st.dictionaries(st.sampled_from("abcdefgh"), shapes, min_size=1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tensors, st.integers(1, 4), st.integers(1, 7), st.integers(0, 2), st.data())
 def test_any_tensors_on_any_number_of_ranks(
     forms: dict[str, tuple[int, ...]], before: int, after: int, dim: int, data: st.DataObject

@@ -27,6 +27,7 @@ from oracle.writers.resuming import Run, resume, resume_dcp, save_dcp, train
 from oracle.writers.samples import Samples
 from oracle.writers.starting import start_dcp, start_ranks
 from oracle.writers.workers import WorkerPool
+from properties import examples
 from ranks import assert_same, merged, save_ranks, some_tensors
 from saved_values import loaded, parts_of, same
 from tiny_models import tiny_model
@@ -335,7 +336,7 @@ def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.dictionaries(st.sampled_from("abcdef"), shapes, min_size=1), st.data())
 def test_any_tensors_in_any_format(forms: dict[str, tuple[int, ...]], data: st.DataObject) -> None:
     truth = {name: torch.randn(shape).bfloat16() for name, shape in forms.items()}

@@ -40,6 +40,7 @@ def went_on(directory: Path, world: int, before: int) -> None:
         torch.testing.assert_close(gone_on[part], after[part], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.ray
 @pytest.mark.skipif(not PYTHON, reason="UNSHARD_VERL_PYTHON names no interpreter with verl 0.9.1")
 def test_verls_checkpoint_manager_loads_it(tmp_path: Path) -> None:
     paths = [str(Path(unshard.__file__).parents[1]), str(TESTS), os.environ.get("PYTHONPATH", "")]

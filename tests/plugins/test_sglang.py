@@ -31,6 +31,7 @@ SOURCE, TESTS = Path(unshard.__file__).parents[1], Path(sglang_child.__file__).p
 SAME = ("dcp", "fsdp1", "shards", "verl")
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="UNSHARD_SGLANG_PYTHON names no interpreter with SGLang"),
     pytest.mark.xdist_group("vllm"),  # with the other engines: a gigabyte and two cores each
 ]

@@ -19,7 +19,7 @@ from vllm_child import PROMPTS
 from vllm_runs import PYTHON, called_vllm, environment, needs_vllm, run_vllm
 from waiting import wait_until
 
-pytestmark = [needs_vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from properties import examples
 from ranks import as_rank, rank_path, shard
 from unshard import UnshardError
 from unshard.containers.torch_files.reader import read_torch_file
@@ -80,7 +81,7 @@ def compared(reader: RankFileReader, path: Path, rank: int) -> object:
         return str(error)
 
 
-@settings(max_examples=25)  # each saves four files
+@settings(max_examples=examples(25))  # each saves four files
 @given(
     tensors=st.lists(
         st.tuples(SHAPES, st.lists(st.sampled_from(PLACEMENTS), min_size=2, max_size=2)),

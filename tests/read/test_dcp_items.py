@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
+from properties import examples
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
@@ -172,7 +173,7 @@ def test_an_item_asked_for_twice_is_given_twice(tmp_path: Path) -> None:
     assert isinstance(first, StoredItem)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(
     sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=6),
     gaps=st.lists(st.integers(0, 20_000), min_size=6, max_size=6),

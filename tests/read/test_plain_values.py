@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from plain import same
+from properties import examples
 from ranks import bits
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
@@ -82,7 +83,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(value=values)
 def test_what_was_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, value: Plain

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unshard
+from properties import examples
 from ranks import assert_same, merged
 from safetensors_shards import Piece, cut, read, shard_path, whole, write_shard
 from unshard import IncompleteError
@@ -137,7 +138,7 @@ def test_a_tensor_that_ends_with_a_smaller_piece_is_whole(tmp_path: Path) -> Non
 WORDS = ["embed", "up", "down", "gate", "query", "key", "value", "norm"]
 
 
-@settings(max_examples=100)  # a merge each
+@settings(max_examples=examples(100))  # a merge each
 @given(st.data())
 def test_a_lost_file_never_ends_in_other_tensors(data: st.DataObject) -> None:
     """Whatever the sizes: what is merged without a file is what was saved, or nothing is."""

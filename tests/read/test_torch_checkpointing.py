@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 import unshard
 from damage import assert_refused, bomb, cycle, in_bounds, in_time, judge
 from item_files import save_item_files
+from properties import examples
 from ranks import assert_same, some_tensors
 from unshard.errors import (
     CheckpointError,
@@ -320,7 +321,7 @@ WRONG: tuple[Any, ...] = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_wrong_types_at_every_level_are_refused_or_make_no_difference(
     cases: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

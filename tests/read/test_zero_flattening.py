@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unshard
+from properties import examples
 from ranks import assert_same
 from unshard.read.format import Choice, ReadOptions
 from unshard.read.open import open_latest
@@ -61,7 +62,7 @@ def models(draw: st.DrawFn) -> ZeroModel:
     return ZeroModel(groups, frozen, counter, shared, draw(st.permutations(names)))
 
 
-@settings(max_examples=FILES)  # each writes files
+@settings(max_examples=examples(FILES))  # each writes files
 @given(models(), st.integers(1, 5), st.sampled_from([1, 8, 10**9]))
 def test_stage_3(model: ZeroModel, world: int, sub_group: int) -> None:
     with TemporaryDirectory() as directory:
@@ -69,7 +70,7 @@ def test_stage_3(model: ZeroModel, world: int, sub_group: int) -> None:
         check(Path(directory), model)
 
 
-@settings(max_examples=FILES)  # each writes files
+@settings(max_examples=examples(FILES))  # each writes files
 @given(models(), st.integers(1, 5), st.sampled_from([1, 4, 8]), st.sampled_from([1, 2]))
 def test_stages_1_and_2(model: ZeroModel, world: int, align: int, stage: int) -> None:
     with TemporaryDirectory() as directory:
@@ -77,7 +78,7 @@ def test_stages_1_and_2(model: ZeroModel, world: int, align: int, stage: int) ->
         check(Path(directory), model)
 
 
-@settings(max_examples=FILES)  # each writes files
+@settings(max_examples=examples(FILES))  # each writes files
 @given(models(), st.integers(1, 5))
 def test_bf16_optimizer_keeps_its_padding(model: ZeroModel, world: int) -> None:
     with TemporaryDirectory() as directory:

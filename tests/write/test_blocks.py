@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from block_fp8 import dequantised, quantised
+from properties import examples
 from ranks import bits
 from sources import (
     Chunk,
@@ -98,7 +99,7 @@ def made(sources: Sources, recipes: dict[str, Recipe], resources: Resources) -> 
     return tensors_in(files)
 
 
-@settings(max_examples=40)  # each has up to 90,000 elements
+@settings(max_examples=examples(40))  # each has up to 90,000 elements
 @given(matrices(), st.data())
 def test_a_matrix_in_any_chunks_is_quantised_as_torch_does_it(
     matrix: torch.Tensor, data: st.DataObject
@@ -133,7 +134,7 @@ def test_every_bfloat16_is_rounded_as_torch_does_it(tmp_path: Path) -> None:
     assert found["w"] == bits(matrix.to(torch.float8_e4m3fn))
 
 
-@settings(max_examples=30)  # as above
+@settings(max_examples=examples(30))  # as above
 @given(matrices(), st.sampled_from([(128, 128), (64, 32), (1, 7)]), st.data())
 def test_block_fp8_becomes_values_as_torch_multiplies(
     matrix: torch.Tensor, block: tuple[int, int], data: st.DataObject

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from evaluation.running import job_of, request, whole_model
 from evaluation.servers import Live, cli, live
+from properties import examples
 from unshard.evaluate.jobs import Filters, Status
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
@@ -136,7 +137,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     made.close()
 
 
-@settings(max_examples=30)  # each has dozens of transactions
+@settings(max_examples=examples(30))  # each has dozens of transactions
 @given(
     submissions=st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from(["a", "b"])), max_size=12, unique=True

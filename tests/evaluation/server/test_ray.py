@@ -17,7 +17,7 @@ from evaluation.servers import Fields, Live, started
 from unshard.evaluate.server.store.store import Store
 from waiting import wait_until
 
-pytestmark = [needs_ray, pytest.mark.xdist_group("ray")]
+pytestmark = [needs_ray, pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

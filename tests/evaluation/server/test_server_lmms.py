@@ -110,6 +110,7 @@ def interpreter() -> str:
     return found
 
 
+@pytest.mark.evaluators
 def test_its_own_clients_work_unchanged(server: Live, run: Path, interpreter: str) -> None:
     done = subprocess.run(
         [interpreter, "-c", CLIENT, server.url, str(run)],

@@ -24,7 +24,11 @@ from unshard.evaluate.server.store.store import Store
 from vllm_runs import PYTHON, called_vllm, needs_vllm
 from waiting import LIMIT_S
 
-pytestmark = [needs_vllm, pytest.mark.xdist_group("vllm")]  # an engine takes two cores
+pytestmark = [
+    needs_vllm,
+    pytest.mark.vllm,
+    pytest.mark.xdist_group("vllm"),
+]  # an engine takes two cores
 
 TASK = "colours_surprise"
 SIZES = {

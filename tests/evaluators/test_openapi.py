@@ -10,6 +10,7 @@ from schemathesis.config import SchemathesisConfig
 
 from evaluation.runs import checkpoint
 from evaluation.servers import live
+from properties import examples
 from waiting import LIMIT_S
 
 # The stream of events does not end, and a drain ends the server.
@@ -36,7 +37,7 @@ described = schemathesis.pytest.from_fixture("description").exclude(path=APART)
 
 @described.parametrize()
 @settings(
-    max_examples=20,
+    max_examples=examples(20),
     deadline=None,
     derandomize=True,
     database=None,

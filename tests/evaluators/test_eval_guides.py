@@ -21,7 +21,7 @@ from unshard.evaluate.trainer import config
 from unshard.evaluate.trainer.config import EvalConfig
 from waiting import LIMIT_S
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "async_eval.md"
 PAGES = [PAGE, *sorted(DOCS.glob("guides/eval*.md"))]

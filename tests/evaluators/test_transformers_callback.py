@@ -186,7 +186,7 @@ def test_a_stop_rule_of_the_server_ends_the_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A real server tells the rule in examples/, and the Trainer ends at the next step."""
-    rule = Path(__file__).parents[3] / "examples" / "stop_when_worse.py"
+    rule = Path(__file__).parents[2] / "examples" / "stop_when_worse.py"
     told = {"command": [sys.executable, str(rule), "score/acc", "1"]}
     server = Live(tmp_path)
     server.configure(FALLS, on_result=told)
