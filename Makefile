@@ -160,7 +160,6 @@ format: $(TEST_VENV)/.installed
 
 bench: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python benchmarks/merge_against_cat.py
-	$(TEST_VENV)/bin/python benchmarks/torchrun_against_alone.py
 	$(TEST_VENV)/bin/python benchmarks/from_pretrained_against_merge.py
 	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
 	$(TEST_VENV)/bin/python benchmarks/submissions.py

@@ -19,11 +19,11 @@ import os, time
 from pathlib import Path
 import unshard
 from unshard.__main__ import main
-from unshard.engines.several import cluster, over_ray
+from unshard.engines.ray import cluster, jobs
 from unshard.progress import Advanced
 
 class Held:
-    kind, events, middle = over_ray._Making, 1, "middle"
+    kind, events, middle = jobs._Making, 1, "middle"
 
     def __init__(self, *given):
         self.task, self.control = self.kind(*given), Path(os.environ["CONTROL"])
@@ -53,20 +53,20 @@ class Held:
         return self.task.do(number, attempt, told)
 
 class HeldUpload(Held):
-    kind, events = over_ray._Uploading, 2  # a part is on its way then
+    kind, events = jobs._Uploading, 2  # a part is on its way then
 
 class HeldMeasuring(Held):
-    kind = over_ray._Measuring
+    kind = jobs._Measuring
 
 class HeldVerifying(Held):
-    kind, middle = over_ray._Verifying, "verify"
+    kind, middle = jobs._Verifying, "verify"
 
     def do(self, number, attempt, listener):
         (self.control / f"verified-{os.getpid()}").touch()
         return super().do(number, attempt, listener)
 
-over_ray._Making, over_ray._Uploading = Held, HeldUpload
-over_ray._Measuring, over_ray._Verifying = HeldMeasuring, HeldVerifying
+jobs._Making, jobs._Uploading = Held, HeldUpload
+jobs._Measuring, jobs._Verifying = HeldMeasuring, HeldVerifying
 exec(os.environ.get("PATCH", ""))
 main()
 """

@@ -26,7 +26,6 @@ def tell(number: int) -> None:
 if __name__ == "__main__":
     for name in (
         "unshard.api.storing",
-        "unshard.engines.several.torchrun",
         "obstore.store",
         "boto3",
     ):

@@ -42,7 +42,7 @@ ON_DEMAND = {
     "write.verification.load",
     "engines.into_torch",
     "engines.into_transformers",
-    "engines.several.cluster",
+    "engines.ray.cluster",
     "evaluate.callbacks.transformers",
     "evaluate.server.cluster.place",
     "evaluate.server.cluster.seat",

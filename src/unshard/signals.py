@@ -22,11 +22,10 @@ class Interrupted(KeyboardInterrupt):
 
     Args:
         number: the signal.
-        text: in what state things are left, if it is not the usual one.
     """
 
-    def __init__(self, number: int, text: str = "") -> None:
-        super().__init__(*([text] if text else []))
+    def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
 
 

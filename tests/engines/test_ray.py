@@ -101,14 +101,14 @@ def verified(control: Path) -> set[int]:
 
 
 DAMAGING = """
-verify = over_ray.OverRay.verify_full
+verify = jobs.OverRay.verify_full
 def damage(self, plan, catalogs, directory, *rest):
     path = directory / plan.layout.files[3].filename
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     verify(self, plan, catalogs, directory, *rest)
-over_ray.OverRay.verify_full = damage
+jobs.OverRay.verify_full = damage
 """
 
 
@@ -226,11 +226,11 @@ def test_what_is_finished_is_resumed(
 ) -> None:
     """The driver is killed when some files are finished, and others are in their middle."""
     patch = """
-write = over_ray._move
+write = jobs._move
 def moved(*paths):
     write(*paths)
     (Path(os.environ["CONTROL"]) / "moved").touch()
-over_ray._move = moved
+jobs._move = moved
 going = Held.do
 Held.do = lambda self, number, *rest: self.task.do(number, *rest) if number == 0 else (
     going(self, number, *rest))
@@ -264,8 +264,8 @@ def test_a_cluster_that_does_not_see_the_checkpoint_is_an_error(
 ) -> None:
     patch = """
 cluster._VISIBLE_S = 0
-needed = over_ray._by_directory
-over_ray._by_directory = lambda paths: needed([*paths, Path("/nowhere/rank_7.pt")])
+needed = jobs._by_directory
+jobs._by_directory = lambda paths: needed([*paths, Path("/nowhere/rank_7.pt")])
 """
     code, said = ran(cluster, control, "merge", checkpoint, tmp_path / "o", *OPTIONS, PATCH=patch)
     assert code == 5, said
@@ -410,7 +410,7 @@ def test_a_failed_merge_into_a_store_leaves_nothing_there(
     cluster: Nodes, control: Path, checkpoint: Path, store: Store
 ) -> None:
     patch = """
-Uploading = over_ray._Uploading
+Uploading = jobs._Uploading
 class Failing:
     def __init__(self, *given):
         self.uploading = Uploading(*given)
@@ -418,7 +418,7 @@ class Failing:
         if number == 3:
             raise unshard.CorruptError("tensor l.3.w: rank 1 is damaged")
         return self.uploading.do(number, attempt, listener)
-over_ray._Uploading = Failing
+jobs._Uploading = Failing
 """
     code, said = ran(
         cluster, control, "merge", checkpoint, f"s3://{BUCKET}/failed", *OPTIONS, PATCH=patch

@@ -1,4 +1,4 @@
-"""A command as a process: its streams, how it begins and ends, alone or as one of a torchrun's."""
+"""A command as a process: its streams, how it begins and how it ends."""
 
 import errno
 import functools
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TextIO
 
 from unshard import signals
-from unshard.engines.crew import as_one_of_torchrun, is_started_by_torchrun
+from unshard.cli import torchrun
 from unshard.errors import UnshardError, UsageError, printable
 from unshard.fronts import PYTHON, Command
 
@@ -39,8 +39,7 @@ def run(
 ) -> NoReturn:
     """Run a command and end the process with its exit code.
 
-    Under torchrun the process of rank 0 runs it. The others only move bytes for that one, and end
-    with the same exit code.
+    Under torchrun the process of rank 0 runs it, and the others end at once with 0.
 
     Args:
         command: ends by itself or with SystemExit.
@@ -48,25 +47,21 @@ def run(
         failure: the exit code after an error; None: that of its class.
     """
     signals.end_at_once()
+    if torchrun.is_left_to_rank_0():
+        raise SystemExit(0)
     gc.set_threshold(_YOUNG_OBJECTS)
     _make_streams_safe()
-
-    def alone() -> int:
-        return _run_to_end(command, failed, failure)
-
-    if is_started_by_torchrun():
-        code = _run_to_end(lambda: as_one_of_torchrun(alone), failed, failure)
-    else:
-        code = alone()
+    code = _run_to_end(command, failed, failure)
     signals.ignore_for_good()
     raise SystemExit(code)
 
 
-def _run_to_end(command: Callable[[], int | None], failed: str, failure: int | None) -> int:
+def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -> int:
     """Run a command to its end, its output flushed; return its exit code."""
     try:
         try:
-            code = command() or 0
+            command()
+            code = 0
         finally:
             signals.ignore()
     except SystemExit as end:
@@ -76,6 +71,7 @@ def _run_to_end(command: Callable[[], int | None], failed: str, failure: int | N
         else:
             print(end.code, file=sys.stderr)
     except UnshardError as error:
+        torchrun.advise(error)
         if error.front is PYTHON:
             error.front = Command({})
         print(f"{failed}{error}", file=sys.stderr)
@@ -123,6 +119,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         try:
             command(*args, **kwargs)
         except UnshardError as error:
+            torchrun.advise(error)
             if kwargs.get("as_json"):
                 print(json.dumps({"error": error_fields(error)}))
             error.front = front_of(command, kwargs)

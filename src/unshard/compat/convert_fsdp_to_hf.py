@@ -1,4 +1,4 @@
-"""`convert_fsdp_to_hf.py` of verl's forks, alone or under torchrun with any number of processes.
+"""`convert_fsdp_to_hf.py` of verl's forks, alone or under torchrun, where rank 0 converts.
 
 Also `torchrun --nproc_per_node=N -m unshard.compat.convert_fsdp_to_hf`.
 """
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Convert as the arguments say, with all processes of a torchrun if there is one."""
+    """Convert as the arguments say."""
     from unshard import api
 
     arguments = _arguments()

@@ -175,11 +175,11 @@ def run_plan(
     Returns:
         How many finite values became infinite as float16, by the name of the tensor.
     """
-    outputs = create_files(plan, directory)
+    outputs = _create_files(plan, directory)
     share = divide(resources)
     files = units_by_file(plan, buffer_bytes=share.buffer_bytes)
-    parts: Iterator[Iterable[Unit]] = in_turn(files, behind=share.workers)
-    finishing = Finishing(plan, finished)
+    parts: Iterator[Iterable[Unit]] = _in_turn(files, behind=share.workers)
+    finishing = _Finishing(plan, finished)
 
     def worker() -> _Recorded:
         limits = {"open_files": share.open_files, "buffer_bytes": share.buffer_bytes}
@@ -189,7 +189,7 @@ def run_plan(
     return named_overflows([finishing.overflows], plan)
 
 
-def in_turn(
+def _in_turn(
     files: Iterable[tuple[Iterable[_T], Iterable[_T]]], *, behind: int
 ) -> Iterator[Iterable[_T]]:
     """Yield the work on each file, so that one file after the other is finished.
@@ -207,7 +207,7 @@ def in_turn(
     yield from one_by_one(chain.from_iterable(waiting))
 
 
-class Finishing:
+class _Finishing:
     """Notices when an output file has all its bytes. For several threads.
 
     Attributes:
@@ -238,7 +238,7 @@ class Finishing:
 class _Recorded:
     """A worker of the pool, whose work `finishing` takes note of."""
 
-    def __init__(self, executor: Executor, finishing: Finishing) -> None:
+    def __init__(self, executor: Executor, finishing: _Finishing) -> None:
         self._executor = executor
         self._finishing = finishing
         self._begun: list[Unit] = []  # of one file; what comes from a bucket is not all there yet
@@ -267,7 +267,7 @@ class _Recorded:
         self._finishing.did(begun, self._executor.take_overflows())
 
 
-def create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
+def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
     """Make the plan's files at full size, their headers written; return the paths of all files."""
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for number in plan.numbers:

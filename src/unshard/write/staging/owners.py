@@ -147,11 +147,10 @@ def _lock(draft: int, directory: Path) -> None:
 
 
 @contextmanager
-def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Locked | None]:
+def dead_owner(place: StagingDirectory) -> Iterator[Locked | None]:
     """Yield what a dead process recorded as the owner of a staging directory; None if it may live.
 
-    `has_ended`: the caller knows that it has ended, also if it ran on another host. Its lock is
-    held for as long, so that only one process cleans up.
+    Its lock is held for as long, so that only one process cleans up.
 
     Raises:
         PermissionError: nothing proves that this user made the staging directory, here.
@@ -172,7 +171,7 @@ def dead_owner(place: StagingDirectory, *, has_ended: bool) -> Iterator[Locked |
         inner_first = tuple(path for path in place.path.resolve().parents if str(path) in known)
         target, keeps = str(fields.get("target", "")), fields.get("keeps") is True
         is_here = fields["host"] == socket.gethostname()
-        is_dead = (is_here or has_ended) and _is_free(place, file.fileno())
+        is_dead = is_here and _is_free(place, file.fileno())
         yield Locked(Owner(inner_first, target, keeps), file) if is_dead else None
 
 
@@ -259,7 +258,7 @@ def is_sealed(code: object, *facts: object) -> bool:
 def _key() -> bytes:
     """Return the user's key, made if there is none yet; b"" where there is no place for one."""
     try:
-        with state_folder() as folder:
+        with _state_folder() as folder:
             with suppress(FileNotFoundError):
                 return _read_key(folder)
             _make_key(folder)
@@ -270,7 +269,7 @@ def _key() -> bytes:
 
 
 @contextmanager
-def state_folder() -> Iterator[int]:
+def _state_folder() -> Iterator[int]:
     """Yield the descriptor of the folder of the key, which only this user can enter.
 
     Raises:

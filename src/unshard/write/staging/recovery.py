@@ -26,7 +26,7 @@ from unshard.write.staging.owners import (
 _log = logging.getLogger(__name__)
 
 
-def recover(directory: Path, *, target: str = "", resume: bool = False, ended: str = "") -> None:
+def recover(directory: Path, *, target: str = "", resume: bool = False) -> None:
     """Finish or remove what killed processes of this user left in a directory.
 
     What may be alive is left alone. So is what cannot be shown to be this user's own, made in this
@@ -38,23 +38,22 @@ def recover(directory: Path, *, target: str = "", resume: bool = False, ended: s
         target: name of the output that will be made there; "" for none.
         resume: whether what was made for that target is left to `adopt`. What a merge to another
             one left to be gone on with is always left.
-        ended: name of a staging directory whose owner is known to have ended, on whichever host.
     """
     with _left_in(directory) as (parent, names):
         for name in names:
             try:
                 found = StagingDirectory(directory / name, parent, -1)
-                _recover(found, target, resume=resume, has_ended=name == ended)
+                _recover(found, target, resume=resume)
             except OSError as error:
                 _log.warning("left alone: %s: %s", directory / name, error)
 
 
-def _recover(found: StagingDirectory, target: str, *, resume: bool, has_ended: bool) -> None:
+def _recover(found: StagingDirectory, target: str, *, resume: bool) -> None:
     if not _may_be_own(found):
         return
     with opened(found.path.name, within=found.parent) as fd:
         place = StagingDirectory(found.path, found.parent, fd)
-        with dead_owner(place, has_ended=has_ended) as dead:
+        with dead_owner(place) as dead:
             if dead is None:
                 _log.info("left alone: %s, whose owner may be alive", place.path)
                 return
@@ -100,7 +99,7 @@ def adopt(
 
 
 def _take_over(place: StagingDirectory, owner: Owner, held: ExitStack) -> Locked | None:
-    with dead_owner(place, has_ended=False) as dead:
+    with dead_owner(place) as dead:
         if dead is None or dead.owner.target != owner.target or not _has_output(place):
             return None
         if status_of(JOURNAL_NAME, within=place.fd) is not None:

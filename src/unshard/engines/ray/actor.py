@@ -56,8 +56,8 @@ class Done:
     written: int
 
 
-class Seat:
-    """The actor. Its methods are called from several threads."""
+class Actor:
+    """Does jobs. Its methods are called from several threads."""
 
     def __init__(self) -> None:
         self._task: Task | None = None

@@ -1,8 +1,8 @@
 """Jobs on the nodes of a Ray cluster, for a process that is connected with it: the driver.
 
-On every node that has a CPU and sees what is needed there is one actor (`seat`), which does several
-jobs at a time. If it dies, or its node is lost, what it had to do is done again elsewhere. The
-driver learns the progress of all, and lets all stop before it raises an error.
+On every node that has a CPU and sees what is needed there is one `Actor`, which does several jobs
+at a time. If it dies, or its node is lost, what it had to do is done again elsewhere. The driver
+learns the progress of all, and lets all stop before it raises an error.
 """
 
 import threading
@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from unshard.engines.several.seat import Done, Found, Seat, StoppedError, Task
+from unshard.engines.ray.actor import Actor, Done, Found, StoppedError, Task
 from unshard.errors import OutputError, UnshardError
 from unshard.progress import Advanced, Chosen, Listener, Warned
 from unshard.showing import counted
@@ -78,7 +78,7 @@ class _Place:
     Attributes:
         node: Ray's id of the node.
         host: its name.
-        actor: a handle of a `Seat`.
+        actor: a handle of an `Actor`.
         opened: when it was asked for.
         is_ready: whether it takes jobs.
         running: the jobs that it does, by their attempts.
@@ -164,7 +164,7 @@ class _Running:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         cpus = min(self._work.cpus, int(node["Resources"]["CPU"]))
-        kind = self._ray.remote(Seat).options(
+        kind = self._ray.remote(Actor).options(
             num_cpus=cpus,
             max_restarts=0,
             max_concurrency=self._work.slots + 3,  # while it works it is asked, and told to stop

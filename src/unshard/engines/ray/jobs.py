@@ -4,6 +4,7 @@ A file is made in a directory of its own next to the output, and moved there whe
 flushed it. So what a node writes that was taken for lost can never come between.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,7 @@ from typing import Protocol
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Take, takes
 from unshard.engines.compare import Pairs, measure_pairs, size_of_pair
-from unshard.engines.several.cluster import Cluster, Work
-from unshard.engines.several.nodes import flush
+from unshard.engines.ray.cluster import Cluster, Work
 from unshard.engines.threads import (
     MIN_BUFFER,
     Finished,
@@ -216,7 +216,7 @@ class _Making:
             found.update(lost)
 
         run_plan(self.plan.only([number]), place, self.resources, listener, finished)
-        flush(place / self.plan.layout.files[number].filename)
+        _flush(place / self.plan.layout.files[number].filename)
         return found
 
 
@@ -314,6 +314,15 @@ def _paths_of(taken: Take) -> Sequence[Path]:
 
 def _place_of(attempt: int, staging: Path) -> Path:
     return staging / f"attempt-{attempt}"
+
+
+def _flush(path: Path) -> None:
+    """Flush a file to disk: another node cannot."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _move(made: Path, target: Path) -> None:

@@ -1,0 +1,86 @@
+"""Commands under torchrun: the process of rank 0 is the command, and the others have nothing to do.
+
+Threads of one process saturate a disk, so more processes would not be faster. Every command imports
+this module before anything else, so it imports little.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unshard.errors import IncompleteError, UnshardError
+
+_SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
+_MODULES = frozenset(
+    {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+)
+_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_left_to_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun started this process as one of another rank than 0."""
+    if environment.get("RANK", "0") == "0":
+        return False
+    if is_started_by_torchrun(environment):
+        return True
+    if all(name in environment for name in _VARIABLES):
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "torchrun's variables are set, but it did not start this process: working alone"
+        )
+    return False
+
+
+def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun started this very process.
+
+    The parent must be torchrun itself: whatever a training process starts inherits torchrun's
+    environment too, and is a command of its own.
+    """
+    return all(name in environment for name in _VARIABLES) and is_launcher(_parent_command())
+
+
+def is_launcher(command: Sequence[str]) -> bool:
+    """Return whether a command line is torchrun's: by its script, or the module after `-m`."""
+    if command and Path(command[0]).name in _SCRIPTS:
+        return True
+    words = iter(command[1:])
+    for word in words:
+        if word == "-m":
+            return next(words, "") in _MODULES
+        if word in _WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return Path(word).name in _SCRIPTS
+    return False
+
+
+def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> None:
+    """Add to the hint of an error that files of the checkpoint may be on torchrun's other nodes."""
+    if not isinstance(error, IncompleteError) or not is_started_by_torchrun(environment):
+        return
+    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
+        others = (
+            "only the first node of this torchrun reads files; if others are on the disks of other "
+            "nodes, start the command once, without torchrun, with --engine ray and node:///PATH"
+        )
+        error.hint = f"{error.hint}; {others}" if error.hint else others
+
+
+def _parent_command() -> list[str]:
+    """Return the command line of the process that started this one."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # not Linux
+        import subprocess
+
+        shown = subprocess.run(  # noqa: S603 (no shell, and nothing but a number)
+            ["/bin/ps", "-ww", "-o", "command=", "-p", str(parent)],
+            capture_output=True,
+            check=False,
+        )
+        words = shown.stdout.split()
+    return [os.fsdecode(word) for word in words]
