@@ -259,26 +259,15 @@ def test_a_file_that_changes_is_noticed(driver: Driver, disks: Disks) -> None:
 
 
 def test_what_cannot_be_done_is_said(driver: Driver, disks: Disks, tmp_path: Path) -> None:
-    """A leader of a torchrun has other processes, which are not connected with the cluster."""
-    torchrun = f"""
-from contextvars import copy_context
-from unshard.engines import crew
-def begin():
-    crew._LEADER.set(object())
-    unshard.merge("{disks.url}/run", {str(tmp_path / "out")!r})
-copy_context().run(begin)
-"""
     given = [
         f"unshard.merge('{disks.url}/nothing', {str(tmp_path / 'out')!r})",
         "unshard.merge('node:///', 'out')",
         f"unshard.merge('{disks.url}/run')",
-        torchrun,
     ]
     assert [next(driver.refused(one)).partition(" None ")[0] for one in given] == [
         f"UnknownFormatError {disks.url}/nothing: no such file or directory",
         "UsageError node:///: names no directory",
         f"UsageError node:///{disks.place.parts[1]}: nothing can be written there",
-        "UsageError node:// paths are read over Ray, and torchrun has started several processes",
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -192,7 +192,7 @@ def recovered(world: Path, target: Path, old: Texts, mode: str) -> str:
 
 
 def terminated(number: int, _frame: FrameType | None) -> None:
-    """What the torchrun engine does when it is told to stop."""
+    """Handle SIGTERM as many programs do."""
     raise SystemExit(128 + number)
 
 

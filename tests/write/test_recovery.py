@@ -432,3 +432,16 @@ def test_nothing_is_reported_of_what_others_may_be_writing(
         stage.commit()
     assert caplog.text == ""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_a_dead_owner_made_above_is_removed_if_it_is_empty(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "out"
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from unshard.write.staging.stage import Staging\n"
+        "with Staging(Path(sys.argv[1]), 0): os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(target)], check=False)
+    assert [path.name[:17] for path in target.parent.iterdir()] == ["_unshard-partial-"]
+    recover(target.parent)
+    assert list(tmp_path.iterdir()) == []

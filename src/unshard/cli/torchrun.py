@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from unshard.errors import IncompleteError, UnshardError
+from unshard.errors import IncompleteError, UnknownFormatError, UnshardError
 
 _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
@@ -59,12 +59,14 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> None:
     """Add to the hint of an error that files of the checkpoint may be on torchrun's other nodes."""
-    if not isinstance(error, IncompleteError) or not is_started_by_torchrun(environment):
+    if not isinstance(error, IncompleteError | UnknownFormatError):
         return
-    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:
+    if not is_started_by_torchrun(environment):
+        return
+    if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:  # several nodes
         others = (
-            "only the first node of this torchrun reads files; if others are on the disks of other "
-            "nodes, start the command once, without torchrun, with --engine ray and node:///PATH"
+            "only rank 0 of this torchrun reads; if files are on the disks of other nodes, start "
+            "the command once, without torchrun, with --engine ray and node:///PATH"
         )
         error.hint = f"{error.hint}; {others}" if error.hint else others
 
