@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
@@ -62,7 +62,12 @@ class Hub:
             oid, parts = path.removeprefix("/joined/"), json.loads(body)["parts"]
             self.blobs[oid] = b"".join(self.blobs.pop(f"{oid}/{n + 1}") for n in range(len(parts)))
             return 200, {}
-        return self._api(path.partition("?")[0], body)
+        route, _, query = path.partition("?")
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/main/?(.*)", route):
+            folder, is_deep = unquote(match[2]), "recursive=true" in query.lower()
+            found = _tree(self.repos[match[1]], f"{folder}/" if folder else "", is_deep=is_deep)
+            return (200, found) if found else (404, {"error": "EntryNotFound"})
+        return self._api(route, body)
 
     def _api(self, route: str, body: bytes) -> tuple[int, object]:
         if route == "/api/whoami-v2":
@@ -88,12 +93,6 @@ class Hub:
                 siblings = [{"rfilename": path} for path in repo.files]
                 facts = {"id": name, "sha": COMMIT, "private": repo.private, "siblings": siblings}
                 return 200, facts
-            case "tree":
-                files = repo.files.items()
-                return 200, [
-                    {"type": "file", "path": path, "size": len(data), "oid": "0" * 40}
-                    for path, data in files
-                ]
             case "paths-info":
                 asked = parse_qs(body.decode())["paths"]
                 return 200, [
@@ -109,7 +108,7 @@ class Hub:
 
     def resolve(self, path: str) -> bytes | None:
         """Return the content of the file that a download asks for."""
-        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)(?:\?.*)?", path)
+        match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/([^?]+)(?:\?.*)?", unquote(path))
         repo = self.repos.get(match[1]) if match else None
         return None if match is None or repo is None else repo.files.get(match[2])
 
@@ -160,6 +159,22 @@ class Hub:
         return 200, {"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid}
 
 
+def _tree(repo: Repo, start: str, *, is_deep: bool) -> list[dict[str, object]]:
+    """Return the files below a folder, or what is directly in it."""
+    below = {
+        path[len(start) :]: data for path, data in repo.files.items() if path[: len(start)] == start
+    }
+    found: list[dict[str, object]] = [
+        {"type": "file", "path": start + path, "size": len(data), "oid": "0" * 40}
+        for path, data in below.items()
+        if is_deep or "/" not in path
+    ]
+    folders = sorted({path.partition("/")[0] for path in below if "/" in path})
+    if not is_deep:
+        found += [{"type": "directory", "path": start + one, "oid": "1" * 40} for one in folders]
+    return found
+
+
 def _is_large(path: object) -> bool:
     return str(path).endswith((".safetensors", ".bin"))
 
@@ -202,6 +217,8 @@ def serving() -> Iterator[Hub]:
                 status, answer = hub.answer(self.command, self.path, body)  # type: ignore[assignment]
             data = json.dumps(answer).encode()
             self.send_response(status)
+            if answer == {"error": "EntryNotFound"}:
+                self.send_header("X-Error-Code", "EntryNotFound")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.send_header("ETag", '"of a part"')
@@ -259,6 +276,10 @@ def standing_in(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[Hub]:
 
     with serving() as hub:
         patch.setattr(constants, "ENDPOINT", hub.address)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+            "https://huggingface.co", hub.address
+        )
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_TOKEN_PATH", str(directory / "no-token"))

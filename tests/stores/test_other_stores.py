@@ -1,4 +1,4 @@
-"""Web servers, and what fsspec reads: the bytes of a merge of the same files on disk."""
+"""Web servers and the Hugging Face hub: the bytes of a merge of the same files on disk."""
 
 import functools
 import shutil
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
 import unshard
+from hub_server import Repo, standing_in
 from megatron_cases import unpack
 from ranks import save_ranks
 from unshard import CorruptError, StoreError, UnknownFormatError, UsageError
@@ -20,22 +20,31 @@ from zero_files import save_zero, zero_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, RANK = "model.safetensors", "model_world_size_3_rank_0.pt"
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves files and ranges of them; `listing` decides whether folders have pages."""
+    """Serves files and ranges of them; `pages` decides whether folders have pages.
 
-    listing, ranges = True, True
+    `heads` decides whether it answers HEAD, and `etags` whether files have tags.
+    """
+
+    pages, ranges, heads, etags = False, True, True, True
 
     def log_message(self, *_: object) -> None:
         pass
 
     def list_directory(self, path):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-        if not self.listing:
+        if not self.pages:
             self.send_error(403)
             return None
         return super().list_directory(path)
+
+    def do_HEAD(self) -> None:
+        if self.heads:
+            super().do_HEAD()
+        else:
+            self.send_error(405)
 
     def do_GET(self) -> None:
         given = self.headers.get("Range")
@@ -47,15 +56,17 @@ class Handler(SimpleHTTPRequestHandler):
             self.send_error(412)
             return
         first, last = map(int, given.removeprefix("bytes=").split("-"))
-        data = path.read_bytes()[first : last + 1]
+        data = path.read_bytes()
+        part = data[first : last + 1]
         self.send_response(206)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(part)
 
     def end_headers(self) -> None:
         path = Path(self.translate_path(self.path))
-        if path.is_file():
+        if self.etags and path.is_file():
             self.send_header("ETag", etag_of(path))
         super().end_headers()
 
@@ -92,26 +103,33 @@ def some_matrices() -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.randn(300, 100 + n, generator=generator) for n in range(6)}
 
 
-def test_a_run_below_a_page_of_links_is_merged(web: tuple[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", ["nothing", "heads", "etags"])
+@pytest.mark.parametrize("folder", ["a run", "a%20run"])
+def test_the_files_of_all_ranks_are_found_by_the_name_of_one(
+    web: tuple[str, Path], handler: type[Handler], tmp_path: Path, folder: str, without: str
+) -> None:
     address, root = web
-    save_ranks(root / "a run" / "global_step_4" / "actor", some_matrices(), 3)
-    unshard.merge(root / "a run", tmp_path / "local")
-    report = unshard.merge(f"{address}/a run", tmp_path / "remote")
-    assert report.source == f"{address}/a run/global_step_4/actor"
+    place = save_ranks(root / "a run" / "global_step_4" / "actor", some_matrices(), 3)
+    unshard.merge(place, tmp_path / "local")
+    setattr(handler, without, False)
+    report = unshard.merge(f"{address}/{folder}/global_step_4/actor/{RANK}", tmp_path / "remote")
+    assert report.source == f"{address}/{folder}/global_step_4/actor"
     truth = (tmp_path / "local" / WEIGHTS).read_bytes()
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
 
 
-@pytest.mark.parametrize("given", ["folder", "file"])
-def test_without_pages_files_are_found_by_known_names(
-    web: tuple[str, Path], handler: type[Handler], tmp_path: Path, given: str
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("given", ["folder", "file", "index"])
+def test_files_are_found_by_known_names(
+    web: tuple[str, Path], handler: type[Handler], tmp_path: Path, given: str, *, pages: bool
 ) -> None:
     address, root = web
     save_ranks(tmp_path / "ckpt", some_matrices(), 2)
     unshard.merge(tmp_path / "ckpt", root / "model", max_shard_size="200KB")
     unshard.merge(tmp_path / "ckpt", root / "one")
-    handler.listing = False
-    place = f"{address}/model" if given == "folder" else f"{address}/one/{WEIGHTS}"
+    handler.pages = pages
+    names = {"folder": "model", "file": f"one/{WEIGHTS}", "index": f"model/{WEIGHTS}.index.json"}
+    place = f"{address}/{names[given]}"
     assert unshard.inspect(place).parameters == sum(one.numel() for one in some_matrices().values())
     unshard.merge(place, tmp_path / "remote")
     truth = (root / "one" / WEIGHTS).read_bytes()
@@ -124,8 +142,8 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["Megatron", "ZeRO 2", "ZeRO 3"])
-def test_without_pages_the_files_of_ranks_are_found_by_their_numbers(
-    web: tuple[str, Path], handler: type[Handler], megatron: Path, tmp_path: Path, kind: str
+def test_the_files_of_ranks_are_found_by_their_numbers(
+    web: tuple[str, Path], megatron: Path, tmp_path: Path, kind: str
 ) -> None:
     address, root = web
     if kind == "Megatron":
@@ -138,7 +156,6 @@ def test_without_pages_the_files_of_ranks_are_found_by_their_numbers(
         save_zero(place / "global_step4", model, world=3, stage=stage, prefix=prefix)
         (place / "latest").write_text("global_step4")
     unshard.merge(place, tmp_path / "local", names="training")
-    handler.listing = False
     unshard.merge(f"{address}/step", tmp_path / "remote", names="training")
     truth = (tmp_path / "local" / WEIGHTS).read_bytes()
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
@@ -146,9 +163,9 @@ def test_without_pages_the_files_of_ranks_are_found_by_their_numbers(
 
 def test_a_file_that_is_replaced_is_noticed(web: tuple[str, Path]) -> None:
     address, root = web
-    place = save_ranks(root / "ckpt", {"w": torch.ones(300, 400)}, 2)
-    with unshard.open_checkpoint(f"{address}/ckpt") as checkpoint:
-        save_ranks(place, {"w": torch.zeros(300, 400)}, 2)
+    place = save_ranks(root / "ckpt", {"w": torch.ones(300, 400)}, 3)
+    with unshard.open_checkpoint(f"{address}/ckpt/{RANK}") as checkpoint:
+        save_ranks(place, {"w": torch.zeros(300, 400)}, 3)
         with pytest.raises(CorruptError, match=r"rank_0\.pt: has changed while it was being read"):
             checkpoint["w"]
 
@@ -157,34 +174,69 @@ def test_a_server_without_ranges_is_an_error_that_says_so(
     web: tuple[str, Path], handler: type[Handler], tmp_path: Path
 ) -> None:
     address, root = web
-    save_ranks(root / "ckpt", some_matrices(), 2)
+    save_ranks(root / "ckpt", some_matrices(), 3)
     handler.ranges = False
-    with pytest.raises(StoreError, match="sends the whole file for a part of it"):
-        unshard.merge(f"{address}/ckpt", tmp_path / "out")
+    with pytest.raises(StoreError, match="sends the whole file for a part of it") as caught:
+        unshard.merge(f"{address}/ckpt/{RANK}", tmp_path / "out")
+    assert "use a server that answers requests for ranges" in caught.value.hint
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_a_folder_that_would_have_to_be_listed_is_an_error_that_says_what_to_give(
+    web: tuple[str, Path], handler: type[Handler], *, pages: bool
+) -> None:
+    address, root = web
+    place = save_ranks(root / "ckpt" / "global_step_4", some_matrices(), 3)
+    handler.pages = pages
+    for folder in (f"{address}/ckpt", f"{address}/ckpt/global_step_4", f"{address}/nothing"):
+        with pytest.raises(UnknownFormatError, match="no such file or directory") as caught:
+            unshard.inspect(folder)
+        assert "a web server cannot list folders: give model.safetensors" in caught.value.hint
+    (place / "config.json").write_text("{}")
+    with pytest.raises(UnknownFormatError, match="no checkpoint found") as caught:
+        unshard.inspect(f"{address}/ckpt/global_step_4")
+    assert "a web server cannot list folders: give model.safetensors" in caught.value.hint
 
 
 def test_what_is_not_there_and_what_cannot_be_written(
     web: tuple[str, Path], tmp_path: Path
 ) -> None:
     address, root = web
-    save_ranks(root / "ckpt", some_matrices(), 2)
-    with pytest.raises(UnknownFormatError):
-        unshard.merge(f"{address}/nothing", tmp_path / "out")
+    save_ranks(root / "ckpt", some_matrices(), 3)
     with pytest.raises(UsageError, match="nothing can be written there"):
-        unshard.merge(f"{address}/ckpt", f"{address}/out")
+        unshard.merge(f"{address}/ckpt/{RANK}", f"{address}/out")
     with pytest.raises(UsageError, match="with credentials"):
         unshard.merge(address.replace("http://", "http://me:secret@"), tmp_path / "out")
 
 
-def test_any_file_system_of_fsspec_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["sftp", "ftp", "smb", "webdav", "hdfs"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_other_addresses_are_an_error_that_says_what_to_do(
+    tmp_path: Path, scheme: str, kind: type[str | Path]
+) -> None:
+    address = kind(f"{scheme}://me:secret@host/run")
+    for source, output in ((address, tmp_path / "out"), (tmp_path, address)):
+        with pytest.raises(UsageError, match=f"^{scheme}://…: such addresses are not") as caught:
+            unshard.merge(source, output)
+        assert "secret" not in str(caught.value)
+        assert "https:// or hf://" in caught.value.expected
+        assert "mount" in caught.value.hint
+
+
+@pytest.mark.parametrize("given", ["", "/a folder/step", f"/{WEIGHTS}", "/nothing"])
+def test_a_repository_of_the_hub_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
     monkeypatch.setattr(buckets, "_buckets", {})
-    place = save_ranks(tmp_path / "ckpt" / "global_step_2" / "actor", some_matrices(), 2)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path / "ckpt"), "/shards/run", recursive=True)
-    try:
-        unshard.merge(place, tmp_path / "local")
-        unshard.merge("memory://shards/run", tmp_path / "remote", dtype="keep")
-        truth = (tmp_path / "local" / WEIGHTS).read_bytes()
-        assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
-    finally:
-        memory.rm("/shards", recursive=True)
+    place = save_ranks(tmp_path / "ckpt", some_matrices(), 3)
+    unshard.merge(place, tmp_path / "local", dtype="keep")
+    files = {WEIGHTS: (tmp_path / "local" / WEIGHTS).read_bytes(), "config.json": b"{}"}
+    files |= {f"a folder/step/{path.name}": path.read_bytes() for path in place.iterdir()}
+    with standing_in(monkeypatch, tmp_path) as hub:
+        hub.repos["someone/model"] = Repo(private=True, files=files)
+        if given == "/nothing":
+            with pytest.raises(UnknownFormatError, match="no such file or directory"):
+                unshard.inspect(f"hf://someone/model{given}")
+            return
+        unshard.merge(f"hf://someone/model{given}", tmp_path / "remote", dtype="keep")
+    assert (tmp_path / "remote" / WEIGHTS).read_bytes() == files[WEIGHTS]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from unshard.errors import CorruptError, StoreError, UnshardError, UsageError, how_to_install
 from unshard.stores.nodes.files import Copy
 from unshard.stores.nodes.store import NodeStore
-from unshard.stores.other_stores import OTHER_SCHEMES, Answer, OtherStore
+from unshard.stores.other_stores import OTHER_SCHEMES, Answer, HubStore, WebStore
 
 if TYPE_CHECKING:
-    from obstore import GetResult
-    from obstore.store import ObjectStore
+    from obstore import GetOptions, GetResult
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _CUT_RETRIES = 3
 """How often the rest of a body is asked for again that ended early; requests are retried below."""
@@ -28,6 +28,7 @@ _STREAMED = 1 << 20
 _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _CUT = "the connection was cut"
+_WHOLE = "the server sends the whole file for a part of it"
 _KNOWN_REASONS = {
     "ConnectionRefused": "the connection was refused",
     "dns error": "its host name is not known",
@@ -40,7 +41,8 @@ _KNOWN_REASONS = {
     "kind: Body": _CUT,
     "kind: Connect": "no connection could be made",
     "builder error": "the endpoint cannot be used: http:// needs AWS_ALLOW_HTTP=true (or AZURE_…)",
-    "Cannot connect to host": "no connection could be made",  # aiohttp
+    "Range request not supported": _WHOLE,
+    "MissingContentLength": "the server does not state how long a file is",
     "OpenCredentials": "the file with the credentials cannot be read",
     "DecodeCredentials": "the file with the credentials is not one",
     "InvalidAccessKey": "AZURE_STORAGE_ACCOUNT_KEY is not a key",
@@ -80,14 +82,18 @@ def client(url: str) -> "ObjectStore":
         StoreError: the address or its configuration is not accepted.
     """
     try:
-        from obstore.store import from_url
+        from obstore.store import HTTPStore, from_url
     except ImportError:
         raise UsageError(
             f"{url}: reading object stores needs obstore, which is not installed",
             hint=how_to_install("obstore", "remote"),
         ) from None
+    retries: RetryConfig = {"max_retries": _REQUEST_RETRIES}
     try:
-        return from_url(url, retry_config={"max_retries": _REQUEST_RETRIES})
+        if url.startswith("http"):
+            options: ClientConfig = {"allow_http": True, "timeout": "300s"}  # it may be slow
+            return HTTPStore.from_url(url, client_options=options, retry_config=retries)
+        return from_url(url, retry_config=retries)
     except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
         raise failure(url, error) from None
 
@@ -102,7 +108,7 @@ class Bucket:
         self.url = url
         self._lock = threading.RLock()
         self._store: ObjectStore | None = None
-        self._other: OtherStore | NodeStore | None = None
+        self._other: WebStore | HubStore | NodeStore | None = None
         self._listings: dict[str, dict[str, Entry | None]] = {}
         self._given: set[str] = set()
 
@@ -123,13 +129,16 @@ class Bucket:
                 self._store = client(self.url)
             return self._store
 
-    def _readable(self) -> "ObjectStore | OtherStore | NodeStore":
+    def _readable(self) -> "ObjectStore | WebStore | HubStore | NodeStore":
         if not _is_other(self.url):
             return self.store
         with self._lock:
-            if self._other is None:
-                kind = NodeStore if self.url.startswith("node:") else OtherStore
-                self._other = kind(self.url, self._given)
+            if self._other is None and self.url.startswith("node:"):
+                self._other = NodeStore(self.url, self._given)
+            elif self._other is None and self.url.startswith("hf:"):
+                self._other = HubStore(self.url)
+            elif self._other is None:
+                self._other = WebStore(client(self.url), self._given)
             return self._other
 
     def forget(self, given: str | None = None) -> None:
@@ -239,9 +248,10 @@ class Bucket:
         try:
             if isinstance(store, NodeStore):
                 return store.get(key, entry.copies, start, start + length)
-            return store.get(
-                key, options={"range": (start, start + length), "if_match": quoted(entry.etag)}
-            )
+            options: GetOptions = {"range": (start, start + length)}
+            if etag := quoted(entry.etag):
+                options["if_match"] = etag
+            return store.get(key, options=options)
         except UnshardError:
             raise
         except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
@@ -323,6 +333,8 @@ def failure(where: str, error: Exception) -> StoreError:
     if "NoSuchBucket" in reason or "ContainerNotFound" in reason:
         hint = f"check the name of the bucket, and environment variables such as {variables}, "
         hint += "which decide where it is looked for"
+    elif reason == _WHOLE:
+        hint = "use a server that answers requests for ranges, or download the files"
     elif _is_other(where):
         hint = "check the address, and whether it can be reached from here"
     return StoreError(f"{where}: {reason}", hint=hint)
@@ -336,8 +348,8 @@ def _reason(error: Exception) -> str:
         words = [status[1].strip()] if status else []
         words += [code[1]] if code else []
         return f"the store answers {', '.join(words)}"
-    if isinstance(answered := getattr(error, "status", None), int):  # by a web server
-        return f"the server answers {answered}"
+    if isinstance(answered := getattr(getattr(error, "response", None), "status_code", None), int):
+        return f"the server answers {answered}"  # the hub
     for mark, reason in _KNOWN_REASONS.items():
         if mark in text:
             return reason

@@ -20,18 +20,19 @@ from unshard.stores.nodes.files import Copy
 from unshard.stores.other_stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
 
-_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
+_READ = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
+_NOT_READ = ("sftp", "ftp", "smb", "webdav", "hdfs")
 _STAT_FIELDS = 10
 _READ_BUFFER = 1 << 20
 
 
 def is_url(given: str | os.PathLike[str]) -> bool:
-    """Return whether this names something in an object store.
+    """Return whether this is an address, such as that of something in an object store.
 
     A `Path` that was made of an address does, too: s3:/bucket is what such a path has left of it.
     """
     scheme, colon, _ = str(given).partition(":/")
-    return bool(colon) and scheme in _SCHEMES
+    return bool(colon) and scheme in (*_READ, *_NOT_READ)
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
@@ -40,7 +41,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     What was known of the bucket is forgotten: the caller may just have changed it.
 
     Raises:
-        UsageError: an address has no bucket, or contains credentials.
+        UsageError: an address has no bucket, contains credentials, or is not one that is read.
     """
     if isinstance(given, RemotePath):
         found = RemotePath(*given.parts)
@@ -56,6 +57,15 @@ def look_again(path: Path) -> None:
     """Forget what is known of the store that a path is in, if it is in one."""
     if isinstance(path, RemotePath):
         path.bucket.forget()
+
+
+def why_unlisted(path: Path) -> str:
+    """Return what to give instead of a folder of a web server; "" if a path is not on one."""
+    if not isinstance(path, RemotePath) or path.parts[1] not in ("http:", "https:"):
+        return ""
+    files = "model.safetensors, its index or a rank's model_world_size_W_rank_R.pt"
+    folders = "a Hugging Face model, or of a DCP, Megatron or DeepSpeed checkpoint"
+    return f"a web server cannot list folders: give {files}, or the very folder of {folders}"
 
 
 class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
@@ -74,9 +84,16 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         """Return the path of an address; repeated slashes count as one.
 
         Raises:
-            UsageError: it has no bucket, or contains credentials.
+            UsageError: it has no bucket, contains credentials, or is not one that is read.
         """
         scheme, _, rest = url.partition(":/")
+        if scheme in _NOT_READ:
+            raise UsageError(
+                f"{scheme}://…: such addresses are not read",
+                expected="a path, s3://, gs://, az://, http://, https:// or hf://",
+                hint="copy the checkpoint to a disk or into a bucket, or mount where it is (sshfs, "
+                "rclone mount, hadoop-fuse-dfs), and give the path",
+            )
         rest = rest.lstrip("/")
         bucket = rest.partition("/")[0]
         if "?" in url or ("@" in bucket and (scheme[:4] != "abfs" or ":" in bucket)):

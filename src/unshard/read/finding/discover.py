@@ -32,6 +32,7 @@ from unshard.read.finding.runs import NESTED_RUNS, in_run, numbered_files
 from unshard.read.finding.search import Below, search, steps_in
 from unshard.read.format import Choice, Location, blaming, role_in
 from unshard.read.step_names import is_state, step_of_parents
+from unshard.stores.remote_path import why_unlisted
 
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
@@ -68,7 +69,7 @@ def find(path: Path, choice: Choice) -> Iterator[Location]:
 
 def _find(path: Path, choice: Choice) -> Iterator[Location]:
     if not path.exists():
-        raise UnknownFormatError(f"{path}: no such file or directory")
+        raise UnknownFormatError(f"{path}: no such file or directory", hint=why_unlisted(path))
     if is_marker(path):
         raise UsageError(
             f"{path}: states which step is the latest, and is not a checkpoint",

@@ -13,6 +13,7 @@ from unshard.errors import UnknownFormatError
 from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
 from unshard.read.step_names import children, is_state, is_unfinished
 from unshard.showing import counted
+from unshard.stores.remote_path import why_unlisted
 
 _LISTED = 12
 _SHOWN = 6
@@ -105,7 +106,7 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         f"shard-*-model-*.safetensors or model.safetensors, here or up to {DEPTH} levels below, "
         "in step directories (global_step_N, checkpoint-N, step-N) or without them",
         found="\n            ".join([shown or "an empty directory", *seen]),
-        hint=_what_to_give(folder),
+        hint=_what_to_give(folder) or why_unlisted(folder),
     )
 
 

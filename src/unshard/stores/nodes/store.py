@@ -26,9 +26,13 @@ from unshard.stores.nodes.readers import (
     host,
     pieces,
 )
-from unshard.stores.other_stores import Answer, PreconditionError
+from unshard.stores.other_stores import Answer
 
 _SHOWN = 5
+
+
+class PreconditionError(Exception):
+    """A file is not the one that was asked for; obstore's error has this name, too."""
 
 
 class NodeStore:
