@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from unshard.errors import printable
 
@@ -12,8 +12,7 @@ Row = Mapping[str, object]
 _NAMES = frozenset({"run", "tasks", "task", "metric", "profile"})  # may be cut
 _LEFT_OUT = ("ended (local)", "completed (local)", "submitted (local)", "weights", "profile")
 _LEAST = 10  # cells of a name that is cut
-_GAP = "  "
-_CUT = "..."
+_GAP = 2  # between columns, as rich pads them
 
 
 def terminal_width() -> int | None:
@@ -38,20 +37,29 @@ def lay_out_table(
             ids, states and numbers: then lines may still be wider. None: as wide as it needs.
     """
     from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    headings = {name: name for name in rows[0]}
-    cells = [{name: _cell(value) for name, value in row.items()} for row in (headings, *rows)]
-    widths = {name: max(cell_len(row[name]) for row in cells) for name in headings}
-    if width is not None:
-        widths = _fit(widths, width)
-    lines = (
-        [
-            _align(row[name], room, at_end=name in numbers, is_cut=name in _NAMES)
-            for name, room in widths.items()
-        ]
-        for row in cells
-    )
-    return [_GAP.join(line).rstrip() for line in lines]
+    columns = {name: [name, *(_cell(row[name]) for row in rows)] for name in rows[0]}
+    widths = {name: max(map(cell_len, cells)) for name, cells in columns.items()}
+    if width is None:
+        width = _total(widths.values())
+    least = {name: min(room, _LEAST) if name in _NAMES else room for name, room in widths.items()}
+    for name in _LEFT_OUT:
+        if _total(least.values()) > width:
+            least.pop(name, None)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name in least:  # rich narrows the widest of those that may wrap
+        table.add_column(justify="right" if name in numbers else "left", no_wrap=name not in _NAMES)
+    # One row of whole columns: rich takes a millisecond for a row of ten cells, and there are
+    # thousands of results.
+    texts = ("\n".join(columns[name]) for name in least)
+    table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
+    console = Console()
+    options = console.options.update(width=max(width, _total(least.values())))
+    laid_out = "".join(segment.text for segment in console.render(table, options))
+    return [line.rstrip() for line in laid_out.removesuffix("\n").split("\n")]
 
 
 def write_markdown(rows: Sequence[Row], *, numbers: frozenset[str]) -> list[str]:
@@ -68,32 +76,5 @@ def _cell(value: object) -> str:
     return "-" if value is None else on_one_line(str(value))
 
 
-def _align(text: str, room: int, *, at_end: bool, is_cut: bool) -> str:
-    from rich.cells import cell_len, set_cell_size
-
-    missing = room - cell_len(text)
-    if missing < 0 and is_cut:
-        return set_cell_size(text, room - len(_CUT)) + _CUT
-    return " " * missing + text if at_end else text + " " * missing
-
-
-def _fit(widths: Mapping[str, int], width: int) -> dict[str, int]:
-    """Return the columns that stay, with their widths."""
-    fitted = dict(widths)
-
-    def excess(least: Mapping[str, int]) -> int:
-        return sum(least.values()) + len(_GAP) * (len(least) - 1) - width
-
-    def narrowest() -> dict[str, int]:
-        return {
-            name: min(room, _LEAST) if name in _NAMES else room for name, room in fitted.items()
-        }
-
-    for name in _LEFT_OUT:
-        if excess(narrowest()) <= 0:
-            break
-        fitted.pop(name, None)
-    while excess(fitted) > 0 and fitted != narrowest():
-        widest = max(_NAMES & fitted.keys(), key=lambda name: (fitted[name], name))
-        fitted[widest] -= 1
-    return fitted
+def _total(widths: Collection[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
