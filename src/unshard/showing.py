@@ -7,12 +7,16 @@ A caller in Python who gives no listener gets Python's warnings instead of the l
 import contextlib
 import inspect
 import os
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from threading import RLock
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from unshard import signals
@@ -21,14 +25,12 @@ from unshard.fronts import PYTHON, Front, reword_warning
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from tqdm.std import tqdm
 
 Clock = Callable[[], float]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _LINE_S = 10.0  # between two lines of a log
-_REDRAW_S = 0.25  # between two states of a notebook's bar
-_BAR_WIDTH = 30
 _PACKAGE = str(Path(__file__).parent)
 _INSIDE = (_PACKAGE, contextlib.__file__)  # of which some decorators are made
 
@@ -89,16 +91,12 @@ def listening(
         clock: seconds that only grow.
         front: whose words warnings use.
     """
-    bar = _make_bar() if not quiet and is_terminal() else None
+    bars = _import_bars() if not quiet and (is_terminal() or is_notebook()) else None
     signals.raise_them()  # only now: what takes time is imported
     if quiet:
         yield ignore
         return
-    with ExitStack() as stack:
-        if bar is not None:
-            show = _on_terminal(stack.enter_context(bar), clock)
-        else:
-            show = stack.enter_context(_in_notebook(clock)) if is_notebook() else _as_lines(clock)
+    with nullcontext(_as_lines(clock)) if bars is None else _as_bar(bars) as show:
         yield lambda event: show(
             Warned(reword_warning(event.text, front)) if isinstance(event, Warned) else event
         )
@@ -118,39 +116,14 @@ def is_notebook() -> bool:
     return "ZMQ" in type(ipython.get_ipython()).__name__
 
 
-class _Pace:
-    """How far a stage is, and how fast.
-
-    Args:
-        stage: the stage, which begins now.
-        clock: seconds that only grow.
-    """
-
-    def __init__(self, stage: Stage, clock: Clock) -> None:
-        self.stage = stage
-        self._clock = clock
-        self._started = clock()
-        self._written = 0
-
-    def advance(self, count: int) -> None:
-        """Take `count` more bytes into account."""
-        self._written += count
-
-    @property
-    def share(self) -> float:
-        """The part of the stage that is done, 0 to 1."""
-        return min(1.0, self._written / self.stage.total_bytes) if self.stage.total_bytes else 0.0
-
-    def __str__(self) -> str:
-        """Return the bytes done, their rate and the time left, or nothing where nothing counts."""
-        if not self.stage.total_bytes:
-            return ""
-        rate = self._written / max(self._clock() - self._started, 1e-3)
-        done, total = human_size(self._written), human_size(self.stage.total_bytes)
-        text = f"{done} of {total}, {human_size(rate)}/s"
-        if not rate:
-            return text
-        return f"{text}, {_write_duration((1 - self.share) * self.stage.total_bytes / rate)} left"
+def _write_pace(stage: Stage, written: int, seconds: float) -> str:
+    """Return the bytes done, their rate and the time left, or nothing where nothing counts."""
+    total = stage.total_bytes
+    if not total:
+        return ""
+    rate = written / max(seconds, 1e-3)
+    text = f"{human_size(written)} of {human_size(total)}, {human_size(rate)}/s"
+    return f"{text}, {_write_duration(max(total - written, 0) / rate)} left" if rate else text
 
 
 def _write_duration(seconds: float) -> str:
@@ -171,104 +144,68 @@ def _as_lines(clock: Clock) -> Listener:
 
     The first stage, reading, has no line: the first line reports what was found.
     """
-    pace = _Pace(Stage(""), clock)
-    printed = clock()
+    stage, written = Stage(""), 0
+    began = printed = clock()
 
     def show(event: Event) -> None:
-        nonlocal pace, printed
+        nonlocal stage, written, began, printed
         match event:
             case Stage(name, total):
-                if total or pace.stage.name:
+                if total or stage.name:
                     _say(f"{name} {human_size(total)}" if total else name)
-                pace, printed = _Pace(event, clock), clock()
+                stage, written = event, 0
+                began = printed = clock()
             case Advanced(count):
-                pace.advance(count)
+                written += count
                 if clock() - printed >= _LINE_S:
                     printed = clock()
-                    _say(f"{pace.stage.name} {pace}")
-            case Chosen(message):
-                _say(message)
-            case Warned(message):
-                _say(f"warning: {message}")
+                    _say(f"{stage.name} {_write_pace(stage, written, printed - began)}")
+            case Chosen() | Warned():
+                _say(_write_message(event))
 
     return show
 
 
-@contextmanager
-def _in_notebook(clock: Clock) -> Iterator[Listener]:
-    """Yield what redraws one line by carriage returns, which every notebook understands."""
-    pace = _Pace(Stage(""), clock)
-    drawn, width = clock(), 0
+def _write_message(event: Chosen | Warned) -> str:
+    return f"warning: {event.message}" if isinstance(event, Warned) else event.message
 
-    def draw(text: str, end: str = "") -> None:
-        nonlocal drawn, width
-        _say(f"\r{text:<{width}}", end)
-        drawn, width = clock(), 0 if end else len(text)
+
+def _import_bars() -> "type[tqdm]":
+    """Return tqdm, without effect on bars that the caller draws.
+
+    tqdm's own thread and lock are not needed here. The lock would decide how multiprocessing starts
+    processes, for all of the caller's program.
+    """
+    from tqdm.std import tqdm
+
+    class Bars(tqdm):  # type: ignore[misc]  # tqdm has no types
+        monitor_interval = 0
+
+    Bars.set_lock(RLock())
+    return Bars
+
+
+@contextmanager
+def _as_bar(bars: "type[tqdm]") -> Iterator[Listener]:
+    """Yield what redraws one line by carriage returns, which every notebook understands, too."""
+    bar = bars(disable=True)
+    # A stream of its own: what tqdm cannot write must not fail the work.
+    stderr = SimpleNamespace(write=partial(_say, end=""), flush=lambda: None)
 
     def show(event: Event) -> None:
-        nonlocal pace
+        nonlocal bar
         match event:
-            case Stage():
-                pace = _Pace(event, clock)
-                draw(_draw_bar(pace))
+            case Stage(name, total):
+                bar.close()
+                look = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc}"}
+                look |= {"ascii": "-#", "ncols": shutil.get_terminal_size().columns, "position": 0}
+                bar = bars(desc=name, total=total, file=stderr, leave=False, miniters=1, **look)
             case Advanced(count):
-                pace.advance(count)
-                if pace.share == 1 or clock() - drawn >= _REDRAW_S:
-                    draw(_draw_bar(pace))
-            case Chosen(message):
-                draw(message, end="\n")
-            case Warned(message):
-                draw(f"warning: {message}", end="\n")
+                bar.update(count)
+            case Chosen() | Warned():
+                bars.write(_write_message(event), file=stderr)
 
     try:
         yield show
     finally:
-        draw("", end="\r")
-
-
-def _draw_bar(pace: _Pace) -> str:
-    if not pace.stage.total_bytes:
-        return pace.stage.name
-    done = round(pace.share * _BAR_WIDTH)
-    return f"{pace.stage.name:<10} [{'#' * done}{'-' * (_BAR_WIDTH - done)}] {pace}"
-
-
-def _make_bar() -> "Progress":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    return Progress(
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TextColumn("{task.fields[pace]}"),
-        console=Console(stderr=True),
-        transient=True,
-    )
-
-
-def _on_terminal(progress: "Progress", clock: Clock) -> Listener:
-    pace = _Pace(Stage(""), clock)
-    task: TaskID | None = None
-
-    def show(event: Event) -> None:
-        nonlocal pace, task
-        match event:
-            case Stage(name, total):
-                if task is not None:
-                    progress.remove_task(task)
-                pace = _Pace(event, clock)
-                task = progress.add_task(name, total=total or None, pace=pace)
-            case Advanced(count) if task is not None:
-                pace.advance(count)
-                progress.advance(task, count)
-            case Chosen(message):
-                progress.console.print(message, markup=False, highlight=False, soft_wrap=True)
-            case Warned(message):
-                warning = f"warning: {message}"
-                progress.console.print(
-                    warning, style="yellow", markup=False, highlight=False, soft_wrap=True
-                )
-            case _:
-                pass
-
-    return show
+        bar.close()
