@@ -258,9 +258,11 @@ def bases(path: Path) -> dict[str, list[str]]:
 
 # A class of one of these kinds may have a base of that kind that is ours.
 KINDS = {"typing.Protocol", "typing.TypedDict", "typing_extensions.TypedDict"}
-# Users of lmms-engine have subclasses of this one.
 PROMISED = {
+    # Users of lmms-engine have subclasses of this one.
     "unshard.merger.fsdp2.CheckpointMerger",
+    # Users of lmms-eval's client call its methods on ours, too.
+    "unshard.evaluate.client.lmms.LmmsClient",
     # In pydantic's way, their fields are keys of the same JSON or YAML object as those of the heir.
     "unshard.evaluate.jobs.Arguments",
     "unshard.evaluate.server.config.profiles.CommonKeys",

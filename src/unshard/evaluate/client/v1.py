@@ -9,14 +9,13 @@ UnshardError
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Unpack
 from urllib.parse import quote
 
 import httpx
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.client.lmms import DEFAULT_URL, Answer, LmmsClient, given, names_of
+from unshard.evaluate.client.lmms import Answer, LmmsClient, given, names_of
 from unshard.evaluate.jobs import ArgumentFields, EvaluationError
 from unshard.evaluate.values import Scalar
 
@@ -43,8 +42,8 @@ class RefusedError(UsageError):
     status = 400
 
 
-class EvalClient:
-    """A client of an evaluation server.
+class EvalClient(LmmsClient):
+    """A client of an evaluation server, which takes the place of lmms-eval's client, too.
 
     Args:
         base_url: where the server listens; `http://user:password@host:port` works, too.
@@ -62,30 +61,8 @@ class EvalClient:
         ServerAwayError: the server does not answer, or a gateway answers in its place.
         RefusedError: the request makes no sense to the server, or it is not allowed.
         EvaluationError: the server failed.
-    The methods of lmms-eval's client raise httpx's errors: see `lmms.LmmsClient`.
+    The methods that are those of lmms-eval's client raise httpx's errors: see `lmms.LmmsClient`.
     """
-
-    def __init__(
-        self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
-    ) -> None:
-        self._lmms = LmmsClient(base_url, timeout, token)
-        # One connection for both protocols.
-        self.base_url, self.client = self._lmms.base_url, self._lmms.client
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.client.close()
 
     def submit(
         self,
@@ -190,88 +167,6 @@ class EvalClient:
                 yield from _parse_events(answer.iter_lines())
         except (httpx.TransportError, httpx.StreamError) as error:
             raise _away(url, error) from error
-
-    # The methods of lmms-eval's client, so that this class takes the place of that one, too.
-
-    def health(self) -> Answer:
-        """Return the state of the server."""
-        return self._lmms.health()
-
-    def is_healthy(self) -> bool:
-        """Return whether the server answers that it is healthy."""
-        return self._lmms.is_healthy()
-
-    def list_tasks(self) -> list[str]:
-        """Return the tasks that the server knows."""
-        return self._lmms.list_tasks()
-
-    def list_models(self) -> list[str]:
-        """Return the types of models that the server knows."""
-        return self._lmms.list_models()
-
-    def evaluate(
-        self,
-        model: str,
-        tasks: str | Sequence[str],
-        model_args: Mapping[str, object] | None = None,
-        num_fewshot: int | None = None,
-        batch_size: int | str | None = None,
-        device: str | None = None,
-        limit: float | None = None,
-        gen_kwargs: str | None = None,
-        log_samples: bool = True,
-        predict_only: bool = False,
-        num_gpus: int = 1,
-        output_dir: str | None = None,
-        lmms_engine_kwargs: Mapping[str, object] | None = None,
-    ) -> Answer:
-        """Submit a job in lmms-eval's protocol; see `lmms.LmmsClient.evaluate`."""
-        return self._lmms.evaluate(
-            model,
-            tasks,
-            model_args,
-            num_fewshot,
-            batch_size,
-            device,
-            limit,
-            gen_kwargs,
-            log_samples,
-            predict_only,
-            num_gpus,
-            output_dir,
-            lmms_engine_kwargs,
-        )
-
-    def get_job(self, job_id: str) -> Answer:
-        """Return a job as lmms-eval's protocol shows it; `job` returns all of it."""
-        return self._lmms.get_job(job_id)
-
-    def cancel_job(self, job_id: str) -> Answer:
-        """Cancel a job in lmms-eval's protocol."""
-        return self._lmms.cancel_job(job_id)
-
-    def wait_for_job(
-        self,
-        job_id: str,
-        poll_interval: float = 5.0,
-        timeout: float | None = None,
-        verbose: bool = True,
-    ) -> Answer:
-        """Wait until a job is completed and return it; see `lmms.LmmsClient.wait_for_job`."""
-        return self._lmms.wait_for_job(job_id, poll_interval, timeout, verbose)
-
-    def get_queue_status(self) -> Answer:
-        """Return the queue: its size, the job that is running, the ids that wait."""
-        return self._lmms.get_queue_status()
-
-    def merge_checkpoint(
-        self,
-        checkpoint_path: str,
-        output_path: str | None = None,
-        checkpoint_type: Literal["regular", "ema"] = "regular",
-    ) -> Answer:
-        """Merge a checkpoint on the server; return `success`, `message`, `merged_path`."""
-        return self._lmms.merge_checkpoint(checkpoint_path, output_path, checkpoint_type)
 
     def _list(
         self, what: str, query: Mapping[str, Scalar | None], cursor: str, most: int | None
