@@ -17,7 +17,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from unshard._version import __version__
@@ -111,12 +110,7 @@ class BucketStage:
             self._clean_up(error)
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bucket.forget()
         if not self._is_complete:
             self._clean_up(error)

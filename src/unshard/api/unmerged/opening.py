@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import numpy as np
@@ -132,12 +131,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

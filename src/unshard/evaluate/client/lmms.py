@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Literal, Self, TypeVar
 
 import httpx
@@ -69,12 +68,7 @@ class LmmsClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -203,12 +197,7 @@ class AsyncEvalClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

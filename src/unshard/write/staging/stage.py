@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from unshard.errors import OutputError, UnshardError, printable
@@ -128,12 +127,7 @@ class Staging:
                 raise unwritable(self._target, error) from error
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         left = None
         if self._resume and error is not None and not isinstance(error, OutputError):
             left = None if self._place is None else self._place.path

@@ -9,7 +9,6 @@ import codecs
 import os
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 LOG_BYTES = 10_000_000
@@ -38,12 +37,7 @@ class BoundedLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def write(self, data: bytes) -> None:
