@@ -10,8 +10,9 @@ import torch
 
 import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
-from unshard import CheckpointError, MergeOptions, OutputError, UnknownFormatError, UsageError
+from unshard import CheckpointError, OutputError, UnknownFormatError, UsageError
 from unshard.cli.main import main
+from unshard.keywords import MergeKeywords
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_all_complete_steps_are_merged_each_by_itself(run: Path, tmp_path: Path) -> None:
     heard: list[object] = []
-    reports = unshard.merge_all(run, tmp_path / "out", MergeOptions(), heard.append)
+    reports = unshard.merge_all(run, tmp_path / "out", listener=heard.append)
     assert [report.step for report in reports] == [5, 10]
     for step in (5, 10):
         assert_same(merged(tmp_path / "out" / f"global_step_{step}"), some_tensors(step))
@@ -93,10 +94,10 @@ def test_steps_that_were_merged_already_can_be_skipped(
 def test_only_what_was_made_from_a_step_counts_as_it(
     run: Path, tmp_path: Path, change: str
 ) -> None:
-    out, options = tmp_path / "out", MergeOptions()
+    out, options = tmp_path / "out", MergeKeywords()
     unshard.merge_all(run, out)
     if change == "options":
-        options = MergeOptions(dtype="float16")
+        options = MergeKeywords(dtype="float16")
     elif change == "another step":
         (out / "global_step_5").rename(tmp_path / "away")
         shutil.copytree(out / "global_step_10", out / "global_step_5")
@@ -105,7 +106,7 @@ def test_only_what_was_made_from_a_step_counts_as_it(
     else:
         (out / "global_step_5" / "unshard.json").unlink()
     with pytest.raises(OutputError, match="global_step_5"):
-        unshard.merge_all(run, out, options, skip_existing=True)
+        unshard.merge_all(run, out, skip_existing=True, **options)
 
 
 def test_skipping_goes_with_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,12 +116,10 @@ def test_skipping_goes_with_all_steps(run: Path, capsys: pytest.CaptureFixture[s
     assert "--skip-existing needs --all-steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [{"push_to_hub": "a/b"}, {"step": 5}])
-def test_options_that_contradict_all_steps_are_refused(
-    run: Path, option: dict[str, str | int]
-) -> None:
+@pytest.mark.parametrize("option", [MergeKeywords(push_to_hub="a/b"), MergeKeywords(step=5)])
+def test_options_that_contradict_all_steps_are_refused(run: Path, option: MergeKeywords) -> None:
     with pytest.raises(UsageError, match=r"merge_all (with|and)"):
-        unshard.merge_all(run, options=MergeOptions(**option))  # type: ignore[arg-type]
+        unshard.merge_all(run, **option)
 
 
 @pytest.mark.filterwarnings("ignore:.*the weights were taken from:unshard.UnshardWarning")

@@ -1,15 +1,14 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.making import Prepared
 from unshard.api.merging import merge_with
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Sources, read_checkpoint
+from unshard.api.sources import Opening, Sources, read_checkpoint
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage
@@ -36,8 +35,6 @@ def average(
     every: int | None = None,
     options: MergeOptions | None = None,
     listener: Listener | None = None,
-    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
-    pass_over: bool = True,
     **keywords: Unpack[MergeKeywords],
 ) -> Report:
     """Average checkpoints into a Hugging Face directory, in one pass and in bounded memory.
@@ -59,36 +56,60 @@ def average(
         every: use every Nth step of a run, counting back from the highest.
         options: those of `merge` as one value.
         listener: as for `merge`; steps that are incomplete are named.
-        before: as for `merge_with`.
-        pass_over: whether steps of a run that are not complete are left out, with a warning, or
-            are an error.
-        keywords: as for `merge`, except `lora`, `step` and
-            `optimizer`.
+        keywords: as for `merge`, except `lora`, `step` and `optimizer`.
 
     Raises:
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
     chosen = replace(options or MergeOptions(), **keywords)
+    opening = averaging(
+        checkpoints,
+        chosen,
+        coefficients=coefficients,
+        ema_decay=ema_decay,
+        last=last,
+        every=every,
+    )
+    with hearing(listener) as heard:
+        return merge_with(opening, given_output(output), chosen, heard)
+
+
+def averaging(
+    checkpoints: Sequence[str | Path] | str | Path,
+    options: MergeOptions,
+    *,
+    coefficients: Sequence[float] | None = None,
+    ema_decay: float | None = None,
+    last: int | None = None,
+    every: int | None = None,
+    pass_over: bool = True,
+) -> Opening:
+    """Return the function that opens the checkpoints of an average, for `merge_with`.
+
+    Args:
+        checkpoints, coefficients, ema_decay, last, every: as for `average`.
+        options: those of `merge_with`.
+        pass_over: whether steps of a run that are not complete are left out, with a warning, or
+            are an error.
+    """
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
-    _check(chosen, coefficients, ema_decay, (last, every), are_several=len(paths) > 1)
+    _check(options, coefficients, ema_decay, (last, every), are_several=len(paths) > 1)
     places = [given_path(path, "a checkpoint") for path in paths]
-    target = given_output(output)
     if not paths:
         raise UsageError("no checkpoint to average")
 
     def opened(heard: Listener) -> Sources:
         heard(Stage("reading"))
         if len(paths) == 1:
-            found = _open_steps(places[0], chosen, (last, every or 1), pass_over=pass_over)
+            found = _open_steps(places[0], options, (last, every or 1), pass_over=pass_over)
         else:
-            found = [read_checkpoint(place, chosen) for place in places]
+            found = [read_checkpoint(place, options) for place in places]
         weights = _choose_weights(coefficients, ema_decay, len(found))
         titles = ", ".join(one.title for one in found)
         heard(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
         return Sources(tuple(found), weights)
 
-    with hearing(listener) as heard:
-        return merge_with(opened, target, chosen, heard, before=before)
+    return opened
 
 
 def _check(

@@ -212,14 +212,15 @@ class StepResult:
         return self.error is not None and not isinstance(self.error, IncompleteError)
 
 
+@accepting(MergeKeywords)
 @disconnecting()
 def merge_all(
     run: str | Path,
     output: str | Path | None = None,
-    options: MergeOptions | None = None,
-    listener: Listener | None = None,
     *,
     skip_existing: bool = False,
+    listener: Listener | None = None,
+    **options: Unpack[MergeKeywords],
 ) -> list[Report]:
     """Merge every complete step of a run, each as `merge` does, the lowest first.
 
@@ -228,9 +229,9 @@ def merge_all(
     Args:
         run: a directory that has several steps.
         output: the directory to make one output per step in; default `merged` next to the steps.
-        options: as for `merge`.
-        listener: as for `merge`; steps that are incomplete are named.
         skip_existing: leave out the steps whose output an earlier merge with the same options made.
+        listener: as for `merge`; steps that are incomplete are named.
+        options: as for `merge`, except `step` and `push_to_hub`.
 
     Returns:
         A report for each step that was merged now.
@@ -240,7 +241,8 @@ def merge_all(
             ended with. The outputs of the others stay.
     """
     with hearing(listener) as heard:
-        results = merge_steps(run, output, options, heard, skip_existing=skip_existing)
+        chosen = MergeOptions(**options)
+        results = merge_steps(run, output, chosen, heard, skip_existing=skip_existing)
     failed = [one.error for one in results if one.error is not None and one.has_failed]
     kinds = {type(error) for error in failed}
     kind = kinds.pop() if len(kinds) == 1 else UnshardError
@@ -251,7 +253,7 @@ def merge_all(
 def merge_steps(
     run: str | Path,
     output: str | Path | None,
-    options: MergeOptions | None,
+    options: MergeOptions,
     listener: Listener,
     *,
     skip_existing: bool,
@@ -261,12 +263,11 @@ def merge_steps(
     Raises:
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
-    chosen = options or MergeOptions()
-    if chosen.push_to_hub is not None:
+    if options.push_to_hub is not None:
         raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
-    if chosen.step is not None:
-        raise UsageError(f"--all-steps and --step {chosen.step} exclude each other")
-    steps = all_steps(given_path(run, "the run"), chosen.choice)
+    if options.step is not None:
+        raise UsageError(f"--all-steps and --step {options.step} exclude each other")
+    steps = all_steps(given_path(run, "the run"), options.choice)
     if not steps:
         raise UnknownFormatError(
             f"{run} is one checkpoint, not a directory of several",
@@ -278,11 +279,11 @@ def merge_steps(
         if output is not None:
             target = given_output(output) / target.name
         report, error = None, None
-        if skip_existing and is_made_from(target, location, chosen.recorded):
+        if skip_existing and is_made_from(target, location, options.recorded):
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
         else:
             try:
-                report = merge_with(location.path, target, chosen, listener)
+                report = merge_with(location.path, target, options, listener)
             except UnshardError as raised:
                 error, what = raised, f"step {location.step} could not be merged"
                 if isinstance(error, IncompleteError):

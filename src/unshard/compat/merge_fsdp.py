@@ -22,7 +22,8 @@ from unshard.fronts import Command, line_of
 from unshard.progress import Listener, Warned
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions, Prepared
+    from unshard.api import MergeOptions
+    from unshard.api.making import Prepared
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
@@ -69,12 +70,14 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Merge or average as the arguments say."""
-    from unshard import api
+    from unshard.api import MergeOptions
+    from unshard.api.averaging import averaging
+    from unshard.api.merging import merge_with
 
     arguments = _arguments()
     paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)
     target = arguments.output_dir or arguments.input_dir
-    options = api.MergeOptions(
+    options = MergeOptions(
         dtype="bfloat16",
         weights=_WEIGHTS.get(arguments.state_dict_dirname),
         step=arguments.step if paths == [arguments.input_dir] else None,
@@ -91,14 +94,8 @@ def main() -> None:
         showing(Command(own, line)) as listener,
         _of_model(arguments.model_name_or_class, paths[-1], options, listener) as wanted,
     ):
-        if averages:
-            report = api.average(
-                paths, target, options=wanted, listener=listener, before=_told, pass_over=False
-            )
-        else:
-            report = api.merge_with(
-                paths[-1], target, wanted, listener, before=_told, pass_over=False
-            )
+        source = averaging(paths, wanted, pass_over=False) if averages else paths[-1]
+        report = merge_with(source, target, wanted, listener, before=_told, pass_over=False)
     print(f"Merged checkpoint saved to: {report.output}")
 
 
