@@ -155,8 +155,8 @@ def of_parser(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def of_errors() -> list[str]:
     """Return every error with the one that it is a kind of, and its exit code."""
-    found = (vars(errors)[name] for name in errors.__all__)
-    classes = [one for one in found if inspect.isclass(one) and issubclass(one, Exception)]
+    found = (one for _, one in inspect.getmembers(errors, inspect.isclass))
+    classes = [one for one in found if one.__module__ == errors.__name__]
     return [
         f"{one.__name__}({', '.join(base.__name__ for base in one.__bases__)})"
         f" {getattr(one, 'exit_code', '')}".rstrip()

@@ -1,6 +1,7 @@
 """What the command and the package import: nothing heavy before there is work to do."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def modules_after(code: str) -> set[str]:
     "code",
     [
         "import unshard",
-        "import unshard; unshard.UnshardError; dir(unshard)",
+        "import unshard; unshard.UnshardError; from unshard import compat, evaluate, signals",
         f"{RUN}\ntry: main(['--help'])\nexcept SystemExit: pass",
         f"{RUN}\ntry: main(['merge', '--help'])\nexcept SystemExit: pass",
     ],
@@ -72,7 +73,54 @@ def test_an_older_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_everything_public_is_there() -> None:
-    for name in unshard.__all__:
-        assert getattr(unshard, name) is not None
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = unshard.no_such_thing
+    names = importlib.import_module("unshard").__all__
+    assert names == dir(unshard)
+    assert {"MergeOptions", "UnshardError", "__version__", "inspect", "merge"} <= {*names}
+    assert {"Path", "api", "merging", "merge_with", "raise_all"}.isdisjoint(names)
+    imported: dict[str, object] = {}
+    exec("from unshard import *", imported)  # noqa: S102 (our own names)
+    assert {*names} == imported.keys() - {"__builtins__"}
+
+
+@pytest.mark.parametrize("package", ["unshard", "unshard.evaluate", "unshard.merger"])
+def test_an_unknown_name_is_an_attribute_error(package: str) -> None:
+    module = importlib.import_module(package)
+    for name in ("no_such_thing", "NoSuchError", "Path", "__wrapped__"):
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute '{name}'"):
+            getattr(module, name)
+
+
+TYPED = """
+import unshard, unshard.evaluate as evaluate, unshard.merger as merger
+from unshard import Report, UnshardError, __version__, merge, merge_all
+from unshard.evaluate import EvalClient
+from unshard.merger import FSDP2Merger
+
+report: Report = merge("run", "out", dtype="bf16", names="hub", lora="fuse", verify="full")
+reports: list[Report] = unshard.merge_all("run", weights="ema", quantize=None, overwrite="all")
+client: evaluate.EvalClient = EvalClient(__version__)
+merged: type[merger.CheckpointMerger] = FSDP2Merger
+assert issubclass(UnshardError, Exception)
+
+unshard.no_such_thing  # E
+unshard.merge_with  # E
+unshard.raise_all  # E
+evaluate.no_such_thing  # E
+evaluate.httpx  # E
+merger.no_such_thing  # E
+merger.merge_options  # E
+report.no_such_thing  # E
+client.no_such_thing  # E
+"""
+
+
+def test_type_checkers_know_the_names_and_no_others(tmp_path: Path) -> None:
+    """mypy stands for all of them; it does not read torch or numpy, which takes a minute."""
+    (tmp_path / "typed.py").write_text(TYPED)
+    ours = "follow_imports = skip\n[mypy-unshard.*]\nfollow_imports = silent\n"
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = true\n{ours}")
+    command = [sys.executable, "-m", "mypy", "typed.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    wrong = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line]
+    expected = [at for at, line in enumerate(TYPED.splitlines(), 1) if line.endswith("# E")]
+    assert wrong == expected, done.stdout + done.stderr

@@ -7,8 +7,8 @@
     with unshard.open_checkpoint("checkpoint-1000") as checkpoint:
         rows = checkpoint.get_slice("lm_head.weight")[0:16]
 
-Importing this package imports nothing else; numpy comes with the first call. A command so handles
-signals before it imports anything that takes time.
+Importing this package imports nothing else; numpy comes with the first use of a name. A command so
+handles signals before it imports anything that takes time.
 """
 
 import sys
@@ -21,101 +21,30 @@ if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a sour
         "commands, `unshard eval serve` and `unshard eval watch` from there"
     )
 
-from unshard._version import __version__
+from unshard._version import __version__ as __version__
 
 TYPE_CHECKING = False  # as type checkers know it; importing typing takes time
 if TYPE_CHECKING:
-    from unshard.api import (
-        Comparison,
-        Inspection,
-        LazyTensor,
-        Loaded,
-        MergeOptions,
-        OpenCheckpoint,
-        Report,
-        ReshardReport,
-        VirtualFiles,
-        average,
-        from_pretrained,
-        inspect,
-        load_into,
-        load_state_dict,
-        merge,
-        merge_all,
-        open_checkpoint,
-        push,
-        reshard,
-        verify,
-        virtual,
-    )
-    from unshard.errors import (
-        CheckpointError,
-        ConversionError,
-        CorruptError,
-        IncompleteError,
-        NoSuchFileError,
-        NoSuchTensorError,
-        NotMergeableError,
-        OutputError,
-        StoreError,
-        UnknownFormatError,
-        UnsafeError,
-        UnshardError,
-        UnshardWarning,
-        UsageError,
-    )
+    from unshard.api import *  # noqa: F403 (the list of public names)
+else:  # not for type checkers, to which any name would exist then
 
-__all__ = [
-    "CheckpointError",
-    "Comparison",
-    "ConversionError",
-    "CorruptError",
-    "IncompleteError",
-    "Inspection",
-    "LazyTensor",
-    "Loaded",
-    "MergeOptions",
-    "NoSuchFileError",
-    "NoSuchTensorError",
-    "NotMergeableError",
-    "OpenCheckpoint",
-    "OutputError",
-    "Report",
-    "ReshardReport",
-    "StoreError",
-    "UnknownFormatError",
-    "UnsafeError",
-    "UnshardError",
-    "UnshardWarning",
-    "UsageError",
-    "VirtualFiles",
-    "__version__",
-    "average",
-    "from_pretrained",
-    "inspect",
-    "load_into",
-    "load_state_dict",
-    "merge",
-    "merge_all",
-    "open_checkpoint",
-    "push",
-    "reshard",
-    "verify",
-    "virtual",
-]
+    def __getattr__(name: str) -> object:
+        from importlib.util import find_spec
 
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
+        if name == "__all__":
+            return __dir__()
+        # Python also asks for a submodule, before it imports it.
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+            if name.endswith(("Error", "Warning")):
+                from unshard import errors as place
+            else:
+                from unshard import api as place
+            if callable(value := getattr(place, name, None)):
+                return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name.endswith(("Error", "Warning")):
-        from unshard import errors
 
-        return getattr(errors, name)
-    from unshard import api
+    def __dir__() -> list[str]:
+        from unshard import api
 
-    return getattr(api, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+        public = [name for name, value in vars(api).items() if name[0] != "_" and callable(value)]
+        return sorted(["__version__", *public])

@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import unshard
 from ranks import assert_same, merged, snapshot, some_tensors
 from unshard import CheckpointError, CorruptError, UsageError
-from unshard.api import MergeOptions, Prepared, merge_with
+from unshard.api import MergeOptions
+from unshard.api.making import Prepared
+from unshard.api.merging import merge_with
 from unshard.containers.zstd import decompress
 from unshard.progress import ignore
 from unshard.read.dcp.items import inflate, inflated_bytes

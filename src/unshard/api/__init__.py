@@ -1,51 +1,40 @@
-"""What unshard does, as functions; the command line and every other caller use these."""
+"""What unshard does, as functions: the public names, of which `unshard` has the same.
 
-from unshard.api.averaging import average
-from unshard.api.inspecting import Inspection, OptimizerInfo, inspect
-from unshard.api.making import Prepared
-from unshard.api.merging import StepResult, merge, merge_all, merge_steps, merge_with
-from unshard.api.options import MergeOptions
-from unshard.api.resharding.resharding import ReshardReport, reshard
-from unshard.api.unmerged.loading import Loaded
-from unshard.api.unmerged.opening import (
-    LazyTensor,
-    OpenCheckpoint,
-    load_into,
-    load_state_dict,
-    open_checkpoint,
-)
-from unshard.api.unmerged.pretrained import from_pretrained
-from unshard.api.unmerged.pushing import push
-from unshard.api.unmerged.virtual import VirtualFiles, virtual
-from unshard.api.verifying import verify
-from unshard.write.report import Report
-from unshard.write.verification.comparison import Comparison
+`as` exports a name, as type checkers read it; so this list is the only one.
+"""
 
-__all__ = [
-    "Comparison",
-    "Inspection",
-    "LazyTensor",
-    "Loaded",
-    "MergeOptions",
-    "OpenCheckpoint",
-    "OptimizerInfo",
-    "Prepared",
-    "Report",
-    "ReshardReport",
-    "StepResult",
-    "VirtualFiles",
-    "average",
-    "from_pretrained",
-    "inspect",
-    "load_into",
-    "load_state_dict",
-    "merge",
-    "merge_all",
-    "merge_steps",
-    "merge_with",
-    "open_checkpoint",
-    "push",
-    "reshard",
-    "verify",
-    "virtual",
-]
+from unshard.api.averaging import average as average
+from unshard.api.inspecting import Inspection as Inspection
+from unshard.api.inspecting import inspect as inspect
+from unshard.api.merging import merge as merge
+from unshard.api.merging import merge_all as merge_all
+from unshard.api.options import MergeOptions as MergeOptions
+from unshard.api.resharding.resharding import ReshardReport as ReshardReport
+from unshard.api.resharding.resharding import reshard as reshard
+from unshard.api.unmerged.loading import Loaded as Loaded
+from unshard.api.unmerged.opening import LazyTensor as LazyTensor
+from unshard.api.unmerged.opening import OpenCheckpoint as OpenCheckpoint
+from unshard.api.unmerged.opening import load_into as load_into
+from unshard.api.unmerged.opening import load_state_dict as load_state_dict
+from unshard.api.unmerged.opening import open_checkpoint as open_checkpoint
+from unshard.api.unmerged.pretrained import from_pretrained as from_pretrained
+from unshard.api.unmerged.pushing import push as push
+from unshard.api.unmerged.virtual import VirtualFiles as VirtualFiles
+from unshard.api.unmerged.virtual import virtual as virtual
+from unshard.api.verifying import verify as verify
+from unshard.errors import CheckpointError as CheckpointError
+from unshard.errors import ConversionError as ConversionError
+from unshard.errors import CorruptError as CorruptError
+from unshard.errors import IncompleteError as IncompleteError
+from unshard.errors import NoSuchFileError as NoSuchFileError
+from unshard.errors import NoSuchTensorError as NoSuchTensorError
+from unshard.errors import NotMergeableError as NotMergeableError
+from unshard.errors import OutputError as OutputError
+from unshard.errors import StoreError as StoreError
+from unshard.errors import UnknownFormatError as UnknownFormatError
+from unshard.errors import UnsafeError as UnsafeError
+from unshard.errors import UnshardError as UnshardError
+from unshard.errors import UnshardWarning as UnshardWarning
+from unshard.errors import UsageError as UsageError
+from unshard.write.report import Report as Report
+from unshard.write.verification.comparison import Comparison as Comparison

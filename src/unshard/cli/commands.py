@@ -96,6 +96,7 @@ def merge(
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face directory."""
     from unshard import api
+    from unshard.api.merging import merge_steps, merge_with
 
     if None not in (output, output_option):
         two = f"two outputs: {output} and --output {output_option}"
@@ -112,9 +113,9 @@ def merge(
                 checkpoint, repo, private=options.private, listener=listener, **keywords
             )
         elif not all_steps:
-            report = api.merge_with(*what, listener)
+            report = merge_with(*what, listener)
         else:
-            steps = api.merge_steps(*what, listener, skip_existing=skip_existing)
+            steps = merge_steps(*what, listener, skip_existing=skip_existing)
     if not all_steps:
         print_report(report, as_json=as_json, quiet=quiet)
         return

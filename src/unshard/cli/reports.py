@@ -12,7 +12,9 @@ from unshard.fronts import Front, reword_warning
 from unshard.showing import counted, human_size
 
 if TYPE_CHECKING:
-    from unshard.api import Comparison, Inspection, OptimizerInfo, Report, ReshardReport, StepResult
+    from unshard.api import Comparison, Inspection, Report, ReshardReport
+    from unshard.api.inspecting import OptimizerInfo
+    from unshard.api.merging import StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
 _SHOWN = 20

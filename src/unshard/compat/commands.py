@@ -16,8 +16,9 @@ from unshard.progress import Listener
 from unshard.showing import listening
 
 if TYPE_CHECKING:
-    from unshard.api import MergeOptions, Prepared, Report
+    from unshard.api import MergeOptions, Report
     from unshard.api.inspecting import ShardCounts
+    from unshard.api.making import Prepared
     from unshard.read.model_config import Fields
     from unshard.tensors.catalog import Catalog
 
@@ -175,8 +176,9 @@ def convert(
 
     `before` is called with what was read, before anything is written.
     """
-    from unshard.api import Prepared, merge_with
     from unshard.api.inspecting import count_shards
+    from unshard.api.making import Prepared
+    from unshard.api.merging import merge_with
 
     def tell(prepared: Prepared) -> Prepared:
         catalog = need_config(prepared).checkpoint.catalog

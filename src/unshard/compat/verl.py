@@ -59,9 +59,10 @@ def main() -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from unshard import api
+    from unshard.api import MergeOptions
+    from unshard.api.merging import merge_with
 
-    options = api.MergeOptions(
+    options = MergeOptions(
         dtype="bfloat16",
         overwrite=True,
         extra_state=False,
@@ -71,7 +72,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
     with showing(front) as listener:
-        report = api.merge_with(
+        report = merge_with(
             *(arguments.local_dir, arguments.target_dir, options, listener),
             before=need_config,
             pass_over=False,

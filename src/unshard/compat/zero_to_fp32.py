@@ -45,7 +45,8 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Merge as the arguments say."""
-    from unshard import api
+    from unshard.api import MergeOptions
+    from unshard.api.merging import merge_with
     from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
     from unshard.read.zero.reader import ZERO, frozen_names, is_stage0
@@ -62,7 +63,7 @@ def main() -> None:
             f"unshard merge {place} {arguments.output_dir} --names training",
         )
     frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
-    options = api.MergeOptions(
+    options = MergeOptions(
         names="training",
         lora="keep",
         max_shard_size=arguments.max_shard_size,
@@ -73,7 +74,7 @@ def main() -> None:
     line = merge_line(place, arguments.output_dir, options)
     with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
         print(f"Processing zero checkpoint '{place}'", flush=True)
-        report = api.merge_with(place, arguments.output_dir, options, listener, pass_over=False)
+        report = merge_with(place, arguments.output_dir, options, listener, pass_over=False)
     print(f"Saved {counted(report.tensors, 'tensor')} to {report.output}")
 
 

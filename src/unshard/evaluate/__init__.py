@@ -5,30 +5,24 @@
     with EvalClient("http://127.0.0.1:8000") as client:
         client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
 
-Each name below is imported when it is first used.
+The names below are imported when one is first used: the server needs no client.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+__all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig", "Submitter"]
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.lmms import AsyncEvalClient
     from unshard.evaluate.client.v1 import EvalClient
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.submitter import Submitter
+else:  # not for type checkers, to which any name would exist then
 
-__all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig", "Submitter"]
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from unshard.evaluate.client import lmms, v1
+        from unshard.evaluate.trainer import config, submitter
 
-_PLACES = {
-    "AsyncEvalClient": "unshard.evaluate.client.lmms",
-    "EvalClient": "unshard.evaluate.client.v1",
-    "EvalConfig": "unshard.evaluate.trainer.config",
-    "Submitter": "unshard.evaluate.trainer.submitter",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import the module of one name: the server needs no client."""
-    if name in _PLACES:
-        return getattr(import_module(_PLACES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return next(vars(one)[name] for one in (lmms, v1, config, submitter) if name in vars(one))

@@ -97,7 +97,8 @@ class FSDP2Merger(CheckpointMerger):
         # Of an empty text `Path` would make the current directory.
         if "" in map(str, (checkpoint_path, output_path)):
             raise UsageError("an empty path", hint="for the current directory, give .")
-        from unshard.api import Prepared, merge_with
+        from unshard.api.making import Prepared
+        from unshard.api.merging import merge_with
         from unshard.showing import hearing
         from unshard.write.verification.load import check_class
 
