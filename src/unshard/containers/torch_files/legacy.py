@@ -46,11 +46,6 @@ def is_torch_legacy(head: bytes) -> bool:
     return head[:1] == b"\x80" and _MAGIC in head[:32]
 
 
-def is_start_of_legacy(head: bytes) -> bool:
-    """Return whether these bytes, all that a file has, are a part of how this format starts."""
-    return LEGACY_MAGIC.startswith(head)
-
-
 def read_torch_legacy(
     path: Path, *, offset: int = 0, length: int | None = None
 ) -> tuple[Value, Mapping[str, StorageRecord]]:

@@ -13,12 +13,13 @@ from unshard.containers.open_files import is_regular, opened, pread
 from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import unpickle
-from unshard.containers.torch_files.legacy import (
-    is_start_of_legacy,
-    is_torch_legacy,
-    read_torch_legacy,
+from unshard.containers.torch_files.legacy import is_torch_legacy, read_torch_legacy
+from unshard.containers.torch_files.zip import (
+    LEGACY_MAGIC,
+    StorageRecord,
+    TorchZip,
+    read_torch_zip,
 )
-from unshard.containers.torch_files.zip import StorageRecord, TorchZip, read_torch_zip
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnsafeError
 
 _HEAD = 512
@@ -110,7 +111,7 @@ def _head(path: Path, offset: int, length: int | None) -> bytes:
             head = pread(file, _HEAD if length is None else min(_HEAD, length), offset)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
-    if is_start_of_legacy(head):  # nothing at all is one, too
+    if LEGACY_MAGIC.startswith(head):  # also where there is nothing at all
         what = "truncated in its first bytes" if head else "the file is empty"
         hint = "the save was interrupted, or is still under way; take another checkpoint"
         raise IncompleteError(f"{path}: {what}", hint=hint)
