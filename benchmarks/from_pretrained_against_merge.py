@@ -28,6 +28,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when transformers is 
 if TYPE_CHECKING:
     from torch import nn
 
+    from unshard.keywords import Cast
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 2048,
@@ -69,14 +71,14 @@ def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int)
         dist.destroy_process_group()
 
 
-def direct(checkpoint: Path, _: Path, dtype: str) -> "nn.Module":
+def direct(checkpoint: Path, _: Path, dtype: "Cast") -> "nn.Module":
     """Load the shards."""
     import unshard
 
     return unshard.from_pretrained(checkpoint, dtype=dtype)
 
 
-def merged(checkpoint: Path, output: Path, dtype: str) -> "nn.Module":
+def merged(checkpoint: Path, output: Path, dtype: "Cast") -> "nn.Module":
     """Merge the shards, and load what was written."""
     from transformers import AutoModelForCausalLM
 
@@ -89,11 +91,12 @@ def merged(checkpoint: Path, output: Path, dtype: str) -> "nn.Module":
 
 def measure(checkpoint: Path, work: Path, rounds: int) -> dict[str, float]:
     """Return the median seconds of every contender; each round runs all of them."""
-    load: dict[str, Callable[[Path, Path, str], nn.Module]] = {
+    load: dict[str, Callable[[Path, Path, Cast], nn.Module]] = {
         "from_pretrained": direct,
         "merge and load": merged,
     }
-    contenders = [(name, dtype) for dtype in ("float32", "bfloat16") for name in load]
+    dtypes: tuple[Cast, ...] = ("float32", "bfloat16")
+    contenders = [(name, dtype) for dtype in dtypes for name in load]
     seconds: dict[str, list[float]] = {f"{name}, {dtype}": [] for name, dtype in contenders}
     order = random.Random(0)  # noqa: S311 (an order of rounds, always the same)
     for number in range(rounds + 1):

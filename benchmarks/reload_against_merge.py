@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from from_pretrained_against_merge import write_checkpoint
 
 if TYPE_CHECKING:
     from unshard.plugins.vllm import Engine
 
-_DTYPE = "bfloat16"
+_DTYPE: Final = "bfloat16"
 _CHECKED, _PLAIN, _MERGED = "reload", "reload, not compared", "merge and reload"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -359,16 +360,21 @@ def test_warnings_of_the_api_speak_python_wherever_they_are_read(tmp_path: Path)
     assert unshard.inspect(tmp_path / "ckpt").warnings == report.warnings
 
 
+def wrong(option: str) -> Any:
+    """Return an option with a value that type checkers would refuse."""
+    return {option: "x"}
+
+
 @pytest.mark.parametrize(
     ("call", "subject"),
     [
-        (lambda ckpt, out: unshard.merge(ckpt, out, lora="x"), "lora='x'"),
+        (lambda ckpt, out: unshard.merge(ckpt, out, **wrong("lora")), "lora='x'"),
         (lambda ckpt, out: unshard.merge(ckpt, out, lora="both"), "lora='both'"),
-        (lambda ckpt, out: unshard.average([ckpt, ckpt], out, lora="x"), "lora='x'"),
+        (lambda ckpt, out: unshard.average([ckpt, ckpt], out, **wrong("lora")), "lora='x'"),
         (lambda ckpt, out: unshard.average([ckpt, ckpt], out, ema_decay=3), "ema_decay=3"),
         (lambda ckpt, _: unshard.verify(ckpt, ckpt, memory="1KB"), "memory='1KB'"),
-        (lambda ckpt, _: unshard.inspect(ckpt, weights="x"), "weights='x'"),
-        (lambda ckpt, _: unshard.open_checkpoint(ckpt, weights="x"), "weights='x'"),
+        (lambda ckpt, _: unshard.inspect(ckpt, **wrong("weights")), "weights='x'"),
+        (lambda ckpt, _: unshard.open_checkpoint(ckpt, **wrong("weights")), "weights='x'"),
         (lambda ckpt, _: unshard.load_into(torch.nn.Linear(2, 2), ckpt, ep_size=1), "ep_size=1"),
     ],
 )

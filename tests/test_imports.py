@@ -109,12 +109,18 @@ evaluate.no_such_thing  # E
 evaluate.httpx  # E
 merger.no_such_thing  # E
 merger.merge_options  # E
+merge("run", dtype="float99")  # E
+merge("run", names="hugging face")  # E
+merge("run", lora="fused")  # E
+merge("run", verify="ful")  # E
+merge("run", overwrite="any")  # E
+merge_all("run", weights="EMA")  # E
 report.no_such_thing  # E
 client.no_such_thing  # E
 """
 
 
-def test_type_checkers_know_the_names_and_no_others(tmp_path: Path) -> None:
+def test_type_checkers_know_the_names_and_what_options_may_be(tmp_path: Path) -> None:
     """mypy stands for all of them; it does not read torch or numpy, which takes a minute."""
     (tmp_path / "typed.py").write_text(TYPED)
     ours = "follow_imports = skip\n[mypy-unshard.*]\nfollow_imports = silent\n"

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from unshard.keywords import CHOICES, MergeKeywords
 
@@ -33,7 +33,7 @@ def spell(keyword: str) -> str:
 
 
 MERGE_OPTIONS = {
-    spell(name): "" if kind in (bool, bool | str) else _VALUES.get(name, name.upper())
+    spell(name): "" if kind in (bool, bool | Literal["all"]) else _VALUES.get(name, name.upper())
     for name, kind in MergeKeywords.__annotations__.items()
 } | {"all-steps": ""}
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""

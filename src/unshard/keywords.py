@@ -5,26 +5,28 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict, get_args
+
+Rule = Literal["keep", "config", "base"]
+Cast = Literal["bfloat16", "float16", "float32"]
+Alias = Literal["bf16", "fp16", "half", "fp32", "float"]
+Names = Literal["hub", "training"]
+Lora = Literal["fuse", "adapter", "both", "keep"]
+Quantize = Literal["fp8-block"]
+Weights = Literal["model", "ema", "module"]
+Verify = Literal["light", "full", "off"]
+Engine = Literal["ray"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "dtype": ("keep", "config", "base", "bfloat16", "float16", "float32"),
-    "names": ("hub", "training"),
-    "lora": ("fuse", "adapter", "both", "keep"),
-    "quantize": ("fp8-block",),
-    "weights": ("model", "ema", "module"),
-    "verify": ("light", "full", "off"),
-    "engine": ("ray",),
+    "dtype": (*get_args(Rule), *get_args(Cast)),
+    "names": get_args(Names),
+    "lora": get_args(Lora),
+    "quantize": get_args(Quantize),
+    "weights": get_args(Weights),
+    "verify": get_args(Verify),
+    "engine": get_args(Engine),
 }
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
-DEFAULTS: Mapping[str, str] = {
-    "dtype": "keep",
-    "names": "hub",
-    "lora": "fuse",
-    "verify": "light",
-    "memory": "64MB",
-}
-"""The defaults of all options that have one; other options are left out unless they are given."""
 SHARD_SIZE = "5GB"
 """The largest weight file, where neither a size nor a base model is given."""
 
@@ -37,7 +39,7 @@ class ElementType(Protocol):
         """Bytes per element."""
 
 
-DtypeLike = str | type | ElementType
+DtypeLike = Rule | Cast | Alias | type | ElementType
 """What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
 
 
@@ -51,7 +53,7 @@ class SavedConfig(Protocol):
 class ReadKeywords(TypedDict, total=False):
     """Which checkpoint is meant, and how to read it."""
 
-    weights: str | None
+    weights: Weights | None
     role: str | None
     step: int | None
     also: Sequence[str | Path]
@@ -71,7 +73,7 @@ class EngineKeywords(ReadKeywords, total=False):
 class OpenKeywords(ReadKeywords, total=False):
     """How to read a checkpoint, and what its tensors are called."""
 
-    names: str
+    names: Names
     base: str | Path | None
     lora_alpha: float | None
     config: str | Path | None
@@ -93,12 +95,12 @@ class VerifyKeywords(ReadKeywords, total=False):
     base: str | Path | None
     include: str | None
     exclude: str | None
-    quantize: str | None
+    quantize: Quantize | None
     lora_alpha: float | None
     config: str | Path | None
     workers: int | None
     memory: str | int
-    engine: str | None
+    engine: Engine | None
 
 
 class PushKeywords(OpenKeywords, total=False):
@@ -106,10 +108,10 @@ class PushKeywords(OpenKeywords, total=False):
 
     dtype: DtypeLike
     keep_fp32: str | None
-    quantize: str | None
+    quantize: Quantize | None
     include: str | None
     exclude: str | None
-    lora: str
+    lora: Lora
     allow_missing: bool
     allow_unexpected: bool
     max_shard_size: str | int | None
@@ -125,15 +127,15 @@ class VirtualKeywords(PushKeywords, total=False):
 class MergeKeywords(VirtualKeywords, total=False):
     """Everything that can be chosen for a merge."""
 
-    overwrite: bool | str
+    overwrite: bool | Literal["all"]
     resume: bool
     push_to_hub: str | None
     private: bool
     dry_run: bool
-    verify: str
+    verify: Verify
     workers: int | None
     memory: str | int
-    engine: str | None
+    engine: Engine | None
 
 
 class ReshardKeywords(TypedDict, total=False):
@@ -141,6 +143,10 @@ class ReshardKeywords(TypedDict, total=False):
 
     role: str | None
     step: int | None
-    verify: str
+    verify: Verify
     workers: int | None
     memory: str | int
+
+
+DEFAULTS = MergeKeywords(dtype="keep", names="hub", lora="fuse", verify="light", memory="64MB")
+"""The defaults of all options that have one; other options are left out unless they are given."""

@@ -16,7 +16,7 @@ from unshard.cli.commands import average as average_command
 from unshard.cli.commands import inspect as inspect_command
 from unshard.cli.commands import merge as merge_command
 from unshard.cli.commands import verify as verify_command
-from unshard.keywords import MergeKeywords, ReadKeywords, VerifyKeywords
+from unshard.keywords import MergeKeywords, Names, ReadKeywords, VerifyKeywords
 from unshard.progress import Advanced, Event, Stage, Warned
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -375,7 +375,8 @@ def test_what_is_returned_shows_itself_in_one_line(checkpoint: Path, tmp_path: P
 
 def test_without_a_config_only_what_can_be_given_is_advised(tmp_path: Path) -> None:
     save_ranks(tmp_path / "checkpoint", some_tensors(), 2)
-    for names, is_base in (("hub", True), ("training", False)):
+    cases: tuple[tuple[Names, bool], ...] = (("hub", True), ("training", False))
+    for names, is_base in cases:
         report = unshard.merge(tmp_path / "checkpoint", tmp_path / names, names=names)
         (said,) = [one for one in report.warnings if "transformers needs one" in one]
         assert ("config=" in said, "base=" in said) == (True, is_base)

@@ -216,7 +216,7 @@ def test_what_cannot_be_quantised_is_refused(
     with pytest.raises(UsageError, match="names of the hub"):
         unshard.merge(checkpoint, target, quantize="fp8-block", names="training")
     with pytest.raises(UsageError, match="unknown"):
-        unshard.merge(checkpoint, target, quantize="int4")
+        unshard.merge(checkpoint, target, quantize="int4")  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="float8_e4m3fn already"):
         unshard.merge(output, target, quantize="fp8-block")
     with pytest.raises(ConversionError, match="no matrix"):

@@ -12,6 +12,7 @@ from adapters import HEAD, adapted
 from ranks import assert_same, merged, save_ranks, some_tensors
 from tiny_models import tiny_model
 from unshard import ConversionError, UsageError
+from unshard.keywords import Lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -75,7 +76,7 @@ def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", ["adapter", "both"])
-def test_what_has_no_adapter_cannot_give_one(tmp_path: Path, lora: str) -> None:
+def test_what_has_no_adapter_cannot_give_one(tmp_path: Path, lora: Lora) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     with pytest.raises(UsageError, match="has no LoRA adapter"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora=lora)

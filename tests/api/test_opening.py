@@ -46,7 +46,7 @@ def test_the_options_of_reading_are_those_of_a_merge(run: Path, tmp_path: Path) 
     with pytest.raises(UnknownFormatError, match="has no judge"):
         unshard.open_checkpoint(run, role="judge")
     with pytest.raises(UsageError, match="names"):
-        unshard.open_checkpoint(run, names="mine")
+        unshard.open_checkpoint(run, names="mine")  # type: ignore[call-overload]
     with pytest.raises(UnknownFormatError):
         unshard.open_checkpoint(tmp_path / "nowhere")
     other = tmp_path / "node1" / "global_step_9" / "actor"

@@ -24,6 +24,7 @@ from training_states import WRITERS, Saved, draw, seeded
 from unshard import UnsafeError
 from unshard.api.sources import read_checkpoint
 from unshard.containers.torch_files.writer import SavedTensor
+from unshard.keywords import Lora
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.tensors.dtypes import BY_NAME
 from unshard.write.companions import state_file_names, write_training_state
@@ -476,7 +477,11 @@ def test_it_is_not_pushed_to_the_hub(
 
 
 @pytest.mark.parametrize(("lora", "is_written"), [("adapter", False), ("both", True)])
-def test_an_adapter_by_itself_comes_without_it(tmp_path: Path, lora: str, is_written: bool) -> None:  # noqa: FBT001
+def test_an_adapter_by_itself_comes_without_it(
+    tmp_path: Path,
+    lora: Lora,
+    is_written: bool,  # noqa: FBT001
+) -> None:
     adapted(tmp_path / "ckpt")
     for rank in range(2):
         name = f"extra_state_world_size_2_rank_{rank}.pt"

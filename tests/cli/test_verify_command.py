@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import unshard
 from ranks import save_ranks, snapshot, some_tensors
 from unshard.cli.main import main
+from unshard.keywords import Cast
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -81,7 +82,7 @@ def test_a_merge_is_the_same_as_its_checkpoint(checkpoint: Path, output: Path) -
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cast_merge_equals_its_checkpoint_exactly(
-    checkpoint: Path, tmp_path: Path, dtype: str
+    checkpoint: Path, tmp_path: Path, dtype: Cast
 ) -> None:
     unshard.merge(checkpoint, tmp_path / "out", dtype=dtype)
     found = unshard.verify(tmp_path / "out", checkpoint)

@@ -1,6 +1,7 @@
 """Which tensors come out, and in which dtype."""
 
 from pathlib import Path
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from unshard import MergeOptions
+from unshard.convert import outputs
 from unshard.convert.outputs import Converted, Precision, finish, precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
-from unshard.keywords import DtypeLike
+from unshard.keywords import Alias, Cast, DtypeLike
 from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -105,8 +107,12 @@ def test_keep_means_no_target() -> None:
 
 
 @pytest.mark.parametrize("choice", CASTS)
-def test_a_named_dtype_is_the_target_whatever_the_config_says(choice: str) -> None:
+def test_a_named_dtype_is_the_target_whatever_the_config_says(choice: Cast) -> None:
     assert target_dtype(choice, {"dtype": "float16"}) is BY_NAME[choice]
+
+
+def test_type_checkers_know_the_other_names_of_dtypes() -> None:
+    assert {*get_args(Alias)} == outputs._ALIASES.keys()
 
 
 @pytest.mark.parametrize("choice", CASTS)

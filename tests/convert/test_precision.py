@@ -12,6 +12,7 @@ from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
 from unshard.convert import outputs as rules
 from unshard.convert.outputs import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
+from unshard.keywords import DtypeLike
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
 
@@ -21,7 +22,7 @@ FLOAT32, BFLOAT16 = BY_NAME["float32"], BY_NAME["bfloat16"]
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
-def rule(choice: str, model_type: str = "llama", keep: str | None = None) -> Precision:
+def rule(choice: DtypeLike, model_type: str = "llama", keep: str | None = None) -> Precision:
     return precision(choice, ModelConfig({"model_type": model_type}), None, keep)
 
 

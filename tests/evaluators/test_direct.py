@@ -12,7 +12,7 @@ from evaluation.local_tasks import run_evaluator, surprise_task
 from ranks import save_ranks, snapshot
 from tiny_models import tiny_model, tiny_tokenizer
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import EvaluationError, Job, Request, Status
+from unshard.evaluate.jobs import EvaluationError, Job, Request, Status, WeightsName
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merging import GoneError, Merger
 from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights, keeps_engine
@@ -44,7 +44,9 @@ def direct(**changed: object) -> LmEvalProfile:
     return LmEvalProfile(weights=Weights.DIRECT, **changed)  # type: ignore[arg-type]  # its own fields
 
 
-def prepare(tmp_path: Path, checkpoint: Path, profile: Profile, weights: str = "model") -> Work:
+def prepare(
+    tmp_path: Path, checkpoint: Path, profile: Profile, weights: WeightsName = "model"
+) -> Work:
     """Do what an attempt does before its evaluator is started."""
     directory = tmp_path / f"attempt-{profile.weights}-{weights}"
     (directory / "output").mkdir(parents=True)
@@ -159,7 +161,7 @@ def test_a_job_for_an_engine_that_is_kept_is_handed_to_its_worker(tmp_path: Path
 
 
 @pytest.mark.parametrize("weights", ["model", "ema"])
-def test_the_numbers_are_those_of_the_merged_model(tmp_path: Path, weights: str) -> None:
+def test_the_numbers_are_those_of_the_merged_model(tmp_path: Path, weights: WeightsName) -> None:
     checkpoint = sharded(tmp_path / "run" / "checkpoint-3", ema=True)
     tasks = (surprise_task(tmp_path / "tasks"),)
     found = []

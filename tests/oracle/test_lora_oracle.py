@@ -15,6 +15,7 @@ from oracle.writers.lora import IDS, LoraCase, Truth, load_truth
 from oracle.writers.workers import WorkerPool
 from ranks import Tensors, assert_same, merged
 from tiny_models import assert_same_model
+from unshard.keywords import Names
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -90,7 +91,7 @@ def merge(run: Path, out: Path, base: Path | None = None) -> None:
 
     Names stay those of training, as peft's own model has them; a base is named so itself here.
     """
-    names = "training" if base is None else "hub"
+    names: Names = "training" if base is None else "hub"
     unshard.merge(run, out, lora="both", base=base, names=names)
 
 

@@ -9,6 +9,7 @@ import unshard
 from oracle.conftest import WriteCheckpoint
 from ranks import Tensors, assert_same, bits, merged, rank_path, snapshot
 from unshard import NotMergeableError
+from unshard.keywords import Cast
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -55,14 +56,18 @@ def test_every_dtype_and_dimension_is_merged(
     assert {tensor.ndim for tensor in truth.values()} >= {0, 1, 2, 3}
 
 
-CASTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CASTS: dict[Cast, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 CASTABLE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 @pytest.mark.parametrize("dtype", CASTS)
 @pytest.mark.parametrize("scenario", ["fsdp2", "dtensor_dtypes"])
 def test_a_cast_gives_what_torch_casts_to(
-    write_checkpoint: WriteCheckpoint, tmp_path: Path, scenario: str, dtype: str
+    write_checkpoint: WriteCheckpoint, tmp_path: Path, scenario: str, dtype: Cast
 ) -> None:
     truth = write_checkpoint(scenario, 3, tmp_path / "ckpt")
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype=dtype)

@@ -22,6 +22,7 @@ from oracle.conftest import WriteCheckpoint
 from ranks import save_ranks, snapshot
 from unshard import OutputError, UsageError
 from unshard.errors import StoreError, UnshardError
+from unshard.keywords import Cast, Verify
 from unshard.progress import Advanced, Event, Stage, ignore
 from unshard.stores.objects import Stored
 from unshard.write.bucket_stage import CLAIM_NAME
@@ -127,7 +128,7 @@ def test_a_dry_run_writes_nothing(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["light", "full", "off"])
 def test_the_record_is_written_last_and_the_claim_is_removed(
-    store: Store, tmp_path: Path, verify: str
+    store: Store, tmp_path: Path, verify: Verify
 ) -> None:
     checkpoint, folder = large(tmp_path / "ckpt"), f"order-{verify}"
     events: list[Event] = []
@@ -239,10 +240,10 @@ def test_what_cannot_be_removed_is_named(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_of_two_merges_at_once_one_wins(store: Store, tmp_path: Path, number: int) -> None:
     checkpoint, target = large(tmp_path / "ckpt"), url(f"race{number}")
-    ended: dict[str, UnshardError | None] = {}
+    ended: dict[Cast, UnshardError | None] = {}
     start = threading.Barrier(2)
 
-    def merge(dtype: str) -> None:
+    def merge(dtype: Cast) -> None:
         start.wait()
         try:
             unshard.merge(checkpoint, target, dtype=dtype, listener=ignore)

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Unpack
+from typing import Literal, Unpack
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ def left_by_a_kill(
 @pytest.mark.parametrize("dtype", ["float16", "keep"])
 @alone
 def test_a_merge_that_is_killed_again_and_again_writes_no_finished_file_twice(
-    tmp_path: Path, dtype: str
+    tmp_path: Path, dtype: Literal["float16", "keep"]
 ) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", tensors(), 2)
     merge(checkpoint, tmp_path / "whole", dtype=dtype)

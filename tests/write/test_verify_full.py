@@ -13,6 +13,7 @@ from ranks import merged, rank_path, save_ranks, some_tensors
 from unshard import CorruptError, OutputError, UsageError
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import read_torch_zip
+from unshard.keywords import DtypeLike
 from unshard.progress import Event, Stage
 from unshard.read.torch_save.state_dict import rank_table
 
@@ -43,7 +44,7 @@ def large() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 @pytest.mark.parametrize("memory", ["64MB", "140KB"])
-def test_an_undamaged_checkpoint_passes(tmp_path: Path, dtype: str, memory: str) -> None:
+def test_an_undamaged_checkpoint_passes(tmp_path: Path, dtype: DtypeLike, memory: str) -> None:
     save_ranks(tmp_path / "ckpt", large(), 3)
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full", dtype=dtype, memory=memory)
     assert merged(tmp_path / "out").keys() == large().keys()
@@ -133,7 +134,7 @@ def damaging(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 @pytest.mark.parametrize("offset", [0, 1000, 119_999, -1])
 def test_a_flipped_byte_of_the_output_is_found(
-    tmp_path: Path, dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dtype: DtypeLike, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
 
@@ -169,4 +170,4 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
     monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
     with pytest.raises(UsageError, match="verify='some'"):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")  # type: ignore[arg-type]

@@ -7,12 +7,22 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from unshard.convert.outputs import dtype_choice
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
-from unshard.keywords import CHOICES, DEFAULTS, DtypeLike
+from unshard.keywords import (
+    CHOICES,
+    DEFAULTS,
+    DtypeLike,
+    Engine,
+    Lora,
+    Names,
+    Quantize,
+    Verify,
+    Weights,
+)
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
 from unshard.stores.remote_path import path_of
@@ -69,16 +79,16 @@ class MergeOptions:
 
     dtype: DtypeLike = DEFAULTS["dtype"]
     keep_fp32: str | None = None
-    quantize: str | None = None
-    names: str = DEFAULTS["names"]
+    quantize: Quantize | None = None
+    names: Names = DEFAULTS["names"]
     base: str | Path | None = None
     allow_missing: bool = False
     allow_unexpected: bool = False
     include: str | None = None
     exclude: str | None = None
-    lora: str = DEFAULTS["lora"]
+    lora: Lora = DEFAULTS["lora"]
     lora_alpha: float | None = None
-    weights: str | None = None
+    weights: Weights | None = None
     role: str | None = None
     step: int | None = None
     config: str | Path | None = None
@@ -89,11 +99,11 @@ class MergeOptions:
     assume_dim0: bool = False
     ep_size: int | None = None
     allow_globals: Sequence[str] = ()
-    engine: str | None = None
-    verify: str = DEFAULTS["verify"]
+    engine: Engine | None = None
+    verify: Verify = DEFAULTS["verify"]
     extra_state: bool = True
     optimizer: bool = False
-    overwrite: bool | str = False
+    overwrite: bool | Literal["all"] = False
     resume: bool = False
     dry_run: bool = False
     push_to_hub: str | None = None

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 from unshard.api.converting import convert, expected_names, find_stored_ties
 from unshard.api.options import MergeOptions, accepting, given_path
@@ -16,7 +16,7 @@ from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
 from unshard.engines.crew import crew
 from unshard.errors import UsageError
-from unshard.keywords import DtypeLike, VerifyKeywords
+from unshard.keywords import DtypeLike, Names, Quantize, VerifyKeywords
 from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
@@ -38,7 +38,7 @@ def verify(
     rtol: float = 0.0,
     dtype: DtypeLike | None = None,
     load: bool = False,
-    names: str | None = None,
+    names: Names | None = None,
     listener: Listener | None = None,
     **options: Unpack[VerifyKeywords],
 ) -> Comparison:
@@ -106,7 +106,7 @@ def _has_scales(checkpoint: Checkpoint) -> bool:
     return any(map(is_scale, checkpoint.catalog.tensors))
 
 
-def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> MergeOptions:
+def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> MergeOptions:
     """Return the options to convert the other side by: as given, or as recorded in the output."""
     path = (output if output.is_dir() else output.parent) / RECORD_NAME
     record = JsonFields(path, json_object(path) if path.is_file() else {}).inside("options")
@@ -114,11 +114,11 @@ def _as_merged(output: Path, names: str | None, options: VerifyKeywords) -> Merg
     by_default = "hub" if given.base is not None else record.text("names") or "hub"
     return replace(
         given,
-        names=names or by_default,
+        names=names or cast("Names", by_default),
         include=given.include or record.text("include"),
         exclude=given.exclude or record.text("exclude"),
         lora="keep" if record.text("lora") == "keep" else given.lora,
-        quantize=given.quantize or record.text("quantize"),
+        quantize=given.quantize or cast("Quantize | None", record.text("quantize")),
         lora_alpha=given.lora_alpha or record.number("lora_alpha"),
         config=own if given.config is None and own.is_file() else given.config,
         allow_missing=True,

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -38,6 +38,7 @@ from unshard.fronts import Front, spell
 from unshard.keywords import (
     CHOICES,
     MergeKeywords,
+    Names,
     PushKeywords,
     ReadKeywords,
     ReshardKeywords,
@@ -275,7 +276,7 @@ def verify(
             atol=atol,
             rtol=rtol,
             load=load,
-            names=names,
+            names=cast("Names | None", names),
             listener=listener,
             **keywords_of(VerifyKeywords, given),
         )

@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Command, line_of
+from unshard.keywords import Weights
 from unshard.progress import Listener, Warned
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
-_WEIGHTS = {_MODEL_DIR: "model", _EMA_DIR: "ema"}
+_WEIGHTS: Mapping[str, Weights] = {_MODEL_DIR: "model", _EMA_DIR: "ema"}
 _STEP = re.compile(r"checkpoint-(\d+)")
 _AUTO = re.compile(r"AutoModel(For\w+)?")
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")  # Qwen2ForCausalLM; hub ids have a slash

@@ -22,7 +22,7 @@ from unshard.convert.recipes import (
     stored_dtype,
 )
 from unshard.errors import ConversionError, UsageError, raise_all
-from unshard.keywords import DtypeLike
+from unshard.keywords import CHOICES, DtypeLike
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType
 
@@ -34,7 +34,6 @@ _ALIASES = {
     "fp32": "float32",
     "float": "float32",
 }
-_RULES = ("keep", "config", "base")
 
 
 def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -173,7 +172,7 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
 
 
 def dtype_choice(dtype: DtypeLike) -> str:
-    """Return the choice that a dtype means: keep, config, base, or one of CASTS.
+    """Return the choice that a dtype means: one of CHOICES.
 
     A dtype is one of these or another name of one, with or without `torch.`; or a dtype of numpy,
     ml_dtypes (the type or the dtype) or torch. None of the three is imported.
@@ -183,10 +182,10 @@ def dtype_choice(dtype: DtypeLike) -> str:
     """
     name = _name_of(dtype)
     choice = _ALIASES.get(name, name)
-    if choice not in (*_RULES, *CASTS):
+    if choice not in (choices := CHOICES["dtype"]):
         raise UsageError(
             f"--dtype {shlex.quote(name)}: unknown",
-            expected=f"{', '.join((*_RULES, *CASTS))} (or {', '.join(_ALIASES)})",
+            expected=f"{', '.join(choices)} (or {', '.join(_ALIASES)})",
         )
     return choice
 
@@ -216,7 +215,7 @@ def main_dtype(tensors: Iterable[Converted]) -> str | None:
 
 
 def precision(
-    choice: DtypeLike,
+    dtype: DtypeLike,
     config: ModelConfig | None,
     base: Mapping[str, DType] | None,
     keep: str | None,
@@ -227,11 +226,11 @@ def precision(
     expression `keep` matches are not cast.
 
     Raises:
-        UsageError: the choice is unknown, or needs a base, or the expression is not valid.
+        UsageError: the dtype is unknown, or needs a base, or the expression is not valid.
         ConversionError: `config` was chosen, and there is none or it does not name a dtype.
     """
     patterns = [_compiled("keep-fp32", keep).pattern] if keep else []
-    choice = dtype_choice(choice)
+    choice = dtype_choice(dtype)
     if choice == "base":
         if base is None:
             raise UsageError("--dtype base: needs a base model", hint="name it: --base MODEL")

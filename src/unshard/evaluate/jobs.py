@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +24,7 @@ _LONGEST = 4000
 _AUTO = r"^auto(:[1-9][0-9]{0,3})?$"
 _IN_EVERY_KEY = ("num_fewshot", "batch_size", "limit", "gen_kwargs")
 
+WeightsName = Literal["model", "ema"]
 BatchSize = Annotated[
     Annotated[int, Field(ge=1, le=LARGEST)] | Annotated[str, Field(pattern=_AUTO)],
     expects("a whole number above 0, auto, or auto:N"),
@@ -136,7 +137,7 @@ class Request:
     tasks: tuple[str, ...]
     step: int | None = None
     run: str = ""
-    weights: str = "model"
+    weights: WeightsName = "model"
     arguments: Arguments = field(default_factory=Arguments)
     fingerprint: str = ""
     stamps: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,12 +10,13 @@ from typing import TYPE_CHECKING, Literal
 from unshard.compat.commands import SavesItself, as_file, as_transformers_saves
 from unshard.errors import UsageError, speaking
 from unshard.fronts import Python, call_of
+from unshard.keywords import Weights
 from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-_WEIGHTS = {"regular": "model", "ema": "ema"}
+_WEIGHTS: Mapping[str, Weights] = {"regular": "model", "ema": "ema"}
 
 log = logging.getLogger("unshard.merger")
 log.addHandler(logging.NullHandler())  # or else Python would print each warning a second time

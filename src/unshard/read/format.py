@@ -14,6 +14,7 @@ from pathlib import Path
 
 from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.keywords import Weights
 from unshard.read.model_config import ConfigFile
 from unshard.tensors.catalog import Catalog
 
@@ -41,7 +42,6 @@ _MORE_ROLES = {
 }
 
 Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
-Weights = str  # "model" | "ema" | "module"
 
 
 @dataclass(frozen=True, slots=True)

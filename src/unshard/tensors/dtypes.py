@@ -7,12 +7,14 @@ Knows names, codes and sizes; numpy is needed only where elements are looked at 
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+
+from unshard.keywords import Cast
 
 if TYPE_CHECKING:
     import numpy as np
 
-CASTS = ("bfloat16", "float16", "float32")
+CASTS: tuple[str, ...] = get_args(Cast)
 """Dtypes that a merge can cast floating point tensors to."""
 
 

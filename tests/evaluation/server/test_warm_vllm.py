@@ -12,7 +12,7 @@ from evaluation.local_tasks import OFFLINE, surprise_task
 from evaluation.running import child_environment, wait_for
 from ranks import save_ranks
 from tiny_models import tiny_model, tiny_tokenizer
-from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.jobs import Job, Request, Status, WeightsName
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights
@@ -76,7 +76,7 @@ def profile(tasks: Path, packages: Path, **changed: object) -> LmEvalProfile:
     return LmEvalProfile(**chosen | changed)  # type: ignore[arg-type]  # its own fields
 
 
-def submit(pins: Pins, checkpoint: Path, profile: str, weights: str = "model") -> Job:
+def submit(pins: Pins, checkpoint: Path, profile: str, weights: WeightsName = "model") -> Job:
     step = int(checkpoint.name[-1])
     request = Request(str(checkpoint), profile, (TASK,), step, "run", weights=weights)
     pin = pins.ensure_pin(checkpoint, step, checkpoint.parent)
@@ -102,7 +102,7 @@ def test_the_numbers_are_those_of_merged_models_and_the_engine_starts_once(
     settings = SchedulerSettings(work, Limits(grace_s=30.0))
     server = Scheduler(store, Slots(()), Profiles(profiles), pins, settings)
     copy = Path(shutil.copytree(second, tmp_path / "copy" / second.name))
-    kinds = ("model", "ema")
+    kinds: tuple[WeightsName, ...] = ("model", "ema")
     jobs = [submit(pins, step, "direct", kind) for step in (first, second) for kind in kinds]
     for step in (first, second):  # the trainer's rotation
         shutil.rmtree(step)

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar, Unpack, get_args, overload
 
 import numpy as np
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _Array_co = TypeVar("_Array_co", covariant=True)
 _NEAREST = 3
-_PARTS = ("model", "optimizer")
+_Part = Literal["model", "optimizer"]
 _READERS = 4  # threads that read a whole checkpoint
 
 
@@ -246,7 +246,7 @@ def open_checkpoint(
     path: str | Path,
     *,
     framework: Literal["np"] = "np",
-    part: str = "model",
+    part: _Part = "model",
     **options: Unpack[OpenKeywords],
 ) -> OpenCheckpoint[Elements]: ...
 
@@ -256,7 +256,7 @@ def open_checkpoint(
     path: str | Path,
     *,
     framework: Literal["pt"],
-    part: str = "model",
+    part: _Part = "model",
     **options: Unpack[OpenKeywords],
 ) -> "OpenCheckpoint[Tensor]": ...
 
@@ -266,7 +266,7 @@ def open_checkpoint(
     path: str | Path,
     *,
     framework: str = "np",
-    part: str = "model",
+    part: _Part = "model",
     **options: Unpack[OpenKeywords],
 ) -> "OpenCheckpoint[Elements | Tensor]":
     """Open a checkpoint as one state dict; tensors are read when they are asked for.
@@ -293,8 +293,8 @@ def open_checkpoint(
         UsageError: an option is not valid, or torch is not installed.
     """
     make, empty = _choose_framework(framework)
-    if part not in _PARTS:
-        raise UsageError(f"part {part!r}: unknown", expected=", ".join(_PARTS))
+    if part not in get_args(_Part):
+        raise UsageError(f"part {part!r}: unknown", expected=", ".join(get_args(_Part)))
     options.setdefault("names", "training")
     chosen = MergeOptions(**options, optimizer=part == "optimizer")
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status
+from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status, WeightsName
 from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
@@ -222,7 +222,7 @@ class Service:
         except ExpiredError:
             return None
 
-    def merge(self, checkpoint: str, weights: str) -> Path:
+    def merge(self, checkpoint: str, weights: WeightsName) -> Path:
         """Merge a checkpoint into `_unshard/merged` of its run; return where it is.
 
         Raises:

@@ -32,6 +32,7 @@ from unshard.errors import (
     UnshardError,
     UsageError,
 )
+from unshard.evaluate.jobs import WeightsName
 from unshard.read.finding.discover import all_steps, step_numbers
 from unshard.read.finding.markers import find_markers, stated_tag
 from unshard.read.format import Choice, Location
@@ -67,7 +68,9 @@ class CheckpointFinder:
         role: "actor" or "critic" for verl; None: the actor of a step that has both.
     """
 
-    def __init__(self, run: Path, *, weights: str = "model", role: str | None = None) -> None:
+    def __init__(
+        self, run: Path, *, weights: WeightsName = "model", role: str | None = None
+    ) -> None:
         self._run = run
         self._choice = Choice(None, role, weights)
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`

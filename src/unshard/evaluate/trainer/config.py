@@ -18,7 +18,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 import yaml
 from pydantic import (
@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token, split_url
-from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs, Seed
+from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs, Seed, WeightsName
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.base_model import find_base
 from unshard.evaluate.values import Whole, expects, in_our_words, split_names
@@ -81,7 +81,7 @@ def _check_absolute(text: str) -> str:
 Text = Annotated[str, expects("text")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_names), expects("a list of names")]
 WeightSets = Annotated[
-    tuple[Literal["model", "ema"], ...],
+    tuple[WeightsName, ...],
     Field(min_length=1),
     BeforeValidator(_split_names),
     expects("model, ema"),

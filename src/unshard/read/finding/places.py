@@ -7,9 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from unshard.keywords import Weights
 from unshard.read.finding.markers import step_of_tag
 from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, format_in, search
-from unshard.read.format import ROLES, Choice, Format, Location, Weights, role_in
+from unshard.read.format import ROLES, Choice, Format, Location, role_in
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.step_names import children, is_state, step_of, step_of_file, step_of_parents
 from unshard.read.whole_files.reader import WHOLE_FILES

@@ -5,7 +5,7 @@ it ignores silently, is honoured here, and so are keys that its documentation mi
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from fastapi import APIRouter, HTTPException, Response
 from pydantic import BaseModel, TypeAdapter
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.jobs import Arguments, Job, Request, Status
+from unshard.evaluate.jobs import Arguments, Job, Request, Status, WeightsName
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import BoundedText, ErrorFields, Served, Tasks, answer
@@ -25,7 +25,7 @@ from unshard.evaluate.values import Scalar, validated
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
 _ARGUMENTS = TypeAdapter(Arguments)
-_WEIGHTS = {"regular": "model", "ema": "ema"}
+_WEIGHTS: Mapping[str, WeightsName] = {"regular": "model", "ema": "ema"}
 _THEIR_ARGUMENTS = {"num_fewshot", "batch_size", "limit", "gen_kwargs"}
 _THEIR_STATUS = {Status.EXPIRED: Status.FAILED, Status.SUPERSEDED: Status.CANCELLED}
 

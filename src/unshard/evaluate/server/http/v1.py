@@ -7,14 +7,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from functools import cache
-from typing import Annotated, Literal
+from typing import Annotated
 
 import fastapi
 from fastapi import APIRouter, Header, HTTPException, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Result, Status
+from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Result, Status, WeightsName
 from unshard.evaluate.server.http.answers import (
     BoundedText,
     ErrorBody,
@@ -32,7 +32,6 @@ _HEARTBEAT_S = 5.0
 _EVENTS = 100  # read at once, and held for a client that reads slowly
 _OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
 
-WeightsName = Literal["model", "ema"]
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
