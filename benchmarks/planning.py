@@ -12,8 +12,7 @@ adapter), and optionally the number of ranks: deepseek-v3-experts, kimi-k2-exper
 qwen3-moe-fused, gpt-oss-lora. With -dcp at its end it is a checkpoint of DCP.
 
 With `--against`, the sources of another checkout run in turns with these. Times are medians, of the
-clock and of all processors together; memory is the highest sum of the resident sets of the command
-and its workers.
+clock and of all processors together; memory is the largest resident set of the command.
 """
 
 import argparse
@@ -24,7 +23,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -327,42 +326,19 @@ def write(case: str, directory: Path) -> Path:
 
 
 def measure(checkpoint: Path, sources: Path) -> tuple[float, float, float]:
-    """Return the seconds that a dry run takes, those of all its processes, and the megabytes."""
+    """Return the seconds that a dry run takes, those of all its threads, and the megabytes."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), "--dry-run", "--quiet"]
     environment = os.environ | {"PYTHONPATH": str(sources)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled
     with TemporaryDirectory() as empty:
         started = time.perf_counter()
         child = subprocess.Popen([*command, str(Path(empty) / "output")], env=environment)
-        peak = 0
-        ended, status = 0, 0
-        while not ended:
-            peak = max(peak, sum(map(_resident, _family(child.pid))))
-            time.sleep(0.02)
-            ended, status, usage = os.wait4(child.pid, os.WNOHANG)
+        _, status, usage = os.wait4(child.pid, 0)
         seconds = time.perf_counter() - started
     child.returncode = status
     if status:
         raise SystemExit(f"{checkpoint}: unshard failed")
-    return seconds, usage.ru_utime + usage.ru_stime, peak / 1e6
-
-
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    except OSError:
-        return
-    for child in children:
-        yield from _family(int(child))
-
-
-def _resident(pid: int) -> int:
-    try:
-        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGESIZE")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e3
 
 
 def main() -> None:

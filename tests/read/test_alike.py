@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from properties import examples
 from ranks import as_rank, rank_path, shard
 from unshard import UnshardError
-from unshard.containers.torch_files.reader import read_torch_file
+from unshard.containers.pickles.template import make_template
+from unshard.containers.torch_files.reader import open_torch_file, read_torch_file
 from unshard.containers.torch_files.reader import unpickled as unpickled_
 from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.read.torch_save import alike
@@ -76,7 +77,7 @@ def in_full(path: Path, rank: int) -> object:
 
 def compared(reader: RankFileReader, path: Path, rank: int) -> object:
     try:
-        return result(reader.read(path, rank=rank, file=rank))
+        return result(reader.read(open_torch_file(path), rank=rank, file=rank))
     except UnshardError as error:
         return str(error)
 
@@ -139,7 +140,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_a_changed_file_is_read_as_in_full(files: list[Path], data: st.DataObject) -> None:
     reader = RankFileReader(frozenset())
     for rank in range(2):
-        reader.read(files[rank], rank=rank, file=rank)
+        reader.read(open_torch_file(files[rank]), rank=rank, file=rank)
     whole = bytearray(files[2].read_bytes())
     pickle = read_torch_zip(files[2]).pickle
     begin = whole.find(pickle)
@@ -161,11 +162,21 @@ def test_a_file_of_other_tensors_is_read_in_full(tmp_path: Path) -> None:
         assert compared(reader, path, rank) == in_full(path, rank)
 
 
+def test_files_that_are_not_alike_are_all_read_in_full(tmp_path: Path) -> None:
+    reader = RankFileReader(frozenset())
+    with patch.object(alike, "make_template", wraps=make_template) as templates:
+        for rank in range(7):
+            tensors: dict[str, object] = {f"t{at}": ((7,), [Shard(0)]) for at in range(rank, 8)}
+            path = save(tmp_path, rank, (7,), tensors)
+            assert compared(reader, path, rank) == in_full(path, rank)
+    assert templates.call_count == 4  # then it gives up
+
+
 def test_a_storage_that_is_too_short_is_a_problem_as_in_full(tmp_path: Path) -> None:
     paths = four(tmp_path)
     reader = RankFileReader(frozenset())
     for rank in range(2):
-        reader.read(paths[rank], rank=rank, file=rank)
+        reader.read(open_torch_file(paths[rank]), rank=rank, file=rank)
     archive = read_torch_zip(paths[2])
     size = archive.storages["0"].size
     whole = paths[2].read_bytes()

@@ -16,9 +16,8 @@ import torch
 import unshard
 from bucket_server import BUCKET, SECRETS, Request, Store
 from command import unshard as command
-from ranks import save_ranks, some_tensors
+from ranks import save_ranks
 from unshard import CorruptError, StoreError, UsageError
-from unshard.read.torch_save.alike import RankFileReader
 from unshard.stores.at_once import Ongoing, all_at_once
 from unshard.stores.remote_path import RemotePath, look_again, path_of
 
@@ -214,18 +213,3 @@ def test_the_first_error_of_several_tasks_is_raised_when_all_are_over() -> None:
     inner = [partial(task, 200), partial(task, 201)]
     all_at_once([partial(all_at_once, inner)] * 40)
     assert done.count(200) == done.count(201) == 40
-
-
-def test_rank_files_are_read_by_several_processes(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = save_ranks(tmp_path / "ckpt", some_tensors(), 5)
-    address = store.upload(place, "processes")
-    unshard.merge(place, tmp_path / "local")
-    monkeypatch.setattr("unshard.read.rank_files.workers._WORTH_PROCESSES", 0)
-    monkeypatch.setattr(RankFileReader, "has_given_up", True)
-    unshard.merge(address, tmp_path / "out", workers=3)
-    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (tmp_path / "local" / WEIGHTS).read_bytes()
-    store.fault = lambda one: "half" if one.range and one.key.endswith("rank_3.pt") else None
-    with pytest.raises(StoreError, match=r"rank_3\.pt"):
-        unshard.merge(address, tmp_path / "again", workers=3)

@@ -123,6 +123,7 @@ class MergeOptions:
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
         if self.ep_size is not None and self.ep_size < 2:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
+        self._check_resources()
         self._check_names()
         if self.optimizer:
             self._check_optimizer()
@@ -147,6 +148,14 @@ class MergeOptions:
                 )
             if not isinstance(value, Sequence):  # an iterator could be read only once
                 object.__setattr__(self, name, tuple(value or ()))
+
+    def _check_resources(self) -> None:
+        if self.resources.memory_bytes < MIN_BUFFER:
+            raise UsageError(
+                f"--memory {self.memory}: too little", expected=f"at least {MIN_BUFFER} bytes"
+            )
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"--workers {self.workers}: at least 1 is needed")
 
     def _check_names(self) -> None:
         """Refuse what the names of the hub, or those of training, cannot be written with."""
@@ -190,14 +199,7 @@ class MergeOptions:
     @property
     def resources(self) -> Resources:
         """Workers and memory."""
-        memory_bytes = size_in_bytes(str(self.memory))
-        if memory_bytes < MIN_BUFFER:
-            raise UsageError(
-                f"--memory {self.memory}: too little", expected=f"at least {MIN_BUFFER} bytes"
-            )
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers {self.workers}: at least 1 is needed")
-        return Resources(self.workers or default_workers(), memory_bytes)
+        return Resources(self.workers or default_workers(), size_in_bytes(str(self.memory)))
 
     @property
     def reading(self) -> ReadOptions:
@@ -207,7 +209,6 @@ class MergeOptions:
             self.assume_dim0,
             self.ep_size,
             frozenset(self.allow_globals),
-            self.resources.workers,
         )
 
     @property

@@ -84,7 +84,6 @@ class ReadOptions:
         ep_size: size of the expert parallelism that the files do not record.
         allowed_globals: tensor subclasses to read as the plain tensors they store.
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
-        processes: how many processes may read, where there is much to read.
         config_file: the config.json that was found for the checkpoint, to be read once.
     """
 
@@ -92,7 +91,6 @@ class ReadOptions:
     assume_dim0: bool = False
     ep_size: int | None = None
     allowed_globals: frozenset[str] = frozenset()
-    processes: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     config_file: ConfigFile | None = None
 

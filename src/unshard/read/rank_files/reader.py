@@ -29,7 +29,7 @@ from unshard.read.format import (
     shortened,
 )
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
-from unshard.read.rank_files.workers import read_rank_files
+from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.tensors.catalog import ByteRange, Catalog
 
@@ -85,9 +85,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     chosen = noted.value
     gathered = Gathering()
     stated = 1
-    for table in read_rank_files(
-        list(chosen.files.items()), allowed=options.allowed_globals, processes=options.processes
-    ):
+    for table in read_rank_files(list(chosen.files.items()), options.allowed_globals):
         gathered.add(table)
         stated = max(stated, table.world_size)
     world = chosen.world_size or max(stated, *chosen.files, 0)

@@ -26,9 +26,9 @@ from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.reader import catalog_of
-from unshard.read.rank_files.workers import read_rank_files
 from unshard.read.step_names import is_state
 from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata
+from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import table_of
 from unshard.read.torch_save.table import RankTable, TensorForm
@@ -171,9 +171,7 @@ def _tables(
         for number, (rank, path) in enumerate(files.items()):
             yield _read_safetensors(path, rank, number, stated)
         return
-    for table in read_rank_files(
-        list(files.items()), allowed=options.allowed_globals, processes=options.processes
-    ):
+    for table in read_rank_files(list(files.items()), options.allowed_globals):
         if stated is not None:
             table.problems += _contradictions(table, files[table.rank], stated)
         yield table

@@ -11,6 +11,7 @@ row-major, several pieces of one tensor) is read in full, and so are its problem
 """
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -27,12 +28,25 @@ from unshard.read.torch_save.state_dict import placed_pieces, rank_table, read_i
 from unshard.read.torch_save.table import Cut, RankTable, StoredBox
 from unshard.read.torch_save.tensors import TensorDecoder
 from unshard.read.torch_save.values import TensorFormError, sizes_of
+from unshard.stores.at_once import ahead
+from unshard.stores.remote_path import RemotePath
 from unshard.tensors.boxes import Ints, row_major_strides
 from unshard.tensors.placements import DeviceMesh, PlacementError
 
 _KEPT = 4
 """Files that others are compared with; after as many that were like none of them, no more is."""
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each: nothing overflows
+
+
+def read_rank_files(
+    files: Sequence[tuple[int, Path]], allowed: frozenset[str]
+) -> Iterator[RankTable]:
+    """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
+    reader, paths = RankFileReader(allowed), [path for _, path in files]
+    in_bucket = any(isinstance(path, RemotePath) for path in paths)
+    archives = (ahead if in_bucket else map)(open_torch_file, paths)
+    for number, ((rank, _), archive) in enumerate(zip(files, archives, strict=True)):
+        yield reader.read(archive, rank=rank, file=number)
 
 
 class RankFileReader:
@@ -47,17 +61,13 @@ class RankFileReader:
         self._unlike = 0  # files that were read in full since the last one that was not
         self._last: tuple[TorchZip, RankTable] | None = None
 
-    def read(self, path: Path, *, rank: int, file: int) -> RankTable:
+    def read(self, archive: TorchFile | TorchZip, *, rank: int, file: int) -> RankTable:
         """Return what the file of a rank, number `file` among those being read, contains.
 
         Raises:
             CheckpointError: the file as a whole cannot be read. Problems of single tensors are in
                 the table.
         """
-        return self.take(open_torch_file(path), rank=rank, file=file)
-
-    def take(self, archive: TorchFile | TorchZip, *, rank: int, file: int) -> RankTable:
-        """Return what `read` does, of a file that was opened by `open_torch_file`."""
         path = archive.path
         if isinstance(archive, TorchFile):
             return rank_table(archive, rank=rank, file=file, allowed=self._allowed)
@@ -74,14 +84,9 @@ class RankFileReader:
         self._unlike += 1
         return table
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the last files were so different that no more is learned from them."""
-        return self._unlike > _KEPT
-
     def _learn(self) -> None:
         """Make a template of the file that was read last in full, unless that is of no use."""
-        if self._last is None or self.has_given_up:
+        if self._last is None or self._unlike > _KEPT:
             return
         (archive, table), self._last = self._last, None
         if table.problems:

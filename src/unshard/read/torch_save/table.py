@@ -1,34 +1,17 @@
 """What a rank file contains, as columns of integers.
 
 A file of a thousand tensors has a dozen distinct cuts and a thousand places; nothing of the pickle
-is kept, so a table is small to keep and quick to send between processes. Its byte form is JSON for
-what is varied, raw integers for what is many.
+is kept, so a table is small.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
-from struct import pack, unpack_from
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard import errors
 from unshard.errors import UnshardError
-from unshard.tensors.dtypes import BY_NAME, DType
-from unshard.tensors.placements import (
-    DeviceMesh,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Sharding,
-    StridedShard,
-)
-
-_PLACEMENTS: dict[str, Callable[..., Placement]] = {
-    kind.__name__: kind for kind in (Shard, StridedShard, Replicate, Partial)
-}
+from unshard.tensors.dtypes import DType
+from unshard.tensors.placements import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,87 +89,3 @@ class RankTable:
         """Return the name and the form of every tensor."""
         forms = [self.cut_table[number].form for number in self.cuts.tolist()]
         return list(zip(self.names, forms, strict=True))
-
-    def to_bytes(self, known: list[str] | None = None) -> bytes:
-        """Return the byte form; names that the receiver knows are left out."""
-        parts = {
-            "rank": self.rank,
-            "file": self.file,
-            "names": None if self.names == known else self.names,
-            "cut_table": [
-                (_form_fields(cut.form), [astuple(box) for box in cut.boxes])
-                for cut in self.cut_table
-            ],
-            "skipped": self.skipped,
-            "problems": [problem_fields(problem) for problem in self.problems],
-            "world_size": self.world_size,
-        }
-        text = json.dumps(parts, separators=(",", ":")).encode()
-        sizes = pack("<QQ", len(text), self.cuts.nbytes)
-        return sizes + text + self.cuts.tobytes() + self.starts.tobytes()
-
-    @classmethod
-    def from_bytes(cls, data: bytes, known: list[str] | None = None) -> "RankTable":
-        """Return the table of a byte form that `to_bytes` made."""
-        size, cuts_size = unpack_from("<QQ", data)
-        parts = json.loads(data[16 : 16 + size])
-        if parts["names"] is None:
-            parts["names"] = known
-        parts["cut_table"] = [
-            Cut(_form(**form), tuple(map(_box, boxes))) for form, boxes in parts["cut_table"]
-        ]
-        parts["problems"] = [problem(item) for item in parts["problems"]]
-        middle = 16 + size + cuts_size
-        cuts = np.frombuffer(data[16 + size : middle], np.int32)
-        return cls(cuts=cuts, starts=np.frombuffer(data[middle:], np.int64), **parts)
-
-
-def _box(parts: tuple[list[int], list[int], list[int] | None, int]) -> StoredBox:
-    offsets, sizes, strides, length = parts
-    return StoredBox(
-        tuple(offsets), tuple(sizes), None if strides is None else tuple(strides), length
-    )
-
-
-def problem_fields(error: UnshardError) -> dict[str, str]:
-    """Return an error as JSON fields."""
-    parts = {name: getattr(error, name) for name in ("subject", "expected", "found", "hint")}
-    return {"type": type(error).__name__, **parts}
-
-
-def problem(parts: dict[str, str]) -> UnshardError:
-    """Return the error of JSON fields."""
-    found: UnshardError = getattr(errors, parts.pop("type"))(**parts)
-    return found
-
-
-_ShardingFields = tuple[
-    list[int],
-    list[str] | None,
-    list[int],
-    str,
-    list[tuple[str, list[object]]],
-    list[tuple[int, list[int]]] | None,
-]
-"""The fields of the mesh; placements, each a class and its arguments; shard order."""
-
-
-def _form_fields(form: TensorForm) -> dict[str, object]:
-    fields = {"dtype": form.dtype.name, "shape": form.shape, "boxed": form.boxed, "how": None}
-    if form.sharding is None:
-        return fields
-    mesh = form.sharding.mesh
-    placements = [(type(one).__name__, astuple(one)) for one in form.sharding.placements]
-    order = form.sharding.shard_order
-    return fields | {"how": (*astuple(mesh), placements, order)}
-
-
-def _form(*, dtype: str, shape: list[int], boxed: bool, how: _ShardingFields | None) -> TensorForm:
-    sharding = None
-    if how is not None:
-        sizes, names, at, device, stated, order = how
-        mesh = DeviceMesh(tuple(sizes), None if names is None else tuple(names), tuple(at), device)
-        placements = tuple(_PLACEMENTS[name](*args) for name, args in stated)
-        orders = None if order is None else tuple((dim, tuple(dims)) for dim, dims in order)
-        sharding = Sharding(mesh, placements, orders)
-    return TensorForm(BY_NAME[dtype], tuple(shape), sharding, boxed)
