@@ -257,7 +257,5 @@ def _as_value(mention: Mention, unknown: str) -> str:
     return " or ".join(map(repr, str(value).split("|")))
 
 
-COMMAND_LINE = Command()
-"""`unshard merge`, whose options all messages name."""
 PYTHON = Python()
 """The functions of `unshard`."""

@@ -35,12 +35,12 @@ def _describe_state(job: Row) -> str:
     return f"queued #{detail}" if job["status"] == "queued" else str(detail)
 
 
-def print_jobs(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) -> None:
+def print_jobs(jobs: Sequence[Row], *, as_json: bool) -> None:
     """Print jobs; see `job_lines`."""
-    print("\n".join(job_lines(jobs, run=run, as_json=as_json)))
+    print("\n".join(job_lines(jobs, run=None, as_json=as_json)))
 
 
-def job_lines(jobs: Sequence[Row], *, run: str | None = None, as_json: bool) -> list[str]:
+def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[str]:
     """Return jobs as a table, each with its results and its error below.
 
     Args:

@@ -65,14 +65,11 @@ class CheckpointFinder:
     Args:
         run: the directory of the steps.
         weights: "model" or "ema".
-        role: "actor" or "critic" for verl; None: the actor of a step that has both.
     """
 
-    def __init__(
-        self, run: Path, *, weights: WeightsName = "model", role: str | None = None
-    ) -> None:
+    def __init__(self, run: Path, *, weights: WeightsName = "model") -> None:
         self._run = run
-        self._choice = Choice(None, role, weights)
+        self._choice = Choice(None, None, weights)
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
         self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
         self._seen: set[Path] = set()
@@ -127,8 +124,6 @@ class CheckpointFinder:
 
     def _found(self, choice: Choice) -> list[Location]:
         """Return the checkpoints of steps; of an actor and a critic, the actor."""
-        if choice.role is not None:
-            return all_steps(self._run, choice)
         try:
             found = all_steps(self._run, choice)
         except UsageError:

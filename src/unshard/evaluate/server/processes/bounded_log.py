@@ -88,11 +88,11 @@ def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[s
     return found.decode("utf-8", "replace"), after
 
 
-def log_end(path: Path, *, most_bytes: int = LOG_BYTES) -> int:
+def log_end(path: Path) -> int:
     """Return the offset at which a log ends now; 0 if it is not there."""
     try:
         with path.open("rb") as file:
-            left_out, size = _bounds(file.fileno(), max(most_bytes, 1000) // 2)
+            left_out, size = _bounds(file.fileno(), LOG_BYTES // 2)
     except OSError:
         return 0
     return size - _WIDTH + left_out if left_out else size
