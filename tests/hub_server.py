@@ -63,10 +63,16 @@ class Hub:
             self.blobs[oid] = b"".join(self.blobs.pop(f"{oid}/{n + 1}") for n in range(len(parts)))
             return 200, {}
         route, _, query = path.partition("?")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/main/?(.*)", route):
+        if match := re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/tree/(?:main|[0-9a-f]{40})/?(.*)", route
+        ):
             folder, is_deep = unquote(match[2]), "recursive=true" in query.lower()
-            found = _tree(self.repos[match[1]], f"{folder}/" if folder else "", is_deep=is_deep)
-            return (200, found) if found else (404, {"error": "EntryNotFound"})
+            repo, start = (
+                self.repos.get(match[1], Repo(private=False)),
+                f"{folder}/" if folder else "",
+            )
+            found = _tree(repo, start, is_deep=is_deep)
+            return (404, {"error": "EntryNotFound"}) if folder and not found else (200, found)
         return self._api(route, body)
 
     def _api(self, route: str, body: bytes) -> tuple[int, object]:

@@ -242,7 +242,7 @@ def test_an_endpoint_without_tls_must_be_allowed(monkeypatch: pytest.MonkeyPatch
 UNUSABLE = {
     "az://box/run": ("AZURE_STORAGE_ACCOUNT_KEY", "no key: a secret", "is not a key"),
     "gs://box/run": ("GOOGLE_APPLICATION_CREDENTIALS", "/no/secret", "cannot be read"),
-    "http://127.0.0.1:9/run": ("HOME", "/no/secret", "no connection could be made"),
+    "http://127.0.0.1:9/run": ("HOME", "/no/secret", "the connection was refused"),
 }
 
 
