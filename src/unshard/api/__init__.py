@@ -1,6 +1,6 @@
-"""What unshard does, as functions: the public names, of which `unshard` has the same.
+"""The public names of unshard, in their only list: the package `unshard` has the same.
 
-`as` exports a name, as type checkers read it; so this list is the only one.
+Type checkers take a name that is imported `as` itself for an exported one.
 """
 
 from unshard.api.averaging import average as average
