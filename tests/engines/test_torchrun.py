@@ -12,14 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranks import contents, merged, rank_path, save_ranks, snapshot
+from ranks import contents, rank_path, save_ranks, snapshot
 from unshard.cli.torchrun import is_launcher, is_started_by_torchrun
 from waiting import LIMIT_S, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-OPTIONS = ("--dtype", "float16", "--max-shard-size", "200KB", "--memory", "600KB")
+OPTIONS = (
+    "--dtype",
+    "float16",
+    "--max-shard-size",
+    "200KB",
+    "--memory",
+    "600KB",
+    "--lora-alpha",
+    "16",
+)
 ENVIRONMENT = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -27,6 +36,8 @@ ENVIRONMENT = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "1",
 }
+
+ADAPTER = {"lora_A.default": (16, 1024), "lora_B.default": (512, 16)}
 
 # Starts processes as torchrun does, which imports torch for that; prints their exit codes.
 LAUNCHER = """
@@ -47,6 +58,9 @@ import os, signal, sys, time
 from pathlib import Path
 from unshard import signals
 from unshard.__main__ import main
+from unshard.cli import torchrun
+
+torchrun.begin()  # as main does, before numpy is imported
 from unshard.write.execute import Executor
 
 do, received, came = Executor.do, signals._raise, []
@@ -82,8 +96,8 @@ finally:
 # What a training script might do: start a merge as a child of each of torchrun's processes.
 CHILD = """
 import os, subprocess, sys
-checkpoint, out = sys.argv[1:]
-command = [sys.executable, "-m", "unshard", "merge", checkpoint, out + os.environ["RANK"]]
+checkpoint, out, *options = sys.argv[1:]
+command = [sys.executable, "-m", "unshard", "merge", checkpoint, out + os.environ["RANK"], *options]
 sys.exit(subprocess.call(command))
 """
 
@@ -146,10 +160,12 @@ def plain(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Long runs, short ones, a cast that overflows, a 0-d tensor, integers."""
+    """Long runs, short ones, a cast that overflows, a 0-d tensor, integers, a LoRA adapter."""
     generator = torch.Generator().manual_seed(0)
     several = {f"l.{n}.w": torch.randn(257, 129, generator=generator) for n in range(6)}
     huge = torch.full((5, 3), 1e6)
+    for name, shape in {"base_layer": (512, 1024), **ADAPTER}.items():
+        several[f"lin.{name}.weight"] = torch.randn(shape, generator=generator)
     return several | {"huge": huge, "count": torch.tensor(3), "zero": torch.zeros(0, 4)}
 
 
@@ -347,14 +363,14 @@ def test_the_other_ranks_print_nothing_and_import_little(tmp_path: Path, module:
 
 
 def test_what_training_processes_start_is_a_command_of_its_own(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, expected: Mapping[str, bytes]
 ) -> None:
     (tmp_path / "train.py").write_text(CHILD)
-    arguments = (str(tmp_path / "train.py"), str(checkpoint), str(tmp_path / "out_"))
+    arguments = (str(tmp_path / "train.py"), str(checkpoint), str(tmp_path / "out_"), *OPTIONS)
     codes, said = launched(tmp_path, *arguments, count=2, world=2)
     assert codes == [0, 0], said
     for rank in range(2):
-        assert merged(tmp_path / f"out_{rank}").keys() == tensors().keys()
+        assert contents(tmp_path / f"out_{rank}") == expected
 
 
 def test_the_environment_alone_is_not_torchrun() -> None:

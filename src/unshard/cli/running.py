@@ -47,7 +47,7 @@ def run(
         failure: the exit code after an error; None: that of its class.
     """
     signals.end_at_once()
-    if torchrun.is_left_to_rank_0():
+    if not torchrun.begin():
         raise SystemExit(0)
     gc.set_threshold(_YOUNG_OBJECTS)
     _make_streams_safe()

@@ -6,6 +6,7 @@ this module before anything else, so it imports little.
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UnshardError
@@ -16,21 +17,22 @@ _MODULES = frozenset(
 )
 _WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_THREADS = "OMP_NUM_THREADS"
 
 
-def is_left_to_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun started this process as one of another rank than 0."""
-    if environment.get("RANK", "0") == "0":
-        return False
-    if is_started_by_torchrun(environment):
-        return True
-    if all(name in environment for name in _VARIABLES):
+def begin() -> bool:
+    """Prepare this process; return whether it is a command: of a torchrun's, rank 0 is."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_started_by_torchrun():
+        _undo_thread_limit()
+        return is_first
+    if not is_first and all(name in os.environ for name in _VARIABLES):
         import logging
 
         logging.getLogger(__name__).warning(
             "torchrun's variables are set, but it did not start this process: working alone"
         )
-    return False
+    return True
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
@@ -69,6 +71,17 @@ def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> 
             "the command once, without torchrun, with --engine ray and node:///PATH"
         )
         error.hint = f"{error.hint}; {others}" if error.hint else others
+
+
+def _undo_thread_limit() -> None:
+    """Remove the limit of one thread that torchrun sets for several processes, if nobody else did.
+
+    The sums of a LoRA fuse depend on the number of threads of the BLAS library.
+    """
+    with suppress(OSError):  # not Linux
+        variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+        if not any(one.startswith(f"{_THREADS}=".encode()) for one in variables):
+            os.environ.pop(_THREADS, None)
 
 
 def _parent_command() -> list[str]:
