@@ -20,8 +20,8 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL_LOCKED := $(INSTALL) --no-deps --require-hashes --requirement tests/requirements/
 TORCH := "torch==2.13.0"
 
-.PHONY: demo test test-all test-oracle test-eval test-engines \
-	test-vllm test-ray lint types docs format lock bench bench-peers torture torture-fuzz torture-eval clean
+.PHONY: demo test test-all left-out test-oracle test-eval test-engines test-vllm test-ray lint \
+	types docs format lock bench bench-peers torture torture-fuzz torture-eval clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -122,28 +122,36 @@ test: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python $(PYTEST) tests/$(ROOM) --ignore tests/evaluators \
 		-m "not slow and not evaluators and not vllm and not ray" --hypothesis-profile quick
 
-# Everything: what `make test` runs, what it leaves out, and every property with all its examples.
-test-all: test types docs demo test-oracle test-eval test-engines
+# Everything: what `make test` runs, and in one run what it leaves out, with all examples.
+test-all: test types docs demo left-out
 
-LEFT_OUT := -m "(slow or hypothesis or evaluators) and not vllm and not ray"
+LEFT_OUT := slow or hypothesis or evaluators
+LMMS_PYTHON := UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python
+VLLM_PYTHONS := UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
+	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python
+RAY_PYTHONS := UNSHARD_RAY_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
+	UNSHARD_VERL_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python
+left-out: $(EVAL_VENV)/.installed $(LMMS_VENV)/.installed $(VLLM_VENV)/.installed \
+		$(SGLANG_VENV)/.installed $(RAY_VENV)/.installed
+	$(LMMS_PYTHON) $(VLLM_PYTHONS) $(RAY_PYTHONS) $(EVAL_VENV)/bin/python $(PYTEST) \
+		-m "$(LEFT_OUT) or vllm or ray"
+
+# Parts of it, by environment.
 test-oracle: $(TEST_VENV)/.installed
-	$(TEST_VENV)/bin/python $(PYTEST) --ignore tests/evaluation --ignore tests/evaluators $(LEFT_OUT)
+	$(TEST_VENV)/bin/python $(PYTEST) --ignore tests/evaluation --ignore tests/evaluators \
+		-m "($(LEFT_OUT)) and not vllm and not ray"
 
 test-eval: $(EVAL_VENV)/.installed $(LMMS_VENV)/.installed
-	UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python \
-	$(EVAL_VENV)/bin/python $(PYTEST) tests/evaluation tests/evaluators $(LEFT_OUT)
+	$(LMMS_PYTHON) $(EVAL_VENV)/bin/python $(PYTEST) tests/evaluation tests/evaluators \
+		-m "($(LEFT_OUT)) and not vllm and not ray"
 
 test-engines: test-vllm test-ray
 
 test-vllm: $(EVAL_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
-	UNSHARD_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python \
-	UNSHARD_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python \
-	$(EVAL_VENV)/bin/python $(PYTEST) -m vllm
+	$(VLLM_PYTHONS) $(EVAL_VENV)/bin/python $(PYTEST) -m vllm
 
 test-ray: $(EVAL_VENV)/.installed $(RAY_VENV)/.installed
-	UNSHARD_RAY_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
-	UNSHARD_VERL_PYTHON=$(CURDIR)/$(RAY_VENV)/bin/python \
-	$(EVAL_VENV)/bin/python $(PYTEST) -m ray
+	$(RAY_PYTHONS) $(EVAL_VENV)/bin/python $(PYTEST) -m ray
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .

@@ -105,6 +105,7 @@ def part(node: ast.expr) -> str:
     return str(node.value) if isinstance(node, ast.Constant) else "missing"  # --allow-{kind}
 
 
+@cache
 def options_of(*path: str) -> set[str]:
     """Return the options of a command of ours, as its parser has them."""
     command = typer.main.get_command(app)

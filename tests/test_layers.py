@@ -94,17 +94,20 @@ def offences(paths: Sequence[Path], rule: Callable[[Path], Found]) -> dict[str, 
     return {name: one for name, one in found.items() if one}
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the full names of all modules that are imported, inside functions too."""
+@cache
+def imported(tree: ast.Module) -> list[str]:
+    """Return the full names of all modules that are imported, inside functions too."""
+    names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: relative import"
             if node.module == "unshard":
-                yield from (f"unshard.{alias.name}" for alias in node.names)
+                names += [f"unshard.{alias.name}" for alias in node.names]
             else:
-                yield node.module or ""
+                names.append(node.module or "")
+    return names
 
 
 def rooms_imported(tree: ast.Module) -> set[str]:

@@ -79,6 +79,7 @@ def test_large_files_go_in_parts(hub: Hub, checkpoint: Path, tmp_path: Path) -> 
     assert sum(request.startswith("PUT") for request in hub.requests) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize("size", ["1GB", "100MB"], ids=["one file", "several at once"])
 def test_nothing_is_written_in_little_memory(tmp_path: Path, size: str) -> None:

@@ -140,6 +140,7 @@ def test_any_encoding_of_stdout_will_do(verl: Path, tmp_path: Path, encoding: st
     assert rb"\u2713 Detected world_size=2" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shell", "code"),
     [

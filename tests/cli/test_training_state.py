@@ -340,6 +340,7 @@ def test_what_is_not_a_file_is_named(step: Path, tmp_path: Path) -> None:
     assert f"{rank_file(step, 2)}: not a file" in told(report)[0]
 
 
+@pytest.mark.slow
 def test_whatever_is_damaged_the_model_is_merged(step: Path, tmp_path: Path) -> None:
     """Only a pickle that became dangerous may end the merge."""
     location = read_checkpoint(step, unshard.MergeOptions()).location
@@ -493,6 +494,7 @@ def test_an_adapter_by_itself_comes_without_it(
     )
 
 
+@pytest.mark.slow
 def test_memory_grows_by_little_per_rank(tmp_path: Path) -> None:
     """About 60 KB of a rank's state; the files of 200 ranks take 2.9 MB."""
     one = seeded(1)

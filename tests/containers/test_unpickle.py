@@ -445,6 +445,7 @@ DEEP: dict[str, bytes] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DEEP.values(), ids=DEEP.keys())
 def test_200_000_values_in_one_another_are_read_and_freed_without_recursion(data: bytes) -> None:
     value, _ = unpickle(data + b".")
@@ -599,6 +600,7 @@ BOMBS: dict[str, str] = {
 }
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS.keys())
 def test_bombs_are_refused_within_300_mb(source: str) -> None:
@@ -610,6 +612,7 @@ def test_bombs_are_refused_within_300_mb(source: str) -> None:
 PROMISED_RATIO = 20  # of memory to the pickle's bytes: see the docstring of unpickle
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(
     "source",

@@ -13,7 +13,7 @@ import unshard
 from ranks import assert_same, merged, save_ranks
 
 # The checkpoints take long to write: once, not once per worker.
-pytestmark = pytest.mark.xdist_group("limits")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("limits")]
 
 LIMIT = 128_000_000
 SLACK = 4_000_000  # what the allocator and the reading of larger pickles need

@@ -12,7 +12,7 @@ from ranks import save_ranks
 from tiny_models import tiny_model
 
 # A gigabyte is written once, not once per worker.
-pytestmark = pytest.mark.xdist_group("memory")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("memory")]
 
 LIMIT = 128_000_000
 ROWS, COLUMNS, COUNT = 4100, 4096, 16  # 16 x 67 MB = 1.07 GB

@@ -193,6 +193,7 @@ def merge_into(out: Path, checkpoint: Path) -> Sequence[str]:
     return ("merge", str(checkpoint), str(out), *OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_any_number_of_processes_makes_the_same_files(
     checkpoint: Path, tmp_path: Path, expected: Mapping[str, bytes], count: int
@@ -205,6 +206,7 @@ def test_any_number_of_processes_makes_the_same_files(
     assert errors.count("too large for float16") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_torchrun_reports_the_exit_code_of_rank_0(
     checkpoint: Path, tmp_path: Path, restarts: int
@@ -221,6 +223,7 @@ def test_torchrun_reports_the_exit_code_of_rank_0(
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_next_merge_removes_what_a_killed_rank_0_left(
     checkpoint: Path, tmp_path: Path, expected: Mapping[str, bytes], script: Path
 ) -> None:
@@ -235,6 +238,7 @@ def test_the_next_merge_removes_what_a_killed_rank_0_left(
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 def test_a_restart_of_torchrun_begins_anew(
     checkpoint: Path, tmp_path: Path, expected: Mapping[str, bytes], script: Path
 ) -> None:
@@ -246,6 +250,7 @@ def test_a_restart_of_torchrun_begins_anew(
     assert contents(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_rank_0_when_the_others_are_gone(
     checkpoint: Path, tmp_path: Path, script: Path, sent: signal.Signals
@@ -269,6 +274,7 @@ def test_a_signal_ends_rank_0_when_the_others_are_gone(
     assert not (tmp_path / "deep").exists()
 
 
+@pytest.mark.slow
 def test_of_two_nodes_the_first_process_makes_the_same_files(
     checkpoint: Path, tmp_path: Path, expected: Mapping[str, bytes]
 ) -> None:
@@ -278,6 +284,7 @@ def test_of_two_nodes_the_first_process_makes_the_same_files(
     assert [out.count("saved to") for _, out, _ in done] == [1, 0]
 
 
+@pytest.mark.slow
 def test_where_files_may_be_on_the_other_node_the_message_names_ray(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -299,6 +306,7 @@ def test_where_files_may_be_on_the_other_node_the_message_names_ray(
 CONVERT = ("-m", "unshard.compat.convert_fsdp_to_hf", "--checkpoint_path")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "message"),
     [
@@ -350,6 +358,7 @@ MODULES = ["unshard", "unshard.merger"] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_the_other_ranks_print_nothing_and_import_little(tmp_path: Path, module: str) -> None:
     script = tmp_path / "noting.py"

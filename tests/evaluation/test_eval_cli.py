@@ -17,7 +17,7 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, Stub, cli, free_port, live, serving
 from unshard.cli.main import main
 
-pytestmark = pytest.mark.xdist_group("eval-cli")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-cli")]  # one server for all
 
 
 @pytest.fixture(scope="module")

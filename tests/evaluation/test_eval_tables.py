@@ -21,7 +21,7 @@ from unshard.evaluate import summary
 from unshard.evaluate.tables import lay_out_table, write_markdown
 from waiting import LIMIT_S, wait_until
 
-pytestmark = pytest.mark.xdist_group("eval-tables")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-tables")]  # one server for all
 NUMBERS = frozenset({"step"})
 
 SCRIPT = """

@@ -21,6 +21,8 @@ from commits import age, staged
 from hostile.faults import KILL, REWRITE, TRUNCATE, UNLINK, Fault, Faults, Result, compiler
 from ranks import assert_same, contents, merged, save_ranks, some_tensors
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = int(os.environ.get("UNSHARD_FAULTS", "5"))  # of every command; `make torture`: 0, all
 KILLS = int(os.environ.get("UNSHARD_KILLS", "2"))  # of every command; `make torture`: 30
 

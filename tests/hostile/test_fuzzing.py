@@ -8,6 +8,8 @@ import pytest
 from hostile.fuzzing import TARGETS, mutated, try_input
 from hostile.seeds import seeds_of
 
+pytestmark = pytest.mark.slow
+
 INPUTS = 300  # of every parser; `make torture-fuzz` tries as many as it is told
 
 

@@ -20,6 +20,8 @@ from hostile.faults import CALLS, KILL, SOCKETS, Fault, Faults, compiler
 from hub_server import TOKEN, Hub, Repo, serving
 from ranks import contents, save_ranks, some_tensors
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = int(os.environ.get("UNSHARD_FAULTS", "1"))  # of each command; `make torture`: 0, all
 KILLS = int(os.environ.get("UNSHARD_KILLS", "1"))  # of each kind; `make torture`: 30
 

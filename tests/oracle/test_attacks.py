@@ -16,6 +16,7 @@ pytestmark = pytest.mark.xdist_group("torch processes")
 STRIDE = int(os.environ.get("UNSHARD_ATTACKS_STRIDE", "149"))
 
 
+@pytest.mark.slow
 def test_hostile_files_end_in_errors_and_do_nothing_else(samples: Samples, tmp_path: Path) -> None:
     chosen = {name: samples[name] for name in (*HOSTS, "one safetensors")}
     every = list(attacks({name: one.directory for name, one in chosen.items()}))

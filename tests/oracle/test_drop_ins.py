@@ -29,6 +29,7 @@ from tiny_models import tiny_config, tiny_model
 from unshard.merger import CheckpointMerger, FSDP2Merger
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("drop-ins"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]

@@ -14,6 +14,7 @@ from oracle.writers.samples import CHECKED, FORMATS, NAMES_UNGUARDED, Samples
 from ranks import Tensors, assert_same
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]

@@ -95,6 +95,7 @@ def test_every_format_that_is_merged_is_opened(samples: Samples, name: str) -> N
     assert said.get("step") == (None if form.step is None else str(form.step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", loading.LOADS)
 @pytest.mark.parametrize("saved", ["fsdp2_tp_uneven", "fsdp2_tp"])
 def test_ranks_of_a_sharded_model_load_their_own_part(

@@ -21,6 +21,7 @@ from oracle.writers.workers import WorkerPool
 from ranks import assert_same, merged
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]

@@ -80,6 +80,7 @@ def test_torch_goes_on_as_if_nothing_had_happened(
     resumes_equal(worker_pool, trained, tmp_path, kind="uneven", mesh=mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["frozen, all given", "frozen, not given"])
 def test_frozen_and_tied_parameters_need_no_names(
     worker_pool: WorkerPool, tmp_path: Path, kind: str

@@ -111,6 +111,7 @@ def test_there_and_back_again_gives_the_same_bits(
     assert same(scheduler, loaded(actor(trained) / extra)["lr_scheduler"])
 
 
+@pytest.mark.slow
 def test_accelerate_goes_on(samples: Samples, worker_pool: WorkerPool, tmp_path: Path) -> None:
     sample = samples.write("accelerate_fsdp2", 2)
     source = sample.directory / "checkpoint_1"
@@ -219,6 +220,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SAMPLES)
 def test_what_any_tool_saved_becomes_dcp_and_files_of_ranks(
     samples: Samples, tmp_path: Path, scenario: str

@@ -74,6 +74,7 @@ def test_lmms_engines_trainer_loads_it(worker_pool: WorkerPool, tmp_path: Path) 
     went_on(tmp_path, 3, 4)
 
 
+@pytest.mark.slow
 def test_the_hf_trainer_goes_on_with_its_own_checkpoint(
     worker_pool: WorkerPool, tmp_path: Path
 ) -> None:

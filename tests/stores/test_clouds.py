@@ -14,7 +14,7 @@ from ranks import contents, save_ranks
 from unshard import CorruptError, OutputError, StoreError
 from unshard.progress import Chosen, Event, ignore
 
-pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")]
 
 TWO_FILES: dict[str, Any] = {"max_shard_size": "14MB", "memory": "40MB"}
 

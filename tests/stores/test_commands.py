@@ -23,6 +23,7 @@ from unshard.cli.running import front_of
 from unshard.errors import UnshardError
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("a bucket"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),

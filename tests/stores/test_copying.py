@@ -20,6 +20,7 @@ from unshard.progress import Advanced, Event, ignore
 from unshard.stores import remote_file
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("a bucket"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]

@@ -1,7 +1,6 @@
 """Checkpoints in an object store are evaluated; nothing is pinned, and the job says so."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +52,7 @@ def saved(store: Store, directory: Path, run: str, step: int) -> str:
     return store.upload(made, f"runs/{run}/{made.name}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_and_its_result_has_the_step(
     store: Store, server: Live, tmp_path: Path
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_pin_in_a_store_and_a_profile_that_merges_nothing_are_refused(
     store: Store, tmp_path: Path
 ) -> None:
     address = saved(store, tmp_path, "direct", 5)
-    profile = LmEvalProfile(weights=Weights.DIRECT, model="hf", interpreter=sys.executable)
+    profile = LmEvalProfile(weights=Weights.DIRECT, model="hf", interpreter="python3")
     with still(tmp_path, direct=profile) as one:
         config = one.service.config.model_copy(update={"roots": (path_of(ROOT),)})
         pins = type(one.service.pins)(one.service.store, config.roots, one.service.pins.quota)
@@ -237,6 +237,7 @@ def test_a_look_at_a_run_lists_its_steps_once_and_only_new_ones_deep(
     assert not [one for one in listed if "checkpoint-10" in one or "checkpoint-20" in one]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_is_watched_and_results_come_back_at_their_steps(
     store: Store, server: Live, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_faults_now_and_then_change_nothing(  # noqa: PLR0917
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == truth
 
 
+@pytest.mark.slow
 def test_bodies_that_always_end_early_are_an_error(
     store: Store, address: str, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_nothing_is_written_to_disk(address: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 @pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
 def test_the_memory_stays_bounded(served: Store, tmp_path: Path, dtype: str) -> None:

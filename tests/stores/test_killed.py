@@ -22,6 +22,8 @@ from unshard.progress import ignore
 from unshard.write.bucket_ledger import FINISHED_NAME
 from unshard.write.bucket_stage import CLAIM_NAME
 
+pytestmark = pytest.mark.slow
+
 MORE = (
     *("added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt"),
     *("preprocessor_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json"),

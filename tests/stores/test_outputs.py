@@ -57,6 +57,7 @@ def large(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["disk", "bucket"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_objects_are_the_files_of_a_merge_on_disk(
@@ -332,6 +333,7 @@ print(json.dumps([report.bytes_written, report.peak_memory_bytes]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("memory")
 def test_nothing_is_written_to_disk_in_little_memory(store: Store, tmp_path: Path) -> None:
     """A process that may write no byte to any file merges more than it may have in memory."""

@@ -142,6 +142,7 @@ def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
     assert read(tmp_path / "run")["model.safetensors"] == "new weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place", "here"])
 @alone
 def test_killed_at_any_step_the_target_is_old_or_new_after_recovery(
@@ -223,6 +224,7 @@ def interrupted_at(number: int, sent: signal.Signals, action: Callable[[], None]
     return code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["new", "exchange", "aside", "in place"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 @alone
@@ -276,6 +278,7 @@ def test_a_commit_that_fails_half_way_is_finished_by_the_next_run(
     assert staged(tmp_path) == []
 
 
+@pytest.mark.slow
 @alone
 def test_killed_while_recovering_the_next_recovery_finishes(tmp_path: Path) -> None:
     for number, world in worlds(tmp_path):

@@ -87,6 +87,7 @@ def told(world: Path, mode: str, number: int) -> tuple[str, bool]:
     return text, code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @alone
 def test_a_step_that_fails_leaves_what_the_message_says(
@@ -165,6 +166,7 @@ def interrupted(world: Path, mode: str, number: int) -> tuple[int, str]:
     return code, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["new", "in place"])
 @alone
 def test_a_signal_at_any_line_leaves_nothing_and_the_message_is_true(

@@ -9,7 +9,7 @@ from commits import age, survives
 from ranks import bits, merged, save_ranks, some_tensors
 from unshard.write.staging.recovery import recover
 
-pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")]
 
 
 @pytest.mark.parametrize("place", ["out", "ckpt"])

@@ -15,6 +15,8 @@ from ranks import save_ranks, snapshot, some_tensors
 from unshard.errors import OutputError
 from unshard.progress import ignore
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = {
     "new": ("merge", "ckpt", "out"),
     "overwrite": ("merge", "ckpt", "old", "--overwrite"),

@@ -186,6 +186,7 @@ def test_where_both_were_saved_both_stay(tmp_path: Path, monkeypatch: pytest.Mon
     assert "notes.txt.kept-2" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["exchange", "aside"])
 @alone
 def test_killed_at_any_step_an_edit_is_there_after_recovery(

@@ -122,6 +122,7 @@ def left_by_a_kill(
     return staging
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "keep"])
 @alone
 def test_a_merge_that_is_killed_again_and_again_writes_no_finished_file_twice(

@@ -37,6 +37,8 @@ from unshard.evaluate.server.processes.table import boot_id, is_alive, kill_grou
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 
+pytestmark = pytest.mark.slow
+
 # Notes when it begins and ends, and refuses to be two of one step; waits for `go` meanwhile.
 WAITS = """
 place = model.parent

@@ -23,7 +23,7 @@ from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-bounds")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-bounds")]  # one server for all
 
 JOBS, NUMBERS = 24, 10_000
 CLIENTS, ANSWERS = 60, 6

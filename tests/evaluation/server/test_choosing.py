@@ -143,6 +143,7 @@ done(acc=1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 0])
 def test_a_small_job_passes_a_large_one_as_often_as_is_allowed(tmp_path: Path, most: int) -> None:
     """On two GPUs: a job runs on one, a job for both waits, and two small ones are behind it."""

@@ -11,6 +11,8 @@ import yaml
 from evaluation.running import whole_model
 from evaluation.servers import Fields, Live, unshard
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Live:

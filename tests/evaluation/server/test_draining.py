@@ -4,9 +4,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from evaluation.running import whole_model
 from evaluation.servers import Live, cli, live
 from waiting import LIMIT_S, wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def is_draining(server: Live) -> bool:

@@ -23,7 +23,7 @@ from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-health")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-health")]  # one server for all
 
 Condition = Callable[[Live], "Iterator[None]"]
 

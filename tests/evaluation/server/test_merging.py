@@ -37,6 +37,8 @@ from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from zero_files import save_zero, zero_model
 
+pytestmark = pytest.mark.slow
+
 SCRIPT, HASTY = script_profile(), script_profile(timeout=0.0)
 
 

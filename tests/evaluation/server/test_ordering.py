@@ -18,6 +18,8 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Live]:

@@ -22,6 +22,8 @@ from unshard.write.dirfd import remove
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
+pytestmark = pytest.mark.slow
+
 DAY = 24 * 3600.0
 METRICS = {"task/acc": 0.1 + 0.2, "task/size": 3.0}
 

@@ -54,6 +54,8 @@ from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
 
+pytestmark = pytest.mark.slow
+
 SCORED = "done(acc=0.5)"
 SLEEPS = "(output / 'pid').write_text(str(os.getpid())); time.sleep(600)"
 SEEN = """

@@ -131,6 +131,7 @@ def restore_checkpoints(path: Path) -> None:
         made.directory.rename(Path(job.pin).parent)
 
 
+@pytest.mark.slow
 def test_a_server_runs_the_jobs_of_an_earlier_version(old: Path, tmp_path: Path) -> None:
     before = {job["id"]: job["status"] for job in rows_of(old, "jobs")}
     copy = tmp_path / "copy.sqlite"

@@ -24,7 +24,7 @@ from unshard.evaluate.server.http.sessions import (
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-security")  # two servers for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-security")]  # two servers for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
 ANY = "0.0.0.0"  # noqa: S104  (what is attacked)
 

@@ -22,7 +22,7 @@ from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-serve")  # a server for most
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-serve")]  # a server for most
 QUOTA = Quota(8, None)
 
 

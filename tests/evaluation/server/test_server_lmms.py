@@ -21,7 +21,7 @@ from unshard.evaluate.server.http.lmms import JobInfo
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-lmms")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-lmms")]  # one server for all
 TOKEN = "correct-horse-battery-staple"  # noqa: S105  (of the test)
 
 CLIENT = """

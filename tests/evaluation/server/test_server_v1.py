@@ -21,7 +21,7 @@ from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
-pytestmark = pytest.mark.xdist_group("eval-v1")  # one server for all
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-v1")]  # one server for all
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import pytest
 
 from evaluation.storms import Storm, rage
 
+pytestmark = pytest.mark.slow
+
 
 def test_nothing_is_lost_in_a_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

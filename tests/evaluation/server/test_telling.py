@@ -94,6 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield started
 
 
+@pytest.mark.slow
 def test_a_server_tells_the_way_of_each_job(server: Live) -> None:
     place = checkpoint(server.root / "my-run", 5)
     job = server.ended(server.submit(place))
@@ -131,6 +132,7 @@ def test_a_server_tells_the_way_of_each_job(server: Live) -> None:
     assert told[3].startswith("refused - (m: t): model_args: no checkpoint")
 
 
+@pytest.mark.slow
 def test_a_log_of_json_has_the_fields_of_the_job(tmp_path: Path) -> None:
     with live(tmp_path, log_format="json") as server:
         model = whole_model(server.root / "run" / "checkpoint-5")

@@ -26,7 +26,7 @@ from unshard.evaluate.server.service import _place
 CONFIG = ServerConfig(
     gpus=("0", "1"),
     profiles={
-        "lm": LmEvalProfile(model_args={"dtype": "bfloat16"}),
+        "lm": LmEvalProfile(interpreter="python3", model_args={"dtype": "bfloat16"}),
         "few": LmmsEvalProfile(
             interpreter="python3",
             allowed_tasks=("mme", "mmlu_*"),

@@ -20,6 +20,8 @@ from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.worker import SOCKET_NAME
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Place:

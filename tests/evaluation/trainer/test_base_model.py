@@ -14,6 +14,8 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:

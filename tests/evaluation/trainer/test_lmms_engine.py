@@ -16,6 +16,8 @@ from unshard.evaluate.client.lmms import LmmsClient
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
+pytestmark = pytest.mark.slow
+
 EVAL_CONFIG: dict[str, object] = {
     "model": "qwen_vl",
     "checkpoint_key": "pretrained",

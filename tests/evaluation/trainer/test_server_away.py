@@ -23,6 +23,8 @@ from unshard.evaluate.trainer.submitter import Submitter
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
+pytestmark = pytest.mark.slow
+
 LAST = 2
 CHECKSUM = """
 import json, os, sys, time, zlib

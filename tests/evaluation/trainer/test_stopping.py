@@ -64,6 +64,7 @@ def test_a_stop_file_that_is_none_of_ours_ends_the_training_and_is_not_read(
     assert caplog.text.count("remove it to train further") == 2
 
 
+@pytest.mark.slow
 def test_all_ranks_end_at_the_same_step_although_one_alone_sees_the_file(tmp_path: Path) -> None:
     made(tmp_path / "0")
     (tmp_path / "1").mkdir()

@@ -27,6 +27,8 @@ from unshard.evaluate.trainer.watcher import Decision, Watching
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = {"layer.weight": torch.arange(24.0).reshape(8, 3)}
 LATEST = "latest_checkpointed_iteration.txt"
 
