@@ -109,11 +109,11 @@ demo: $(VENV)/.installed
 
 # Each run leaves a report in build/results, and tools/sums.py adds them up.
 PYTEST = -m pytest -n $(WORKERS) --dist loadgroup --junitxml build/results/$@.xml
-WORKERS ?= 3
+WORKERS ?= 4
 
 # For people: what is quick, with 50 examples of each property. ROOM=read is one folder of tests.
 # `make types` checks more: here packages are missing whose types it would compare.
-QUICK_TYPES := src tests --exclude '^tests/evaluators/' --ignore-missing-imports \
+QUICK_TYPES := --num-workers 2 src tests --exclude '^tests/evaluators/' --ignore-missing-imports \
 	--no-warn-unused-ignores --no-warn-return-any
 test: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .

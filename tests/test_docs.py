@@ -106,6 +106,7 @@ def timeless(text: str) -> str:
     return text.replace(f"{ROOT}/", "")
 
 
+@pytest.mark.slow
 def test_a_first_session_prints_what_the_readme_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,10 @@ from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger
 from unshard.progress import Event, Warned
 
-pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.xdist_group("sources"),  # they are parsed once
+]
 
 SOURCE = Path(unshard.__file__).parent
 # Options of `vllm serve`, which messages of its command and its plugin name.

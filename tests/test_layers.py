@@ -9,7 +9,11 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 import unshard
+
+pytestmark = pytest.mark.xdist_group("sources")  # they are parsed once
 
 SOURCE = Path(unshard.__file__).parent
 

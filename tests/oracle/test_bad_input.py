@@ -19,6 +19,7 @@ from unshard import CheckpointError, UnshardError
 from waiting import LIMIT_S
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("torch processes"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]
@@ -61,7 +62,6 @@ def expect_checkpoint_error(error: UnshardError | None, *words: str) -> None:
         assert error is None or word in str(error), f"{word!r} is not in: {error}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_truncated_file_is_noticed_or_does_not_matter(
     samples: Samples, tmp_path: Path, out: Path, name: str
@@ -79,7 +79,6 @@ def test_a_truncated_file_is_noticed_or_does_not_matter(
     findings.tell()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_behind_the_end_are_noticed_or_do_not_matter(
     samples: Samples, tmp_path: Path, out: Path, name: str
@@ -206,7 +205,6 @@ def test_what_may_not_be_read_is_named(
     findings.tell()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_changed_byte_is_noticed_or_does_not_matter(
     samples: Samples, tmp_path: Path, out: Path, name: str
@@ -227,7 +225,6 @@ def test_a_changed_byte_is_noticed_or_does_not_matter(
     findings.tell()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_changed_byte_anywhere_is_noticed_by_full_verification(
     samples: Samples, tmp_path: Path, out: Path, name: str

@@ -126,6 +126,7 @@ def test_a_tensor_knows_its_bytes() -> None:
     assert entry.size_bytes == 24
 
 
+@pytest.mark.slow
 def test_a_million_chunks_take_less_than_200_bytes_each() -> None:
     """Both while they are gathered and as columns."""
     rows = ChunkRows(2)
