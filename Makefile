@@ -169,14 +169,14 @@ format: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check --fix .
 	$(TEST_VENV)/bin/ruff format .
 
-bench: $(TEST_VENV)/.installed
-	$(TEST_VENV)/bin/python benchmarks/merge_against_cat.py
-	$(TEST_VENV)/bin/python benchmarks/from_pretrained_against_merge.py
-	$(TEST_VENV)/bin/python benchmarks/trainer_step.py
-	$(TEST_VENV)/bin/python benchmarks/submissions.py
-	$(TEST_VENV)/bin/python benchmarks/page.py
-	$(TEST_VENV)/bin/python benchmarks/long_run.py
-	$(TEST_VENV)/bin/python benchmarks/planning.py --directory build/planning
+bench: $(EVAL_VENV)/.installed
+	$(EVAL_VENV)/bin/python benchmarks/merge_against_cat.py
+	$(EVAL_VENV)/bin/python benchmarks/from_pretrained_against_merge.py
+	$(EVAL_VENV)/bin/python benchmarks/trainer_step.py
+	$(EVAL_VENV)/bin/python benchmarks/submissions.py
+	$(EVAL_VENV)/bin/python benchmarks/page.py
+	$(EVAL_VENV)/bin/python benchmarks/long_run.py
+	$(EVAL_VENV)/bin/python benchmarks/planning.py --directory build/planning
 
 # Other tools merge the same checkpoints, each in an environment of its own: 5 GB of packages. The
 # largest checkpoint and its truth need 25 GB in build/peers. PEERS="cells --size 0.5b --rounds 1"

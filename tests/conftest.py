@@ -23,8 +23,9 @@ if threading.current_thread() is threading.main_thread():
 _STATE = tempfile.TemporaryDirectory(prefix="unshard-tests-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 
-# How often every property is tried, unless its test has a number of its own: `quick` in a loop,
-# `thorough` wherever nothing else is asked for. No clock judges: the machine may be busy.
+# How often every property is tried, unless its test has a number of its own: `quick` in
+# `make test`, `thorough` wherever nothing else is asked for. No clock judges: the machine may be
+# busy.
 for _name, _examples in (("quick", QUICK), ("thorough", 500)):
     settings.register_profile(
         _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -48,7 +49,7 @@ def pytest_runtest_makereport(
 def tmp_path(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Make a directory and remove it again, unless the test fails: a whole run makes 18 GB.
+    """Make a directory; remove it again, unless setup or call fails: a whole run makes 18 GB.
 
     pytest's own fixture uses the paths of removed directories again, and what a path means is
     remembered in places.
@@ -56,5 +57,5 @@ def tmp_path(
     name = re.sub(r"\W", "_", request.node.name)[:30]
     path = tmp_path_factory.mktemp(f"{name}{next(_NUMBERS)}", numbered=False)
     yield path
-    if not request.node.stash[_FAILED]:
+    if not request.node.stash.get(_FAILED, True):
         shutil.rmtree(path, ignore_errors=True)  # some tests leave what cannot be removed

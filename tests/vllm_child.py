@@ -118,8 +118,11 @@ class Child:
     def forbid_files(self) -> int | None:
         """Let no process write a longer file; return how an attempt fails.
 
-        torch needs a file of some bytes to connect the processes of an engine, one or more.
+        torch needs a file of some bytes to connect the processes of an engine, one or more. The
+        modules that Python compiles when they are first imported are not saved: they would count.
         """
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
         try:
             Path("file").write_bytes(bytes(FILE_BYTES + 1))

@@ -62,8 +62,14 @@ def lock(
         command += ["--override", str(torch), "--output-file", str(made), *arguments]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
         entries = entries_in(made)
-    seen = {pin(entry) for one in sees for entry in entries_in(LISTS / f"{one}.txt")}
-    kept = [one for one in entries if pin(one) not in seen and not re.match(without, one)]
+    seen = {wanted(entry) for one in sees for entry in entries_in(LISTS / f"{one}.txt")}
+    # What is seen only on some machines (a marker) is not there on all.
+    kept = [
+        one
+        for one in entries
+        if not re.match(without, one)
+        and seen.isdisjoint({wanted(one), wanted(one).partition(";")[0].strip()})
+    ]
     sources = " and ".join(one for one in arguments if one.endswith((".in", ".toml")))
     (LISTS / f"{name}.txt").write_text(HEADER.format(sources=sources) + "".join(kept))
 
@@ -73,9 +79,9 @@ def entries_in(path: Path) -> list[str]:
     return re.split(r"(?m)^(?=[^\s#])", path.read_text())[1:]
 
 
-def pin(entry: str) -> str:
-    """Return name and version of an entry, without the machines that it is for."""
-    return re.split(r"[\s;]", entry, maxsplit=1)[0]
+def wanted(entry: str) -> str:
+    """Return name and version of an entry, with the machines that it is for, without its hashes."""
+    return entry.partition("\\\n")[0].strip()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Add up the reports of several runs of pytest: `python tools/sums.py build/results`.
+"""Add up the reports of several runs of pytest: `python tools/sums.py build/results test left-out`.
 
 Prints a line for each run, and a last one with the sums. A case that two runs have counts twice:
 `make test` tries properties with fewer examples than `make test-all`.
@@ -10,19 +10,24 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 
-def main(directory: Path) -> None:
-    """Print the counts of all reports in a directory.
+def main(directory: Path, names: list[str]) -> None:
+    """Print the counts of the named runs' reports.
 
     Raises:
-        SystemExit: there is no report.
+        SystemExit: a run left no report, or one that cannot be read.
     """
-    reports = sorted(directory.glob("*.xml"))
-    if not reports:
-        sys.exit(f"error: {directory} has no reports: no test was run")
-    counts = {report.stem: counts_of(report) for report in reports}
+    counts: dict[str, Counter[str]] = {}
+    missing = []
+    for name in names:
+        try:
+            counts[name] = counts_of(directory / f"{name}.xml")
+        except (OSError, ET.ParseError) as error:
+            missing.append(f"error: {name} left no report: {error}")
     counts["tests"] = sum(counts.values(), Counter())
     for name, one in counts.items():
         sys.stdout.write(f"{name}: {shown(one)}\n")
+    if missing:
+        sys.exit("\n".join(missing))
 
 
 def counts_of(report: Path) -> Counter[str]:
@@ -43,4 +48,4 @@ def shown(counts: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -34,7 +34,7 @@ else:  # not for type checkers, to which any name would exist then
         if name == "__all__":
             return __dir__()
         # Python also asks for a submodule, before it imports it.
-        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
+        if name.isidentifier() and name[0] != "_" and not find_spec(f"{__name__}.{name}"):
             if name.endswith(("Error", "Warning")):
                 from unshard import errors as place
             else:

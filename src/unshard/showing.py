@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 from unshard import signals
 from unshard.errors import UnshardWarning
@@ -171,7 +172,7 @@ def _write_message(event: Chosen | Warned) -> str:
 
 
 def _import_bars() -> "type[tqdm]":
-    """Return tqdm, without effect on bars that the caller draws.
+    """Return tqdm, without effect on the tqdm that the caller uses.
 
     tqdm's own thread and lock are not needed here. The lock would decide how multiprocessing starts
     processes, for all of the caller's program.
@@ -180,9 +181,18 @@ def _import_bars() -> "type[tqdm]":
 
     class Bars(tqdm):  # type: ignore[misc]  # tqdm has no types
         monitor_interval = 0
+        _instances: ClassVar[WeakSet[object]] = WeakSet()
 
     Bars.set_lock(RLock())
     return Bars
+
+
+def _terminal_width() -> int:
+    """Return the columns of the terminal that stderr is; stdout may be a file."""
+    with suppress(OSError, ValueError):  # a notebook, or no stream at all
+        if "COLUMNS" not in os.environ:
+            return os.get_terminal_size(sys.stderr.fileno()).columns
+    return shutil.get_terminal_size().columns
 
 
 @contextmanager
@@ -198,7 +208,7 @@ def _as_bar(bars: "type[tqdm]") -> Iterator[Listener]:
             case Stage(name, total):
                 bar.close()
                 look = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc}"}
-                look |= {"ascii": "-#", "ncols": shutil.get_terminal_size().columns, "position": 0}
+                look |= {"ascii": "-#", "ncols": _terminal_width(), "position": 0}
                 bar = bars(desc=name, total=total, file=stderr, leave=False, miniters=1, **look)
             case Advanced(count):
                 bar.update(count)

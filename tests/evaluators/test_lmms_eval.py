@@ -1,6 +1,6 @@
 """lmms-eval 0.7.3 itself, where an interpreter that has it is named; its results, where not.
 
-`make test` makes such an environment and names its interpreter in UNSHARD_LMMS_EVAL_PYTHON.
+`make test-eval` makes such an environment and names its interpreter in UNSHARD_LMMS_EVAL_PYTHON.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Calls of the system that fail: one clear error, nothing lost or left, right bytes the next time.
 
-`make torture` lets every call fail in every way; `make test` takes some of them.
+`make torture` lets every call fail in every way; `make test-all` takes some of them.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Pushes that are killed, or whose network fails: the hub has the old files, or all of the new.
 
-`make torture` takes many of these moments; `make test` takes some of them.
+`make torture` takes many of these moments; `make test-all` takes some of them.
 """
 
 import errno

@@ -35,8 +35,8 @@ from vllm_runs import Answers, needs_vllm, run_vllm
 pytestmark = [
     needs_vllm,
     pytest.mark.vllm,
-    pytest.mark.xdist_group("vllm"),
-]  # a gigabyte and two cores each
+    pytest.mark.xdist_group("vllm"),  # a gigabyte and two cores each
+]
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 LAYOUTS = {

@@ -80,8 +80,9 @@ def _undo_thread_limit() -> None:
     """
     with suppress(OSError):  # not Linux
         variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        if not any(one.startswith(f"{_THREADS}=".encode()) for one in variables):
-            os.environ.pop(_THREADS, None)
+        is_set = any(one.startswith(f"{_THREADS}=".encode()) for one in variables)
+        if not is_set and os.environ.get(_THREADS) == "1":
+            del os.environ[_THREADS]
 
 
 def _parent_command() -> list[str]:

@@ -1,1 +1,1 @@
-"""What runs a plan: threads of one process, or several processes, on files or in memory."""
+"""What runs a plan: threads, or the nodes of a Ray cluster, on files or in memory."""

@@ -27,8 +27,8 @@ from waiting import LIMIT_S
 pytestmark = [
     needs_vllm,
     pytest.mark.vllm,
-    pytest.mark.xdist_group("vllm"),
-]  # an engine takes two cores
+    pytest.mark.xdist_group("vllm"),  # an engine takes two cores
+]
 
 TASK = "colours_surprise"
 SIZES = {
