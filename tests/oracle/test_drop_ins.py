@@ -29,7 +29,6 @@ from tiny_models import tiny_config, tiny_model
 from unshard.merger import CheckpointMerger, FSDP2Merger
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.xdist_group("drop-ins"),
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
 ]
@@ -445,6 +444,7 @@ def test_convert_fsdp_to_hf_alone(verl: Path) -> None:
     assert names(Path(f"{step}_merged")) == {*COMPANIONS, *STATE, "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_convert_fsdp_to_hf_under_torchrun(verl: Path, tmp_path: Path) -> None:
     """Any number of processes, whatever the world size of training was (2)."""
     unshard.merge(verl / "global_step_10", tmp_path / "alone", dtype="float16")
@@ -484,6 +484,7 @@ def test_the_documented_resumption_of_training(verl: Path) -> None:
 # installed from a wheel
 
 
+@pytest.mark.slow
 def test_everything_is_in_the_wheel(lmms: Path, verl: Path, tmp_path: Path) -> None:
     """Whatever a user types works where only the package is: no scripts, no source tree."""
     site = tmp_path / "site"
