@@ -80,7 +80,7 @@ def store_output(
         changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
         notes = stage.commit({name: data for name, data in small.items() if is_last(name)})
-    lost = named_overflows([uploaded.overflows], prepared.plan)
+    lost = named_overflows(uploaded.overflows, prepared.plan)
     lost |= earlier_overflows(prepared.plan, ledger.known)
     notes += _not_copied(uploaded)
     notes = warn(listener, [*late_notes(prepared, changed, lost), *notes])

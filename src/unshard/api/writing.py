@@ -95,4 +95,4 @@ def earlier_overflows(plan: Plan, known: Mapping[str, Counts]) -> dict[str, int]
         for number, file in numbered
         for start, count in known.get(file.filename, Counts()).items()
     }
-    return named_overflows([Overflows(counts)], plan)
+    return named_overflows(Overflows(counts), plan)

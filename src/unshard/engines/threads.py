@@ -186,7 +186,7 @@ def run_plan(
         return _Recorded(Executor(outputs, **limits), finishing)
 
     work_off(parts, listener, share.workers, worker)
-    return named_overflows([finishing.overflows], plan)
+    return named_overflows(finishing.overflows, plan)
 
 
 def _in_turn(
@@ -281,14 +281,13 @@ def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
     return outputs
 
 
-def named_overflows(overflows: Iterable[Overflows], plan: Plan) -> dict[str, int]:
-    """Return the counts of all workers by the names of the tensors, in the order of the files."""
-    counted = sum(overflows, Overflows())
+def named_overflows(overflows: Overflows, plan: Plan) -> dict[str, int]:
+    """Return the counts by the names of the tensors, in the order of the files."""
     return {
         tensor.name: count
         for number, file in enumerate(plan.layout.files)
         for tensor in file.tensors
-        if (count := counted[number, len(file.header) + tensor.data_offsets[0]])
+        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
     }
 
 

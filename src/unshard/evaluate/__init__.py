@@ -5,9 +5,10 @@
     with EvalClient("http://127.0.0.1:8000") as client:
         client.submit("/runs/a/checkpoint-1000", step=1000, profile="lm-eval", tasks=["gsm8k"])
 
-The names below are imported when one is first used: the server needs no client.
+Each name below is imported when it is first used: the server needs no client.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 __all__ = ["AsyncEvalClient", "EvalClient", "EvalConfig", "Submitter"]
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.submitter import Submitter
 else:  # not for type checkers, to which any name would exist then
+    _PLACES = {
+        "AsyncEvalClient": "client.lmms",
+        "EvalClient": "client.v1",
+        "EvalConfig": "trainer.config",
+        "Submitter": "trainer.submitter",
+    }
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from unshard.evaluate.client import lmms, v1
-        from unshard.evaluate.trainer import config, submitter
-
-        return next(vars(one)[name] for one in (lmms, v1, config, submitter) if name in vars(one))
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

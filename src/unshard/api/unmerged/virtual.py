@@ -103,7 +103,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
     @property
     def overflows(self) -> dict[str, int]:
         """How many finite values became infinite as float16 in what was read, by tensor."""
-        return named_overflows([self._reader.overflows], self._plan)
+        return named_overflows(self._reader.overflows, self._plan)
 
     def __getitem__(self, name: str) -> PlannedFile:
         """Open a file, as `open` does."""

@@ -102,7 +102,7 @@ class OverRay:
             alone=_on_one_node(sources),
         )
         self.cluster.run(work, listener)
-        return named_overflows([overflows], plan)
+        return named_overflows(overflows, plan)
 
     def upload(  # noqa: PLR0913, PLR0917 (see `Upload`)
         self,
