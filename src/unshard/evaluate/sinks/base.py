@@ -3,9 +3,6 @@
 The sink that every run has is a file with lines of JSON:
 
     {"job": "…", "step": 500, "metrics": {"unshard_eval/mmlu/acc": 0.5}, "logged_at": 1790000000.0}
-
-The trackers that a training process has open are found without importing any: a tracker that the
-process has not imported is not in use.
 """
 
 import hashlib

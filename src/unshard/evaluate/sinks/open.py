@@ -1,4 +1,7 @@
-"""Find the trackers that this process has open, without importing any."""
+"""Find the trackers that this process has open, without importing any.
+
+A tracker that the process has not imported is not in use.
+"""
 
 import sys
 from pathlib import Path
