@@ -237,7 +237,8 @@ def verify_output(
         verify_light(directory / ADAPTER_FOLDER, prepared.adapter.plan.layout)
     if full:
         given = (prepared.plan, prepared.sources.catalogs, directory, options.resources, listener)
-        engine.verify_full(*given)
+        with prepared.sources.blamed():
+            engine.verify_full(*given)
 
 
 def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:

@@ -179,8 +179,10 @@ def merge_with(
         run = engine.run_plan
         overflows = write_weights(prepared, stage, options, listener, engine=run, sources=digest)
         add_files(prepared, stage.directory, options, listener)
+        sources.unchanged()
         verify_output(prepared, stage.directory, options, listener, engine)
         changed = compare_with_base(prepared, listener)
+        sources.unchanged()
         listener(Stage("committing"))
         committed = stage.commit(replaced=named_companions(prepared, options))
     notes = warn(listener, [*late_notes(prepared, changed, overflows), *committed])

@@ -4,14 +4,16 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.api.options import MergeOptions, given_path
+from unshard.containers.file_states import noting
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
+from unshard.errors import UnshardError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.base import read_base
 from unshard.read.beside.companions import completed
@@ -57,6 +59,27 @@ class Sources:
         """What a user should know about how they were read."""
         return [note for one in self.checkpoints for note in one.catalog.notes]
 
+    def unchanged(self) -> None:
+        """Check that every file that was read is still the one that it was.
+
+        Raises:
+            CorruptError: one is gone, was replaced, or was written to: what was read may be half of
+                one step, and half of another.
+        """
+        for one in self.checkpoints:
+            one.states.check()
+            if one.base is not None:
+                one.base.states.check()
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise the error of `unchanged`, if there is one, in place of what was found."""
+        try:
+            yield
+        except UnshardError:
+            self.unchanged()
+            raise
+
     @property
     def compressed_bytes(self) -> int:
         """How many bytes decompressing takes, at most; 0 if nothing is compressed."""
@@ -79,7 +102,8 @@ def open_source(
     listener(Chosen(f"merging {checkpoint.title}"))
     if not options.extra_state or options.lora == "adapter":
         return Sources((checkpoint,))
-    state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
+    with noting(checkpoint.states):
+        state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
     return Sources((checkpoint,), training=state)
 
 
@@ -118,7 +142,8 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
 
 def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
     """Return a checkpoint with the state of its optimizer."""
-    state = read_optimizer(checkpoint, options.reading)
+    with noting(checkpoint.states):
+        state = read_optimizer(checkpoint, options.reading)
     catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, *state.notes))
     return replace(checkpoint, catalog=catalog, optimizer=state)
 
@@ -164,7 +189,9 @@ def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
         catalog = inflate(state.catalog, scratch.with_name(f"{scratch.name}.optimizer"))
         state = replace(state, catalog=catalog)
         state = replace(state, steps=steps_of(state))
-    return replace(checkpoint, catalog=inflate(checkpoint.catalog, scratch), optimizer=state)
+    catalog = inflate(checkpoint.catalog, scratch)
+    checkpoint.states.check()
+    return replace(checkpoint, catalog=catalog, optimizer=state)
 
 
 def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:

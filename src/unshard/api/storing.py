@@ -62,7 +62,7 @@ def store_output(
         prepared = _decompressed(prepared, options, listener, stack)
         files = contents_of_output(prepared, options, stack)
         where = prepared.checkpoint.location.weights_dir
-        reader = PieceReader(where, files)
+        reader = PieceReader(where, prepared.checkpoint.states)
         stack.callback(reader.close)
         ledger = stage.open_ledger(work, files.keys())
         say_what_is_known(ledger, len(prepared.plan.layout.files), listener)
@@ -75,9 +75,10 @@ def store_output(
             if not is_last(name):
                 stage.create(name, data)
         look_again(target)
+        prepared.sources.unchanged()
         verify_output(prepared, target, options, listener, engine)
-        reader.check_sources()
         changed = compare_with_base(prepared, listener)
+        prepared.sources.unchanged()
         listener(Stage("committing"))
         notes = stage.commit({name: data for name, data in small.items() if is_last(name)})
     lost = named_overflows(uploaded.overflows, prepared.plan)

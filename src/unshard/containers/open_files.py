@@ -11,6 +11,7 @@ from stat import S_ISREG
 from threading import Lock
 from typing import Self
 
+from unshard.containers.file_states import FileStates, noted_here
 from unshard.errors import CorruptError, UsageError
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
@@ -18,6 +19,7 @@ from unshard.stores.remote_path import RemotePath
 AT_ONCE = 8
 """How many threads read from `LentFiles` at the same time by default."""
 _OPEN_FILES = 32  # for each of them
+_BLOCK = 1 << 30  # Linux reads up to 2 GiB at a time
 
 Opened = int | RemoteFile
 """A file that is open for reading: a descriptor, or an object in a bucket."""
@@ -31,19 +33,40 @@ def opened(path: Path) -> Iterator[Opened]:
 
     Raises:
         OSError: it cannot be opened.
+        CorruptError: it was noted (`file_states.noting`), and has changed since.
     """
     if isinstance(path, RemotePath):
         file = path.opened()
         try:
+            _see(path, file, noted_here())
             yield file
         finally:
             file.close()
         return
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        _see(path, fd, noted_here())
         yield fd
     finally:
         os.close(fd)
+
+
+def read_whole(path: Path) -> bytes:
+    """Return all bytes of a file that is opened as by `opened`."""
+    with opened(path) as file:
+        whole, size = bytearray(), size_of(file)
+        while block := pread(file, min(size - len(whole), _BLOCK), len(whole)):
+            whole += block
+    return bytes(whole)
+
+
+def _see(path: Path, file: Opened, states: FileStates | None) -> None:
+    if states is not None:
+        states.see(path, partial(_status_of, file))
+
+
+def _status_of(file: Opened) -> os.stat_result:
+    return file.status if isinstance(file, RemoteFile) else os.fstat(file)
 
 
 def size_of(file: Opened) -> int:
@@ -86,12 +109,15 @@ def name_of(file: Opened) -> str:
 class OpenFiles:
     """Descriptors by path, opened with `flags` when first asked for. For one thread.
 
-    At most `limit` are open at a time, at least 1.
+    At most `limit` are open at a time, at least 1. Files are compared with their `states`, by
+    default with those that are noted where this is made.
     """
 
-    def __init__(self, flags: int, *, limit: int) -> None:
+    def __init__(self, flags: int, *, limit: int, states: FileStates | None = None) -> None:
         self._flags = flags
         self._limit = limit
+        self._states = noted_here() if states is None else states
+        self._used: set[Path] = set()
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._remote: dict[Path, RemoteFile] = {}
 
@@ -112,17 +138,20 @@ class OpenFiles:
         found = self._remote.get(path)
         if found is None:
             try:
-                found = self._remote[path] = path.opened()
+                found = path.opened()
             except FileNotFoundError as error:
                 raise _gone(path) from error
+            _see(path, found, self._states)
+            self._remote[path] = found
         return found
 
     def fd(self, path: Path) -> int:
         """Return a descriptor of this file; valid until `limit` other files have been asked for.
 
         Raises:
-            CorruptError: the file is gone, or a file to read cannot be opened.
+            CorruptError: the file is gone or has changed, or a file to read cannot be opened.
         """
+        self._used.add(path)
         found = self._open.get(path)
         if found is not None:
             self._open.move_to_end(path)
@@ -137,7 +166,18 @@ class OpenFiles:
             if self._flags != os.O_RDONLY:
                 raise
             raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
+        _see(path, fd, self._states)
         return fd
+
+    def check(self) -> None:
+        """Check that the files that were asked for since the last check have not changed.
+
+        Raises:
+            CorruptError: one was written to.
+        """
+        for path in self._used & self._open.keys():
+            _see(path, self._open[path], self._states)
+        self._used.clear()
 
     def close(self) -> None:
         """Close all."""
@@ -152,16 +192,19 @@ class LentFiles:
     Args:
         what: names what was opened, for errors.
         at_once: how many threads may read at the same time.
+        states: with which files are compared when they are opened, and after each loan.
     """
 
-    def __init__(self, what: str, *, at_once: int = AT_ONCE) -> None:
+    def __init__(
+        self, what: str, *, at_once: int = AT_ONCE, states: FileStates | None = None
+    ) -> None:
         self._what = what
         self._at_once = at_once
         self._closing = Lock()
         self._closed = False
         self._idle: LifoQueue[OpenFiles] = LifoQueue()
         for _ in range(at_once):
-            self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES))
+            self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES, states=states))
 
     def close(self) -> None:
         """Close all files once those that are lent are back; nothing can be read then."""
@@ -183,11 +226,13 @@ class LentFiles:
 
         Raises:
             UsageError: they are closed.
+            CorruptError: at the end: a file was written to, and what was read may be of both.
         """
         files = self._idle.get()
         try:
             self.check()
             yield files
+            files.check()
         finally:
             self._idle.put(files)
 

@@ -8,7 +8,6 @@ Source: the format section of safetensors' README and its Rust validator.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from struct import pack, unpack
 from typing import TypeGuard
 
 from unshard.containers.json_file import is_too_dense
+from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError
 from unshard.tensors.dtypes import BY_CODE, DType
 
@@ -72,17 +72,16 @@ def read_safetensors(path: Path) -> SafetensorsFile:
         IncompleteError: the file is empty or shorter than its header says.
         CorruptError: the header breaks a rule of the format; the message says which.
     """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
+    with opened(path) as file:
+        size = size_of(file)
         if size < 8:
             raise IncompleteError(f"{path}: {size} bytes; a safetensors file has at least 8")
-        (length,) = unpack("<Q", file.read(8))
+        (length,) = unpack("<Q", pread(file, 8, 0))
         if length > MAX_HEADER:
             raise CorruptError(
                 f"{path}: its header claims {length} bytes", expected=f"at most {MAX_HEADER}"
             )
-        text = file.read(length)
+        text = pread(file, length, 8)
     if len(text) != length:
         raise IncompleteError(f"{path}: truncated in its header", found=f"{size} bytes in all")
     entries, metadata = _parse(path, text)

@@ -11,6 +11,7 @@ from types import EllipsisType
 import numpy as np
 
 from unshard.containers.chunks import fill_box, place_of, view
+from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import LentFiles
 from unshard.containers.strided import SLACK, Elements, raw_dtype
 from unshard.plan.operations import Gather, Tiled
@@ -31,13 +32,18 @@ Empty = Callable[[tuple[int, ...], np.dtype[np.generic]], Elements]
 class TensorReader:
     """Reads tensors of a checkpoint; several threads may, and `AT_ONCE` tiles are made at a time.
 
-    `path` is that of the checkpoint, for errors; `empty` makes the arrays that it fills.
+    Args:
+        path: that of the checkpoint, for errors.
+        empty: makes the arrays that it fills.
+        states: the files of the checkpoint as they were when it was opened.
     """
 
-    def __init__(self, path: Path, empty: Empty = np.empty) -> None:
+    def __init__(
+        self, path: Path, empty: Empty = np.empty, states: FileStates | None = None
+    ) -> None:
         self._empty = empty
         what = f"{path}: the checkpoint was closed"
-        self._files = LentFiles(what)
+        self._files = LentFiles(what, states=states)
 
     def close(self) -> None:
         """Close all files once the tiles that are being made are done; nothing can be read then."""
@@ -50,7 +56,7 @@ class TensorReader:
             Raw bits, row-major, in the selection's shape; the array shares no memory.
 
         Raises:
-            CorruptError: a file is gone or ends early.
+            CorruptError: a file is gone, has changed, or ends early.
             UsageError: the reader is closed.
         """
         self._files.check()

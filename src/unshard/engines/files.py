@@ -7,7 +7,7 @@ thread that makes one.
 import io
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unshard.containers.chunks import StoredPart, stored_parts, view
+from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import AT_ONCE, LentFiles, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
-from unshard.errors import CorruptError
 from unshard.plan.operations import Gather, stored_tensors
 from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
 from unshard.stores.at_once import all_at_once
 from unshard.stores.remote_file import RemoteFile
-from unshard.stores.remote_path import RemotePath, look_again
+from unshard.stores.remote_path import RemotePath
 from unshard.write.execute import count_overflows, make_tile
 
 if TYPE_CHECKING:
@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 CACHE_BYTES = 32 * 1024 * 1024
 _BLOCK = 1024 * 1024
 
-_Identity = tuple[int, int, int, int]
-
 
 class PieceReader:
     """Reads what output files consist of; threads may, and `at_once` pieces are read at a time.
 
     Args:
         path: that of the checkpoint, for errors.
-        files: what will be read; their sources must not change from now on.
+        states: the files that are read as they were when they were opened first.
         cache_bytes: how much is kept of what was made last, `CACHE_BYTES` by default; one slab in
             any case.
         at_once: how many pieces are read at a time.
@@ -49,41 +47,26 @@ class PieceReader:
     def __init__(
         self,
         path: Path,
-        files: Mapping[str, Contents],
+        states: FileStates | None = None,
         *,
         cache_bytes: int | None = None,
         at_once: int = AT_ONCE,
     ) -> None:
         what = f"{path}: the files of the checkpoint were closed"
-        self._sources = LentFiles(what, at_once=at_once)
+        self._sources = LentFiles(what, at_once=at_once, states=states)
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._lock = Lock()  # of the two that follow
         self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
         self._lost: dict[tuple[int, int, tuple[int, ...]], int] = {}
-        paths = set[Path]().union(*(one.sources() for one in files.values()))
-        self._identities = {path: _identity(path) for path in sorted(paths)}
 
     def close(self) -> None:
         """Close all files once the pieces being read are done; nothing can be read then."""
         self._sources.close()
         self._made.clear()
 
-    def check_sources(self) -> None:
-        """Check that every source file is the one that it was in the beginning.
-
-        Raises:
-            CorruptError: one is gone, was replaced, or was written to.
-            UsageError: the reader is closed; what was decompressed is gone then.
-        """
+    def check(self) -> None:
+        """Raise the error of `read` if the reader is closed."""
         self._sources.check()
-        for path in self._identities:
-            look_again(path)
-        for path, identity in self._identities.items():
-            if _identity(path) != identity:
-                raise CorruptError(
-                    f"{path}: has changed while it was being read",
-                    hint="what was read since may be of either state: open the checkpoint again",
-                )
 
     @property
     def overflows(self) -> Counter[tuple[int, int]]:
@@ -98,7 +81,7 @@ class PieceReader:
         """Fill `out` with the bytes of a file from `at` on; the file has as many.
 
         Raises:
-            CorruptError: a source file is gone or ends early.
+            CorruptError: a source file is gone, has changed, or ends early.
             UsageError: the reader is closed.
         """
         waiting = _Waiting()
@@ -208,18 +191,6 @@ class _Waiting:
         all_at_once(self.tasks)
 
 
-def _identity(path: Path) -> _Identity:
-    """Return what changes with a file; a hard link, as a pin makes one, does not change it."""
-    try:
-        status = path.stat()
-    except FileNotFoundError as error:
-        hint = "the checkpoint was removed while it was being read"
-        raise CorruptError(f"{path}: no longer exists", hint=hint) from error
-    except OSError as error:
-        raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
 class PlannedFile(io.BufferedIOBase):
     """A file that a merge would write, open for reading: as `open(path, "rb")` returns it.
 
@@ -274,7 +245,7 @@ class PlannedFile(io.BufferedIOBase):
         """Read up to `size` bytes from the position on; all that are left if it is negative.
 
         Raises:
-            CorruptError: a source file is gone or ends early.
+            CorruptError: a source file is gone, has changed, or ends early.
             UsageError: the checkpoint was closed.
             ValueError: this file was closed.
         """
@@ -303,7 +274,7 @@ class PlannedFile(io.BufferedIOBase):
         """Fill a buffer from the position on; return how many bytes were left for it.
 
         Raises:
-            CorruptError: a source file is gone or ends early.
+            CorruptError: a source file is gone, has changed, or ends early.
             UsageError: the checkpoint was closed.
             ValueError: this file was closed.
         """

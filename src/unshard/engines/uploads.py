@@ -125,7 +125,7 @@ def upload_files(  # noqa: PLR0913 (what is made, what takes it, and who is told
             copy, the files are uploaded.
     """
     chosen = pace(resources.memory_bytes)
-    reader = PieceReader(path, {}, cache_bytes=0, at_once=chosen.blocks)
+    reader = PieceReader(path, cache_bytes=0, at_once=chosen.blocks)
     try:
         with _Making(files, reader, chosen) as making:
             done = making.send(uploader, listener, finished)

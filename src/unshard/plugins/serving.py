@@ -121,7 +121,7 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weig
         with hearing(None) as heard:
             for note in made.notes:
                 heard(Warned(note))
-        reader = TensorReader(read.location.weights_dir, torch_memory)
+        reader = TensorReader(read.location.weights_dir, torch_memory, read.states)
         stack.callback(reader.close)
         opened = Opened(read, chosen, {one.name: one for one in made.tensors}, reader)
         with OpenCheckpoint(opened, as_tensor, stack.pop_all()) as tensors:

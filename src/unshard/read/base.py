@@ -7,9 +7,10 @@ dtypes and shapes of weights that are not local are read from the headers of the
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.containers.file_states import FileStates, noting
 from unshard.errors import ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
@@ -34,6 +35,7 @@ class Base:
         shapes: shapes by name, elements, as far as known.
         companions: config, tokenizer and the like.
         tensors: where the weights are, if they are available locally.
+        states: its files as they were when they were opened first.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Base:
     shapes: Mapping[str, tuple[int, ...]]
     companions: Companions
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    states: FileStates = field(default_factory=FileStates)
 
 
 def read_base(spec: str, *, needs_weights: bool = False) -> Base:
@@ -63,9 +66,12 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     if not is_local:
         directory = _from_hub(spec, needs_weights=needs_weights)
     companions = companions_in(directory)
+    states = FileStates()
+    companions.note(states)
     if _holds_weights(directory) or needs_weights:
         try:
-            return _with_weights(spec, directory, companions)
+            with noting(states):
+                return replace(_with_weights(spec, directory, companions), states=states)
         except IncompleteError:
             if needs_weights or is_local:
                 raise  # else: what is in the cache of the hub may be a part

@@ -2,9 +2,10 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.containers.file_states import FileStates, noting
 from unshard.errors import (
     CheckpointError,
     CorruptError,
@@ -42,6 +43,7 @@ class Checkpoint:
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
         own_config: the config.json of the checkpoint itself, if the user named another one.
         optimizer: the state of its optimizer, if that was asked for.
+        states: its files as they were when they were opened first.
     """
 
     location: Location
@@ -51,6 +53,7 @@ class Checkpoint:
     passed_over: tuple[PassedOver, ...] = ()
     own_config: Path | None = None
     optimizer: OptimizerState | None = None
+    states: FileStates = field(default_factory=FileStates)
 
     @property
     def catalogs(self) -> tuple[Catalog, ...]:
@@ -186,15 +189,17 @@ def _part_in(other: Path, location: Location) -> Path:
 
 
 def _read(location: Location, options: ReadOptions) -> Checkpoint:
-    # Before the weights: two readers use the config, and it is read once.
-    companions = find_companions(location, options.config)
-    options = replace(options, config_file=companions.config_file)
-    catalog = _weights(location, options)
-    if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
-        catalog = _completed(catalog, _weights(regular, options))
-    check_coverage(catalog)
-    own = None if options.config is None else find_companions(location, None).config
-    return Checkpoint(location, catalog, companions, own_config=own)
+    with noting(FileStates()) as states:
+        # Before the weights: two readers use the config, and it is read once.
+        companions = find_companions(location, options.config)
+        companions.note(states)
+        options = replace(options, config_file=companions.config_file)
+        catalog = _weights(location, options)
+        if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
+            catalog = _completed(catalog, _weights(regular, options))
+        check_coverage(catalog)
+        own = None if options.config is None else find_companions(location, None).config
+    return Checkpoint(location, catalog, companions, own_config=own, states=states)
 
 
 def _weights(location: Location, options: ReadOptions) -> Catalog:

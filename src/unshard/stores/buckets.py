@@ -5,8 +5,11 @@ found by obstore: in the environment, or from the machine. No message contains a
 store or obstore says in its own words, as that may be a key, a token or a signed address.
 """
 
+import os
 import re
+import stat
 import threading
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,13 +20,14 @@ from unshard.stores.nodes.store import NodeStore
 from unshard.stores.other_stores import OTHER_SCHEMES, Answer, HubStore, WebStore
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult
+    from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _CUT_RETRIES = 3
 """How often the rest of a body is asked for again that ended early; requests are retried below."""
 _REQUEST_RETRIES = 10
 _STREAMED = 1 << 20
+_STAT_FIELDS = 10
 
 _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
@@ -72,6 +76,27 @@ class Entry:
     etag: str | None
     modified: int
     copies: tuple[Copy, ...] = ()
+
+    @property
+    def status(self) -> os.stat_result:
+        """The same as of a file; of another object in its place it has another `st_ino`."""
+        fields = [0] * _STAT_FIELDS
+        fields[stat.ST_MODE] = stat.S_IFREG | 0o444
+        fields[stat.ST_NLINK] = 1
+        fields[stat.ST_INO] = zlib.crc32((self.etag or "").encode())
+        fields[stat.ST_SIZE] = self.size
+        seconds = self.modified // 10**9
+        fields[stat.ST_ATIME] = fields[stat.ST_MTIME] = fields[stat.ST_CTIME] = seconds
+        times = ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
+        return os.stat_result(fields, dict.fromkeys(times, self.modified))
+
+    def is_of(self, answer: "ObjectMeta") -> bool:
+        """Return whether an answer is about this object, as far as it tells."""
+        tag = answer["e_tag"]
+        if tag is not None and self.etag is not None:
+            return is_same_tag(tag, self.etag)
+        modified = int(answer["last_modified"].timestamp() * 1e9)
+        return (answer["size"], modified) == (self.size, self.modified)
 
 
 def client(url: str) -> "ObjectStore":
@@ -226,7 +251,10 @@ class Bucket:
         cuts = 0
         while True:
             try:
-                for data in self._get(key, entry, start, length).stream(_STREAMED):
+                answer = self._get(key, entry, start, length)
+                if not isinstance(answer, Answer) and not entry.is_of(answer.meta):
+                    raise changed(f"{self.url}/{key}")  # a store that ignores If-Match
+                for data in answer.stream(_STREAMED):
                     block = memoryview(data)[:length]
                     start, length = start + len(block), length - len(block)
                     yield block
@@ -304,6 +332,12 @@ def bucket_at(url: str) -> Bucket:
     """Return the bucket at an address such as s3://name: always the same one for an address."""
     with _lock:
         return _buckets.setdefault(url, Bucket(url))
+
+
+def is_same_tag(tag: str | None, other: str | None) -> bool:
+    """Return whether two entity tags are the same, as answers and listings may spell them."""
+    bare = [one.removeprefix("W/").strip('"') for one in (tag, other) if one is not None]
+    return len(bare) == 2 and bare[0] == bare[1]
 
 
 def quoted(etag: str | None) -> str | None:

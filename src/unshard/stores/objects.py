@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unshard.errors import UnshardError
-from unshard.stores.buckets import Bucket, failure
+from unshard.stores.buckets import Bucket, failure, is_same_tag
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -35,7 +35,7 @@ class Stored:
         Azure's answers to a put have quotes around the tag, its listings do not.
         """
         is_known = self.etag is not None and other.etag is not None
-        return self.size == other.size and (not is_known or _is_same_tag(self.etag, other.etag))
+        return self.size == other.size and (not is_known or is_same_tag(self.etag, other.etag))
 
 
 def create(
@@ -66,7 +66,7 @@ def create(
                 found = bucket.store.get(key)
                 if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
                     return Stored(len(data), found.meta["e_tag"])
-                if not _is_same_tag(found.meta["e_tag"], instead_of):
+                if not is_same_tag(found.meta["e_tag"], instead_of):
                     return None
                 version = found.meta["version"]
             except FileNotFoundError:
@@ -86,11 +86,6 @@ def _mode(instead_of: str | None, version: str | None, *, has_quotes: bool) -> "
     tag = instead_of.strip('"')
     tag = f'"{tag}"' if has_quotes else tag
     return {"e_tag": tag} if version is None else {"e_tag": tag, "version": version}
-
-
-def _is_same_tag(one: str | None, other: str | None) -> bool:
-    """Return whether two entity tags are the same, with or without quotes."""
-    return one is not None and other is not None and one.strip('"') == other.strip('"')
 
 
 def upload(

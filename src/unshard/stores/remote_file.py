@@ -38,13 +38,14 @@ class RemoteFile:
     Attributes:
         name: its address.
         size: bytes.
-        etag: as that of an `Entry`.
+        etag, status: as those of an `Entry`.
     """
 
     def __init__(self, bucket: Bucket, key: str, entry: Entry) -> None:
         self.name = f"{bucket.url}/{key}"
         self.size = entry.size
         self.etag = entry.etag
+        self.status = entry.status
         self._bucket, self._key, self._entry = bucket, key, entry
         self._blocks: deque[tuple[int, bytearray]] = deque(maxlen=_BLOCKS)
 

@@ -8,7 +8,6 @@ was listed, everything is known.
 import io
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +21,6 @@ from unshard.stores.remote_file import RemoteFile
 
 _READ = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
 _NOT_READ = ("sftp", "ftp", "smb", "webdav", "hdfs")
-_STAT_FIELDS = 10
 _READ_BUFFER = 1 << 20
 
 
@@ -208,18 +206,9 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         entry = self._entry()
         if entry is None and not self.is_dir():
             raise self._missing()
-        fields = [0] * _STAT_FIELDS
-        fields[stat.ST_NLINK] = 1
-        if entry is None:
-            fields[stat.ST_MODE] = stat.S_IFDIR | 0o555
-            return os.stat_result(fields)
-        fields[stat.ST_MODE] = stat.S_IFREG | 0o444
-        fields[stat.ST_INO] = zlib.crc32((entry.etag or "").encode())
-        fields[stat.ST_SIZE] = entry.size
-        seconds = entry.modified // 10**9
-        fields[stat.ST_ATIME] = fields[stat.ST_MTIME] = fields[stat.ST_CTIME] = seconds
-        times = ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
-        return os.stat_result(fields, dict.fromkeys(times, entry.modified))
+        if entry is not None:
+            return entry.status
+        return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, *[0] * 6))
 
     def lstat(self) -> os.stat_result:
         """Return what `stat` returns."""

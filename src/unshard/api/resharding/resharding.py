@@ -20,7 +20,8 @@ from unshard.api.resharding.ranks import add_files, files_of_ranks
 from unshard.api.resharding.source import SourceFiles, is_fsdp1, is_whole, read_source, refuse_parts
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Added, Writing
-from unshard.api.sources import inflated
+from unshard.api.sources import Sources, inflated
+from unshard.containers.file_states import noting
 from unshard.engines.threads import Overflows, run_plan
 from unshard.errors import NotMergeableError, OutputError, UsageError
 from unshard.keywords import ReshardKeywords
@@ -136,9 +137,10 @@ def reshard(
             what = "--mesh, --mesh-names and --device exclude DCP, which is loaded on any mesh"
             raise UsageError(what, hint="leave them out")
         with ExitStack() as stack:
-            source = _prepared(source, kind, world_size, chosen, stack)
-            target = Target.of(source, world_size, mesh, mesh_names, device, torch)
-            writing = _writing(source, target, kind, goal, stack)
+            with noting(source.states):
+                source = _prepared(source, kind, world_size, chosen, stack)
+                target = Target.of(source, world_size, mesh, mesh_names, device, torch)
+                writing = _writing(source, target, kind, goal, stack)
             notes, others = _write(source, writing, kind, goal, chosen, heard)
     seconds = round(time.monotonic() - started, 3)
     return _report(source, target, kind, goal, writing.made, others, notes, seconds)
@@ -196,8 +198,11 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         _make_files(plan, made, stage.directory, options, listener)
         notes, others = writing.add(stage.directory)
         notes += [*_notes_of(source, kind), *without_checksums(source.catalogs, options.verify)]
+        source.states.check()
         if options.verify != "off":
-            check_output(source, made, kind, stage.directory, options, listener)
+            with Sources((source,)).blamed():
+                check_output(source, made, kind, stage.directory, options, listener)
+        source.states.check()
         listener(Stage("committing"))
         notes += stage.commit()
     return warn(listener, notes), others

@@ -300,7 +300,7 @@ def open_checkpoint(
     with ExitStack() as stack:
         checkpoint = read_unmerged(path, chosen, stack)
         found = _tensors(checkpoint, chosen)
-        reader = TensorReader(checkpoint.location.weights_dir, empty)
+        reader = TensorReader(checkpoint.location.weights_dir, empty, checkpoint.states)
         stack.callback(reader.close)
         opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())

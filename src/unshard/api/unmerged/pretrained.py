@@ -173,7 +173,7 @@ def _reading(
 
     What reading raises is raised at the end: transformers makes a problem of conversion of it.
     """
-    reader = TensorReader(source.location.weights_dir, torch_memory)
+    reader = TensorReader(source.location.weights_dir, torch_memory, source.states)
     failures: list[UnshardError] = []
 
     def take(operation: Tiled, selection: Selection) -> Unread:

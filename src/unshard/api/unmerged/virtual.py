@@ -52,6 +52,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
         stack: ExitStack,
     ) -> None:
         self._plan = prepared.plan
+        self._sources = prepared.sources
         self._path = prepared.checkpoint.location.weights_dir
         self._contents = contents
         self._reader = reader
@@ -98,7 +99,8 @@ class VirtualFiles(Mapping[str, PlannedFile]):
             CorruptError: one is gone, was replaced, or was written to.
             UsageError: the files were closed.
         """
-        self._reader.check_sources()
+        self._reader.check()
+        self._sources.unchanged()
 
     @property
     def overflows(self) -> dict[str, int]:
@@ -178,7 +180,8 @@ def plan_files(
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge, weights first; closing them closes what the stack has."""
     files = contents_of_output(prepared, options, stack)
-    reader = PieceReader(prepared.checkpoint.location.weights_dir, files)
+    checkpoint = prepared.checkpoint
+    reader = PieceReader(checkpoint.location.weights_dir, checkpoint.states)
     stack.callback(reader.close)
     return VirtualFiles(prepared, files, reader, stack.pop_all())
 

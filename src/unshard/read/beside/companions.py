@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.containers.file_states import FileStates
 from unshard.errors import CorruptError, UsageError
 from unshard.read.format import Location
 from unshard.read.model_config import ConfigFile, ModelConfig
@@ -56,6 +57,11 @@ class Companions:
     def model(self) -> ModelConfig | None:
         """What config.json says: see `ConfigFile.model`; None without one."""
         return None if self.config_file is None else self.config_file.model
+
+    def note(self, states: FileStates) -> None:
+        """Take note of how the files are now: they are copied later."""
+        for path in (*self.files.values(), *([self.config] if self.config else [])):
+            states.add(path)
 
 
 def find_companions(location: Location, config: Path | None) -> Companions:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.containers.file_states import note_here, noted_here
 from unshard.containers.open_files import Opened, OpenFiles, opened, pread, pread_many
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
@@ -106,7 +107,7 @@ def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
     jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
     known = _Known()
     found: dict[int, StoredItem | UnshardError] = {}
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREADS, "", note_here, (noted_here(),)) as pool:
         for part in pool.map(lambda job: _read_batch(job[0], job[1], known), jobs):
             found |= part
     return [found[number] for number in range(len(items))]

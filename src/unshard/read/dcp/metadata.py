@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from unshard.containers.open_files import read_whole
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.torch_files.reader import unpickled
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
@@ -111,7 +112,7 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
                 f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
             )
         try:
-            _add(whole, path, unpickled(path, path.read_bytes()))
+            _add(whole, path, unpickled(path, read_whole(path)))
         except TensorFormError as error:
             raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
     named = [name for name in whole.paths if name in whole.tensors]

@@ -17,6 +17,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
+from unshard.containers.open_files import read_whole
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import unpickled
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
@@ -109,7 +110,7 @@ def read_metadata(path: Path, item: str) -> StatedItem | None:
         raise CorruptError(
             f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
         )
-    value = unpickled(path, path.read_bytes())
+    value = unpickled(path, read_whole(path))
     try:
         return _Reader(path, size).item(value, item)
     except TensorFormError as error:

@@ -1,0 +1,153 @@
+"""Whether files are still those that were opened first: a trainer may save over what is read.
+
+Such a save is as valid as the one before it, with checksums of its own, so nothing in the bytes
+shows that one half of them is of another step. What shows it is the status of the file.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+
+from unshard.errors import CorruptError
+from unshard.stores.buckets import changed
+from unshard.stores.remote_path import RemotePath, look_again
+
+_SETTLED_NS = 20_000_000
+"""Longer than a tick of the kernel's clock, by which times of files are rounded: 1 to 10 ms."""
+_LOOKS = 50
+
+Look = Callable[[], os.stat_result]
+"""Returns the status of an open file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What tells a file from another one in its place, and from itself with other bytes.
+
+    Attributes:
+        device, inode, size, modified_ns: as of its status.
+        links: its hard links.
+        changed_ns: ctime, which nobody can set back.
+    """
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    links: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileState":
+        """Return the state that a status describes."""
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return cls(*identity, status.st_nlink, status.st_ctime_ns)
+
+    def is_same(self, later: "FileState") -> bool:
+        """Return whether the bytes are the same as far as a status shows.
+
+        A hard link that was made or removed changes ctime, too: pins are hard links, and so is what
+        is left of a pinned checkpoint when its trainer removes it.
+        """
+        *file, links, changed_ns = astuple(self)
+        *later_file, later_links, later_changed_ns = astuple(later)
+        return file == later_file and (links != later_links or changed_ns == later_changed_ns)
+
+
+class FileStates:
+    """The state of each file when it was opened first. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._states: dict[Path, FileState] = {}
+
+    def __getitem__(self, path: Path) -> FileState:
+        return self._states[path]
+
+    def add(self, path: Path) -> None:
+        """Take note of a file that will be opened later; errors are left to that."""
+        with suppress(OSError):
+            self.see(path, partial(_status, path))
+
+    def see(self, path: Path, look: Look) -> None:
+        """Take note of a file that has just been opened, or compare it with its state.
+
+        Raises:
+            CorruptError: it is not the same.
+        """
+        first = self._states.get(path)
+        if first is None:
+            self._states.setdefault(path, _settled(look))
+        elif not first.is_same(FileState.of(look())):
+            raise changed(str(path))
+
+    def check(self) -> None:
+        """Check that every file is there, and is the same.
+
+        Raises:
+            CorruptError: one is gone, was replaced, or was written to.
+        """
+        for path in self._states:
+            look_again(path)
+        for path in list(self._states):
+            try:
+                self.see(path, partial(_status, path))
+            except FileNotFoundError as error:
+                raise changed(str(path), "no longer exists") from error
+            except OSError as error:
+                raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+_noting: ContextVar[FileStates | None] = ContextVar("noting", default=None)
+
+
+@contextmanager
+def noting(states: FileStates) -> Iterator[FileStates]:
+    """Have every file noted that this thread opens meanwhile to read it.
+
+    Headers, pickles and JSON are read in many places, none of which has to know of it.
+    """
+    token = _noting.set(states)
+    try:
+        yield states
+    finally:
+        _noting.reset(token)
+
+
+def note_here(states: FileStates | None) -> None:
+    """Have every file noted that this thread opens from now on: for the threads of a pool."""
+    _noting.set(states)
+
+
+def noted_here() -> FileStates | None:
+    """Return what notes the files that this thread opens; None if nothing does."""
+    return _noting.get()
+
+
+def _settled(look: Look) -> FileState:
+    """Return the state of a file, once a later write to it would change its times.
+
+    Files that were written within the same tick have the same time.
+    """
+    for _ in range(_LOOKS):
+        status = look()
+        age = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+        if not 0 <= age < _SETTLED_NS:
+            break
+        time.sleep((_SETTLED_NS - age) / 1e9)
+    return FileState.of(status)
+
+
+def _status(path: Path) -> os.stat_result:
+    """Return the status of a path; of a network file system, as its server knows it."""
+    if isinstance(path, RemotePath):
+        return path.stat()
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening asks the server, a status may not
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)

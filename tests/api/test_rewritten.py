@@ -1,0 +1,169 @@
+"""A trainer saves its next step over the one that is read: one step comes of it, or an error.
+
+Each save is valid, with checksums of its own, and of the same sizes. What is done to the files is
+done by another thread at a moment of chance, from before the first byte is read to after the last.
+"""
+
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import unshard
+from adapters import adapted
+from optimizers import like, save_optimizer
+from properties import examples
+from ranks import contents, save_ranks
+from trainers import dcp_under, shards
+from unshard.progress import ignore
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+MOMENTS, FEW = 200, 5
+STEPS = 2
+STATE = "extra_state_world_size_2_rank_{}.pt"
+
+Save = Callable[[Path, int], None]
+Make = Callable[[Path, Path, str], object]
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a step: copied by the kernel, in short runs, and whole."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        f"model.layers.{number}.mlp.up_proj.weight": torch.randn(160, 130, generator=generator)
+        for number in range(3)
+    } | {"model.norm.weight": torch.randn(130, generator=generator)}
+
+
+def save_verl(place: Path, step: int) -> None:
+    save_ranks(place, tensors(step), 2)
+    save_optimizer(place, {"exp_avg": like(tensors(step), step)}, 2)
+    for rank in range(2):
+        torch.save({"lr_scheduler": {"last_epoch": step}}, place / STATE.format(rank))
+
+
+def save_dcp(place: Path, step: int) -> None:
+    dcp_under("model")(place, tensors(step))
+
+
+def save_compressed(place: Path, step: int) -> None:
+    dcp_under("model", compressed=True)(place, tensors(step))
+
+
+def save_adapter(place: Path, step: int) -> None:
+    adapted(place, alpha=1.0 + step)
+    held = {f"base_model.model.{name}": one for name, one in tensors(step).items()}
+    pair = {
+        f"base_model.model.lm_head.lora_{side}.default.weight": torch.full(shape, 1.0 + step)
+        for side, shape in (("A", (2, 130)), ("B", (160, 2)))
+    }
+    base = {"base_model.model.lm_head.base_layer.weight": tensors(step + 7)[next(iter(tensors(0)))]}
+    save_ranks(place, held | base | pair, 2)
+
+
+def by_rename(new: Path, old: Path) -> None:
+    """Replace each file in one step, as a trainer that writes a draft first."""
+    for path in sorted(new.iterdir()):
+        draft = old / f".{path.name}.draft"
+        shutil.copyfile(path, draft)
+        draft.replace(old / path.name)
+
+
+def in_place(new: Path, old: Path) -> None:
+    """Write over the bytes of each file."""
+    for path in sorted(new.iterdir()):
+        with (old / path.name).open("r+b") as file:
+            file.write(path.read_bytes())
+            file.truncate()
+
+
+def with_old_times(new: Path, old: Path) -> None:
+    """Write over the bytes of each file and give it its time back, as rsync --times can."""
+    times = {path.name: (old / path.name).stat() for path in new.iterdir()}
+    in_place(new, old)
+    for name, status in times.items():
+        os.utime(old / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+WAYS = (by_rename, in_place, with_old_times)
+
+
+def merging(**options: object) -> Make:
+    def make(source: Path, output: Path, verify: str) -> object:
+        return unshard.merge(source, output, verify=verify, listener=ignore, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def average(source: Path, output: Path, verify: str) -> object:
+    other = source.parent / "other"
+    return unshard.average([source, other], output, verify=verify, listener=ignore)  # type: ignore[arg-type]
+
+
+def reshard(source: Path, output: Path, verify: str) -> object:
+    return unshard.reshard(source, output, world_size=3, verify=verify, listener=ignore)  # type: ignore[arg-type]
+
+
+def to_dcp(source: Path, output: Path, verify: str) -> object:
+    return unshard.reshard(source, output, world_size=2, to="dcp", verify=verify, listener=ignore)  # type: ignore[arg-type]
+
+
+MADE: dict[str, tuple[Save, Make]] = {
+    "merge": (save_verl, merging()),
+    "cast": (save_verl, merging(dtype="bfloat16", extra_state=False)),
+    "optimizer": (save_verl, merging(optimizer=True)),
+    "average": (save_verl, average),
+    "reshard": (save_verl, reshard),
+    "reshard to DCP": (save_verl, to_dcp),
+    "DCP": (save_dcp, merging()),
+    "reshard DCP": (save_dcp, reshard),
+    "compressed DCP": (save_compressed, merging()),
+    "LoRA": (save_adapter, merging(lora="both")),
+    "shards": (lambda place, step: shards(place, tensors(step)) and None, merging()),
+}
+
+
+@pytest.mark.parametrize("verify", ["light", "full"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MADE)
+def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
+    tmp_path: Path, name: str, way: Callable[[Path, Path], None], verify: str
+) -> None:
+    save, make = MADE[name]
+    steps, output = [tmp_path / f"step_{number}" for number in range(STEPS)], tmp_path / "out"
+    for number, place in enumerate((*steps, tmp_path / "other")):
+        save(place, number)
+    source, truth, took = tmp_path / "latest", [], 0.0
+    for place in steps:
+        shutil.copytree(place, source, dirs_exist_ok=True)
+        begun = time.monotonic()
+        make(source, output, verify)
+        took = max(took, time.monotonic() - begun)
+        truth.append(contents(output))
+        shutil.rmtree(output)
+    assert truth[0] != truth[1]
+    names = {path.name for path in tmp_path.iterdir()}
+    chance, outcomes = random.Random(f"{name} {way.__name__} {verify}"), set()
+    for _ in range(MOMENTS if examples(MOMENTS) == MOMENTS else FEW):
+        shutil.rmtree(source)
+        shutil.copytree(steps[0], source)
+        writer = threading.Timer(chance.uniform(0, took), way, (steps[1], source))
+        writer.start()
+        try:
+            make(source, output, verify)
+        except unshard.CheckpointError as error:
+            outcomes.add(str(error).splitlines()[0].rpartition(": ")[2])
+        else:
+            outcomes.add(f"step {truth.index(contents(output))}")
+            shutil.rmtree(output)
+        writer.join()
+        assert {path.name for path in tmp_path.iterdir()} == names
+    if way is by_rename and "compressed" not in name:  # else a header may be torn, too
+        assert outcomes <= {"step 0", "step 1", "has changed while it was being read"}
