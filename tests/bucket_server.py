@@ -55,8 +55,8 @@ class Store:
         requests: those that came through the proxy, in their order.
         fault: decides what becomes of a request: None (nothing is wrong), a status such as "503",
             "cut" (the connection ends without an answer), "cut after" (the server has done what
-            was asked), "kill" (then `kill` is called), "half" (it ends within the body), or
-            "no etag" (the answer has an empty ETag).
+            was asked), "kill" (then `kill` is called), "half" (it ends within the body),
+            "no etag" (the answer has an empty ETag), or "any" (If-Match is ignored).
         kill: ends the client.
     """
 
@@ -162,7 +162,8 @@ def _talk(client: socket.socket, store: Store, server: tuple[str, int]) -> None:
                 client.sendall(f"HTTP/1.1 {fault} Fault\r\nContent-Length: 0\r\n\r\n".encode())
                 continue
             with closing(socket.create_connection(server)) as upstream:
-                upstream.sendall(_closing(head) + body)
+                dropped = b"if-match" if fault == "any" else b"-"
+                upstream.sendall(_closing(head, dropped) + body)
                 answer = upstream.makefile("rb")
                 back = _head(answer)
                 size = 0 if request.method == "HEAD" else int(_field(back, b"content-length") or 0)
@@ -196,9 +197,10 @@ def _field(head: bytes, name: bytes) -> bytes | None:
     return None
 
 
-def _closing(head: bytes) -> bytes:
+def _closing(head: bytes, dropped: bytes) -> bytes:
     first, _, rest = head.partition(b"\r\n")
-    lines = [one for one in rest.split(b"\r\n") if not one.lower().startswith(b"connection:")]
+    without = (b"connection:", dropped + b":")
+    lines = [one for one in rest.split(b"\r\n") if not one.lower().startswith(without)]
     return b"\r\n".join([first, b"Connection: close", *lines])
 
 

@@ -19,9 +19,11 @@ import unshard
 from adapters import adapted
 from optimizers import like, save_optimizer
 from properties import examples
-from ranks import contents, save_ranks
+from ranks import assert_same, contents, save_ranks
 from trainers import dcp_under, shards
 from unshard.progress import ignore
+from unshard.read import open as reading
+from unshard.tensors.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -167,3 +169,85 @@ def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
         assert {path.name for path in tmp_path.iterdir()} == names
     if way is by_rename and "compressed" not in name:  # else a header may be torn, too
         assert outcomes <= {"step 0", "step 1", "has changed while it was being read"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_read_on_demand_is_of_the_step_that_was_opened(
+    tmp_path: Path, way: Callable[[Path, Path], None]
+) -> None:
+    for step in range(STEPS):
+        save_verl(tmp_path / str(step), step)
+    names = list(tensors(0))
+    for count in range(len(names) + 1):
+        source = tmp_path / f"latest-{count}"
+        shutil.copytree(tmp_path / "0", source)
+        with unshard.open_checkpoint(source, framework="pt") as opened:
+            found = {name: opened[name] for name in names[:count]}
+            way(tmp_path / "1", source)
+            try:
+                found |= {name: opened[name] for name in names[count:]}
+            except unshard.CorruptError as error:
+                assert "has changed while it was being read" in str(error)
+            assert_same(found, {name: tensors(0)[name] for name in found})
+            assert count or way is not by_rename or not found
+
+
+def empty_model() -> torch.nn.Module:
+    """Return a model whose parameters have the names of `tensors`."""
+    model = torch.nn.Module()
+    for name, values in tensors(0).items():
+        *folders, last = name.split(".")
+        inner = model
+        for folder in folders:
+            if folder not in dict(inner.named_children()):
+                inner.add_module(folder, torch.nn.Module())
+            inner = inner.get_submodule(folder)
+        inner.register_parameter(last, torch.nn.Parameter(torch.empty_like(values)))
+    return model
+
+
+def read_virtual(source: Path, _: Path) -> None:
+    with unshard.virtual(source, listener=ignore) as files:
+        try:
+            files["model.safetensors"].read()
+        except unshard.CorruptError:
+            files.check_sources()  # says the same
+            raise AssertionError from None
+
+
+READ: dict[str, Callable[[Path, Path], object]] = {
+    "virtual": read_virtual,
+    "load_state_dict": lambda source, _: unshard.load_state_dict(source),
+    "load_into": lambda source, _: unshard.load_into(empty_model(), source),
+    "verify": lambda source, model: unshard.verify(model, source, listener=ignore),
+    "base": lambda source, model: unshard.merge(
+        source.with_name("0"), model.with_name("out"), base=model, listener=ignore
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", READ)
+def test_all_that_reads_weights_notices_that_they_are_no_longer_what_was_opened(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    way: Callable[[Path, Path], None],
+) -> None:
+    """The files are rewritten when headers were read, and no weights."""
+    source, model, checked = tmp_path / "latest", tmp_path / "model", reading.check_coverage
+    for step in range(STEPS):
+        save_verl(tmp_path / str(step), step)
+        unshard.merge(tmp_path / str(step), tmp_path / f"model_{step}", listener=ignore)
+    shutil.copytree(tmp_path / "0", source)
+    shutil.copytree(tmp_path / "model_0", model)
+
+    def rewrite(catalog: Catalog) -> None:
+        checked(catalog)
+        way(tmp_path / "1", source)
+        way(tmp_path / "model_1", model)
+
+    monkeypatch.setattr(reading, "check_coverage", rewrite)
+    with pytest.raises(unshard.CorruptError, match="has changed while it was being read"):
+        READ[name](source, model)
+    assert not (tmp_path / "out").exists()

@@ -27,6 +27,7 @@ from sources import (
     some_tensors,
     tensors,
 )
+from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
@@ -56,9 +57,9 @@ def small_slabs(slab_bytes: int) -> Iterator[None]:
         yield
 
 
-def opened(plan: Plan) -> tuple[PieceReader, Opened]:
+def opened(plan: Plan, states: FileStates | None = None) -> tuple[PieceReader, Opened]:
     contents = dict(contents_of(plan))
-    reader = PieceReader(Path("checkpoint"), contents)
+    reader = PieceReader(Path("checkpoint"), states)
 
     def file(name: str, one: Contents) -> PlannedFile:
         return PlannedFile(name, one.size, lambda at, out: reader.read(one, at, out))
@@ -222,7 +223,7 @@ def test_it_does_what_a_file_of_these_bytes_does(
 ) -> None:
     data = bytes(range(256)) * 2
     contents = Contents.of_bytes(data)
-    reader = PieceReader(Path("checkpoint"), {"f": contents})
+    reader = PieceReader(Path("checkpoint"))
     ours = PlannedFile("f", len(data), lambda at, out: reader.read(contents, at, out))
     theirs = io.BufferedReader(io.BytesIO(data))
     for what, number, whence in steps:
@@ -245,7 +246,7 @@ def test_it_does_what_a_file_of_these_bytes_does(
 
 def test_it_is_a_binary_file_for_reading_only() -> None:
     contents = Contents.of_bytes(b"one\ntwo\n")
-    reader = PieceReader(Path("checkpoint"), {"f": contents})
+    reader = PieceReader(Path("checkpoint"))
     with PlannedFile("f", 8, lambda at, out: reader.read(contents, at, out)) as file:
         assert isinstance(file, io.BufferedIOBase)
         assert (file.name, file.size, file.mode) == ("f", 8, "rb")
@@ -268,30 +269,36 @@ def test_it_is_a_binary_file_for_reading_only() -> None:
 def test_a_source_that_goes_or_shrinks_is_corrupt(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     sources.add("w", grid("float32", (30, 100), (3, 1)))
-    plan = sources.plan()
-    reader, files = opened(plan)
+    plan, states = sources.plan(), FileStates()
+    for path in sources.paths:
+        states.add(path)
+    reader, files = opened(plan, states)
     (file,) = files.values()
-    reader.check_sources()
+    states.check()
     os.link(sources.paths[0], tmp_path / "pin")  # changes nothing but the number of links
-    reader.check_sources()
-    os.truncate(sources.paths[1], 100)
-    with pytest.raises(CorruptError, match=r"rank1\.bin: ends at byte 100, .* bytes too early"):
+    states.check()
+    sources.paths[1].write_bytes(sources.paths[1].read_bytes()[::-1])
+    with pytest.raises(CorruptError, match=r"rank1\.bin: has changed while it was being read"):
         file.read()
     assert file.tell() == 0
     with pytest.raises(CorruptError, match=r"rank1\.bin: has changed while it was being read"):
-        reader.check_sources()
+        states.check()
+    os.truncate(sources.paths[1], 100)
+    with pytest.raises(CorruptError, match=r"rank1\.bin: ends at byte 100, .* bytes too early"):
+        file.read()
     reader.close()
     with pytest.raises(UsageError, match="were closed"):
         file.read()
-    plan = sources.plan()  # writes them again
-    reader, files = opened(plan)
+    sources.plan()  # writes them again
+    states = FileStates()
+    states.add(sources.paths[2])
     sources.paths[2].unlink()
+    reader, files = opened(plan, states)
     with pytest.raises(CorruptError, match=r"rank2\.bin: no longer exists"):
         files["model.safetensors"].read()
     with pytest.raises(CorruptError, match=r"rank2\.bin: no longer exists"):
-        reader.check_sources()
-    with pytest.raises(CorruptError, match=r"rank2\.bin: no longer exists"):
-        opened(plan)
+        states.check()
     sources.paths[2].symlink_to(sources.paths[2])
     with pytest.raises(CorruptError, match=r"rank2\.bin: cannot be opened: Too many levels"):
-        reader.check_sources()
+        states.check()
+    reader.close()

@@ -3,6 +3,7 @@
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -109,6 +110,47 @@ def test_an_object_replaced_in_the_middle_is_an_error(
         unshard.merge(address, tmp_path / "out")
     assert changed.is_set()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", ["a disk", "the store"])
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_checkpoint_saved_over_at_any_request_gives_one_step_or_an_error(
+    store: Store, tmp_path: Path, output: str, *, ignores: bool
+) -> None:
+    """Also by a store that ignores If-Match."""
+    steps = [
+        save_ranks(tmp_path / str(step), {"w": torch.full((64, 8), float(step))}, 2)
+        for step in range(2)
+    ]
+    seen = set()
+    for number in range(100):
+        address, target = store.upload(steps[0], "latest"), str(tmp_path / "out")
+        target = target if output == "a disk" else f"s3://{BUCKET}/made-{ignores}-{number}"
+        store.requests.clear()
+
+        def fault(request: Request, number: int = number) -> str | None:
+            if request.number == number:
+                store.upload(steps[1], "latest")
+            return "any" if ignores and request.method == "GET" else None
+
+        store.fault = fault
+        try:
+            unshard.merge(address, target, verify="full")
+        except CorruptError as error:
+            assert "has changed while it was being read" in str(error)
+            seen.add("an error")
+        else:
+            store.fault = lambda _: None
+            with unshard.open_checkpoint(target) as made:
+                values = set(made["w"].reshape(-1).tolist())
+            assert values in ({0.0}, {1.0})
+            seen.add(values.pop())
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        assert not (tmp_path / "out").exists()
+        if number >= len(store.requests):
+            break
+    assert seen == {0.0, "an error"} | ({1.0} & seen)
+    assert number > 5
 
 
 def test_without_obstore_the_error_says_what_to_install(

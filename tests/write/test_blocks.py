@@ -90,7 +90,7 @@ def made(sources: Sources, recipes: dict[str, Recipe], resources: Resources) -> 
     plan = make_plan(lay_out(tensors, 10**9))
     files = merged(plan, resources)
     contents = dict(contents_of(plan))
-    reader = PieceReader(Path("checkpoint"), contents)
+    reader = PieceReader(Path("checkpoint"))
     for name, one in contents.items():
         out = bytearray(one.size)
         reader.read(one, 0, memoryview(out))

@@ -91,6 +91,8 @@ def verify(
             found = compare(
                 mine, other_side, tolerances, chosen.resources, heard, measuring=engine.measure
             )
+        for one in (ours, theirs):
+            one.states.check()  # what differs may be of another step
         found = replace(found, by_config=_compare_by_config(ours, chosen))
         if load:
             from unshard.write.verification.load import forms_of, verify_load
