@@ -25,7 +25,7 @@ def tell(number: int) -> None:
 
 if __name__ == "__main__":
     for name in (
-        "unshard.api.storing",
+        "unshard.engines.uploads",
         "obstore.store",
         "boto3",
     ):

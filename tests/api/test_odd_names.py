@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import unshard
 from properties import examples
 from unshard import CorruptError, MergeOptions, UnshardError
-from unshard.api.merging import merge_with
+from unshard.api.merging import merge_checkpoint
 from unshard.progress import Event, Warned
 from unshard.read.hub_files import natural_order
 
@@ -126,7 +126,7 @@ def test_a_warning_is_printable(tmp_path: Path) -> None:
     stale = folder / "shard-00002-model-00001-of-00001.safetensors"
     shutil.copy(stale, folder / "shard-00002-model-00003-of-00003.safetensors")
     heard: list[Event] = []
-    merge_with(folder, tmp_path / "out", MergeOptions(), heard.append)
+    merge_checkpoint(folder, tmp_path / "out", MergeOptions(), heard.append)
     warnings = [event.message for event in heard if isinstance(event, Warned)]
     assert any("stale" in warning and r"caf\udce9" in warning for warning in warnings)
     assert all(warning.isprintable() for warning in warnings)

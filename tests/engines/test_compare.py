@@ -20,6 +20,7 @@ from sources import Chunk, Sources, Tensor, column_major, row_major
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import LowRank, Recipe, Stack, WeightedSum, stored_dtype, take
 from unshard.engines.compare import compare
+from unshard.engines.crew import Threads
 from unshard.engines.threads import Resources, run_plan
 from unshard.errors import CorruptError, UsageError
 from unshard.plan import work
@@ -59,8 +60,7 @@ def compared(
         saved(tmp_path / "ours.safetensors", ours),
         saved(tmp_path / "theirs.safetensors", theirs),
         tolerances,
-        TWO,
-        ignore,
+        Threads(TWO, ignore),
     )
 
 
@@ -272,7 +272,7 @@ def test_shards_equal_the_whole_that_they_make(tmp_path: Path, dtype: torch.dtyp
     tensors = some_tensors()
     checkpoint = opened(save_ranks(tmp_path / "ckpt", tensors, 3))
     whole = saved(tmp_path / "w.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
-    found = compare(whole, checkpoint, EXACT, TWO, ignore)
+    found = compare(whole, checkpoint, EXACT, Threads(TWO, ignore))
     assert found.equal
     assert all(tensor.cast is (dtype != torch.float32) for tensor in found.tensors)
 
@@ -285,7 +285,7 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
         path = tmp_path / "split" / f"model-{number:05d}-of-00002.safetensors"
         save_file({name: tensors[name] for name in part}, path)
     whole = saved(tmp_path / "w.safetensors", tensors)
-    assert compare(opened(tmp_path / "split"), whole, EXACT, TWO, ignore).equal
+    assert compare(opened(tmp_path / "split"), whole, EXACT, Threads(TWO, ignore)).equal
 
 
 def filled(sources: Sources, name: str, shape: tuple[int, ...], *, odd: bool = False) -> Recipe:
@@ -312,7 +312,7 @@ def test_every_recipe_equals_what_a_merge_makes_of_it(tmp_path: Path, dtype: str
     wanted = [replace(tensor, dtype=BY_NAME[dtype]) for tensor in theirs]
     (tmp_path / "out").mkdir()
     run_plan(make_plan(lay_out(wanted, 10**9)), tmp_path / "out", TWO, ignore)
-    found = compare(opened(tmp_path / "out"), theirs, EXACT, TWO, ignore)
+    found = compare(opened(tmp_path / "out"), theirs, EXACT, Threads(TWO, ignore))
     assert found.equal
     assert len(found.tensors) == 4
 
@@ -330,7 +330,7 @@ def test_the_result_does_not_depend_on_the_settings(tmp_path: Path) -> None:
     first = saved(tmp_path / "ours.safetensors", ours)
     second = saved(tmp_path / "theirs.safetensors", theirs)
     found = [
-        compare(first, second, EXACT, Resources(workers, memory), ignore)
+        compare(first, second, EXACT, Threads(Resources(workers, memory), ignore))
         for workers, memory in ((1, PAIR_BYTES), (5, 64_000_000), (3, 13_000_000))
     ]
     assert found[0] == found[1] == found[2]
@@ -340,7 +340,7 @@ def test_progress_adds_up_to_our_bytes(tmp_path: Path) -> None:
     events: list[Event] = []
     tensors = some_tensors()
     model = saved(tmp_path / "w.safetensors", tensors)
-    compare(model, model, EXACT, TWO, events.append)
+    compare(model, model, EXACT, Threads(TWO, events.append))
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert events[0] == Stage("comparing", total)
     assert total == sum(event.written_bytes for event in events if isinstance(event, Advanced))
@@ -349,20 +349,21 @@ def test_progress_adds_up_to_our_bytes(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused(tmp_path: Path) -> None:
     model = saved(tmp_path / "w.safetensors", some_tensors())
     with pytest.raises(UsageError, match="too little to compare"):
-        compare(model, model, EXACT, Resources(1, PAIR_BYTES - 1), ignore)
+        compare(model, model, EXACT, Threads(Resources(1, PAIR_BYTES - 1), ignore))
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     model = saved(tmp_path / "w.safetensors", some_tensors())
     (tmp_path / "w.safetensors").unlink()
     with pytest.raises(CorruptError, match=r"w\.safetensors: no longer exists"):
-        compare(model, model, EXACT, TWO, ignore)
+        compare(model, model, EXACT, Threads(TWO, ignore))
 
 
 MEASURE = """
 import sys
 from pathlib import Path
 from unshard.engines.compare import compare
+from unshard.engines.crew import Threads
 from unshard.engines.threads import Resources
 from unshard.plan.work import as_stored
 from unshard.progress import ignore
@@ -374,7 +375,7 @@ from unshard.write.report import peak_memory
 ours, theirs = (
     as_stored(open_latest(Path(path), Choice(), ReadOptions()).catalog) for path in sys.argv[1:]
 )
-found = compare(ours, theirs, Tolerances(), Resources(2, 64_000_000), ignore)
+found = compare(ours, theirs, Tolerances(), Threads(Resources(2, 64_000_000), ignore))
 assert len(found.different) == 1
 print(peak_memory())
 """

@@ -26,7 +26,7 @@ from ranks import assert_same, merged, snapshot, some_tensors
 from unshard import CheckpointError, CorruptError, UsageError
 from unshard.api import MergeOptions
 from unshard.api.making import Prepared
-from unshard.api.merging import merge_with
+from unshard.api.merging import merge_checkpoint
 from unshard.containers.zstd import decompress
 from unshard.progress import ignore
 from unshard.read.dcp.items import inflate, inflated_bytes
@@ -142,7 +142,7 @@ def test_files_that_a_caller_adds_before_the_merge_are_written(
     def add(prepared: Prepared) -> Prepared:
         return replace(prepared, files={"more.json": b"{}"})
 
-    report = merge_with(checkpoint, tmp_path / "out", MergeOptions(), ignore, before=add)
+    report = merge_checkpoint(checkpoint, tmp_path / "out", MergeOptions(), ignore, before=add)
     assert report.companions == ("more.json",)
     assert (tmp_path / "out" / "more.json").read_bytes() == b"{}"
 

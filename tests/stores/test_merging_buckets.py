@@ -42,7 +42,7 @@ def test_a_folder_that_was_listed_is_not_asked_for_what_it_does_not_have(
     store.forget_requests()
     unshard.merge(address, tmp_path / "out")
     listings = [one.query for one in store.requests if "list-type" in one.query]
-    assert 1 <= len(listings) <= 4, listings
+    assert 1 <= len(listings) <= 5, listings  # two of them show that nothing has changed
 
 
 def test_a_fuse_gets_wide_matrices_once(store: Store, tmp_path: Path) -> None:

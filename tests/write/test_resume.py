@@ -347,7 +347,7 @@ def test_an_average_is_resumed_too(tmp_path: Path) -> None:
 
     def ended() -> None:
         pytest.MonkeyPatch().setattr(
-            "unshard.api.merging.add_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            "unshard.api.merging.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         unshard.average(paths, out, options=options)
 

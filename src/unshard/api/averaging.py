@@ -1,14 +1,15 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.merging import merge_with
-from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Opening, Sources, read_checkpoint
+from unshard.api.merging import check_output, merge_with
+from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage
@@ -62,54 +63,55 @@ def average(
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then.
     """
     chosen = replace(options or MergeOptions(), **keywords)
-    opening = averaging(
-        checkpoints,
-        chosen,
-        coefficients=coefficients,
-        ema_decay=ema_decay,
-        last=last,
-        every=every,
-    )
+    target = check_output(output, chosen)
     with hearing(listener) as heard:
-        return merge_with(opening, given_output(output), chosen, heard)
+        sources = open_sources(
+            checkpoints,
+            chosen,
+            heard,
+            coefficients=coefficients,
+            ema_decay=ema_decay,
+            last=last,
+            every=every,
+        )
+        return merge_with(sources, target, chosen, heard)
 
 
-def averaging(
+def open_sources(
     checkpoints: Sequence[str | Path] | str | Path,
     options: MergeOptions,
+    listener: Listener,
     *,
     coefficients: Sequence[float] | None = None,
     ema_decay: float | None = None,
     last: int | None = None,
     every: int | None = None,
     pass_over: bool = True,
-) -> Opening:
-    """Return the function that opens the checkpoints of an average, for `merge_with`.
+) -> Sources:
+    """Open the checkpoints of an average.
 
     Args:
         checkpoints, coefficients, ema_decay, last, every: as for `average`.
         options: those of `merge_with`.
+        listener: is told which are averaged.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
             are an error.
     """
+    opening = time.monotonic()
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
     _check(options, coefficients, ema_decay, (last, every), are_several=len(paths) > 1)
     places = [given_path(path, "a checkpoint") for path in paths]
     if not paths:
         raise UsageError("no checkpoint to average")
-
-    def opened(heard: Listener) -> Sources:
-        heard(Stage("reading"))
-        if len(paths) == 1:
-            found = _open_steps(places[0], options, (last, every or 1), pass_over=pass_over)
-        else:
-            found = [read_checkpoint(place, options) for place in places]
-        weights = _choose_weights(coefficients, ema_decay, len(found))
-        titles = ", ".join(one.title for one in found)
-        heard(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
-        return Sources(tuple(found), weights)
-
-    return opened
+    listener(Stage("reading"))
+    if len(paths) == 1:
+        found = _open_steps(places[0], options, (last, every or 1), pass_over=pass_over)
+    else:
+        found = [read_checkpoint(place, options) for place in places]
+    weights = _choose_weights(coefficients, ema_decay, len(found))
+    titles = ", ".join(one.title for one in found)
+    listener(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
+    return Sources(tuple(found), weights, opening=opening)
 
 
 def _check(

@@ -48,18 +48,28 @@ from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
+from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer_state import OptimizerState
 from unshard.showing import counted
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
-from unshard.write.companions import ADAPTER_CONFIG_NAME, adapter_config_json
+from unshard.write.companions import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    OPTIMIZER_NAME,
+    adapter_config_json,
+    optimizer_json,
+)
 from unshard.write.execute import are_equal
+
+ADAPTER_FOLDER = "lora_adapter"
+"""Where an adapter is written that is written by itself too."""
+ADAPTER_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_NAME}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,10 +81,9 @@ class Conversion:
         config: config.json of the output, but for its dtype.
         notes: what a user should know.
         names_checked: by what the names were checked: "config", "base" or "none".
-        files: small files to write next to the weights, by name.
-        adapter: the adapter, if it is to be written by itself too.
-        optimizer: the tensors of the optimizer's state; `state`: what it has besides, under the
-            names of the output. Of neither there is any unless it was asked for.
+        files: small files to write next to the weights, by their paths.
+        beside: other tensors to write, by the pattern of their files: the state of the optimizer,
+            an adapter by itself.
     """
 
     tensors: Sequence[Converted]
@@ -82,9 +91,7 @@ class Conversion:
     notes: tuple[str, ...]
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
-    adapter: "Conversion | None" = None
-    optimizer: Sequence[Converted] = ()
-    state: OptimizerState | None = None
+    beside: Mapping[str, Sequence[Converted]] = field(default_factory=dict)
 
 
 def convert(sources: Sources, options: MergeOptions) -> Conversion:
@@ -108,13 +115,20 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
         made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:
         made, notes = _quantised(made, notes)
-    adapter = _separate_adapter(last, options) if options.lora == "both" else None
-    made = replace(made, notes=notes, names_checked=by, adapter=adapter)
+    made = replace(made, notes=notes, names_checked=by)
+    if options.lora == "both":
+        adapter = _separate_adapter(last, options)
+        files = {f"{ADAPTER_FOLDER}/{name}": text for name, text in adapter.files.items()}
+        return replace(made, files=files, beside={ADAPTER_FILE: adapter.tensors})
     if last.optimizer is None:
         return made
     moments, state = convert_optimizer(made.tensors, last.catalog, last.optimizer)
-    notes = (*notes, *moments.notes)
-    return replace(made, notes=notes, optimizer=moments.value, state=state)
+    return replace(
+        made,
+        notes=(*notes, *moments.notes),
+        files={OPTIMIZER_NAME: optimizer_json(state)},
+        beside={OPTIMIZER_FILES: moments.value},
+    )
 
 
 def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tuple[str, ...]]:

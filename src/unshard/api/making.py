@@ -5,47 +5,50 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard.api.converting import Conversion
+from unshard._version import __version__
+from unshard.api.converting import ADAPTER_FILE, Conversion, convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
+from unshard.api.sources import decompressed as decompressed_sources
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.crew import Crew
-from unshard.engines.threads import run_plan
+from unshard.errors import UsageError
 from unshard.keywords import SHARD_SIZE
-from unshard.plan.layout import OPTIMIZER_FILES, lay_out, size_in_bytes
+from unshard.plan.identity import digest_of
+from unshard.plan.layout import lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
-from unshard.progress import Listener, Stage, Warned, ignore
+from unshard.progress import Listener, Warned, ignore
+from unshard.progress import Stage as Progress
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
-from unshard.stores.remote_path import path_of
+from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import TensorEntry
+from unshard.write.bucket_stage import BucketStage
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
-    OPTIMIZER_NAME,
     companion_files,
     is_state_file,
-    optimizer_json,
     state_file_names,
-    write_files,
     write_training_state,
 )
 from unshard.write.execute import are_equal
 from unshard.write.hub import push
 from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
+from unshard.write.stage import Overflows, Stage, Work
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import verify_light, without_checksums
@@ -54,8 +57,6 @@ _log = logging.getLogger(__name__)
 
 _ONE_FILE = 1 << 62
 _COMPANION_ALLOWANCE = 64 * 1024
-ADAPTER_FOLDER = "lora_adapter"
-"""Where an adapter is written that is written by itself too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,9 +69,8 @@ class Prepared:
         plan: how their files are made.
         config: config.json of the output, if it gets one.
         warnings: what a user should know.
-        files: small files to write next to the weights, by name.
+        files: small files to write next to the weights, by their paths.
         names_checked: by what the names were checked: "config", "base" or "none".
-        adapter: the adapter by itself, to be written into a folder of its own.
     """
 
     sources: Sources
@@ -80,7 +80,6 @@ class Prepared:
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
     names_checked: str = "none"
-    adapter: "Prepared | None" = None
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -96,8 +95,10 @@ class Prepared:
 def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Prepared:
     """Lay out the output's files, and plan how they are made."""
     read = (*sources.notes, *without_checksums(sources.catalogs, options.verify))
-    if options.lora == "adapter":
-        return _plan_adapter(sources, made, read)
+    if options.lora == "adapter":  # a directory that PEFT loads, without companions
+        alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
+        plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+        return Prepared(alone, made.tensors, plan, None, read, made.files)
     base, size, like = sources.last.base, options.max_shard_size, None
     # The files are those of the base model, unless a size is given.
     if base is not None and size is None:
@@ -105,10 +106,12 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
         like = base.files if is_safetensors else None
     shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
     layout = lay_out(made.tensors, shard_bytes, like=like)
-    if made.optimizer:
-        moments = lay_out(made.optimizer, shard_bytes, pattern=OPTIMIZER_FILES)
-        layout = layout.with_optimizer(moments)
-    plan = make_plan(layout)
+    beside = [
+        lay_out(tensors, _ONE_FILE if pattern == ADAPTER_FILE else shard_bytes, pattern=pattern)
+        for pattern, tensors in made.beside.items()
+        if tensors
+    ]
+    plan = make_plan(layout.with_files_of(beside))
     _log_plan(made.tensors, plan)
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     if config is None:
@@ -121,19 +124,9 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
         plan,
         config=None if config is None else config.as_written(written),
         warnings=(*read, *notes, *sources.training.warnings),
-        files=made.files
-        if made.state is None
-        else {**made.files, OPTIMIZER_NAME: optimizer_json(made.state)},
+        files=made.files,
         names_checked=made.names_checked,
-        adapter=None if made.adapter is None else _plan_adapter(sources, made.adapter, ()),
     )
-
-
-def _plan_adapter(sources: Sources, made: Conversion, notes: tuple[str, ...]) -> Prepared:
-    """Plan an adapter as a directory of its own, which PEFT loads, without companions."""
-    alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
-    plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
-    return Prepared(alone, made.tensors, plan, None, notes, made.files)
 
 
 def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
@@ -167,50 +160,79 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
         _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
 
 
-def stage_output(prepared: Prepared, target: Path, options: MergeOptions) -> Staging:
-    """Return the stage on which the output is made apart, to take its place in one commit."""
-    sources, adapter = prepared.sources, prepared.adapter
-    entries = (entry for catalog in sources.catalogs for entry in catalog.tensors.values())
-    files = {id(entry.chunks.paths): entry.chunks.paths for entry in entries}  # shared by tensors
-    refuse_sources(target, {path for paths in files.values() for path in paths})
+def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
+    """Return the stage on which the output is made: that of a disk, or of a store.
+
+    Raises:
+        OutputError: the weights that are merged would be lost.
+        UsageError: an option excludes an output in a store.
+    """
+    sources, training = prepared.sources, prepared.sources.training
+    names = (*_weight_files(prepared), *_companion_files(prepared), *state_file_names(training))
+    if isinstance(target, RemotePath):
+        if options.push_to_hub is not None:
+            raise UsageError(
+                f"--push-to-hub needs an output on a disk, and {target} is in an object store",
+                hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
+            )
+        overwrite = bool(options.overwrite)
+        return BucketStage(target, overwrite=overwrite, names=names, resume=options.resume)
+    refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))
     needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
-    needed += 0 if adapter is None else adapter.plan.bytes_written
-    needed += 2 * sources.training.size  # of the first rank it is written twice
+    needed += 3 * training.size  # of the first rank it is written twice, and all of it is copied
     needed += sum(one.stat().st_size for one in prepared.checkpoint.companions.files.values())
-    names = (*_weight_files(prepared), *_companion_files(prepared))
     locations = [one.location for one in sources.checkpoints]
     return Staging(
         target,
         needed,
         sources=[place for one in locations for place in (one.step_dir, *one.roots)],
         overwrite=options.overwrite,
-        names=(*names, *state_file_names(sources.training)),
+        names=names,
         resume=options.resume,
     )
 
 
-def add_files(
-    prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener
-) -> None:
-    """Write all files but the weights: companions, index, training state, record, adapter."""
-    write_files(small_files(prepared) | {RECORD_NAME: make_record(prepared, options)}, directory)
-    write_training_state(prepared.sources.training, directory)
-    if prepared.adapter is not None:
-        run_plan(prepared.adapter.plan, directory / ADAPTER_FOLDER, options.resources, listener)
+def decompressed(
+    prepared: Prepared, stage: Stage, options: MergeOptions, listener: Listener
+) -> Prepared:
+    """Return the same with nothing compressed: converted and planned again.
+
+    Only then can values be compared, and be read anywhere.
+    """
+    if not prepared.sources.compressed_bytes:
+        return prepared
+    listener(Progress("decompressing"))
+    sources = decompressed_sources(prepared.sources, stage.scratch)
+    again = plan_output(sources, convert(sources, options), options)
+    warn(listener, [one for one in again.warnings if one not in prepared.warnings])
+    return replace(again, files={**prepared.files, **again.files})
 
 
-def small_files(prepared: Prepared) -> dict[str, bytes | Path]:
-    """Return all files but weights, training state and record: the bytes, or a file to copy."""
+def work_of(prepared: Prepared) -> Work:
+    """Return what a merge does.
+
+    It is asked for before anything is decompressed: what that becomes is planned again, into files
+    of other names, but always in the same way.
+    """
+    return Work(prepared.sources.digest(), f"{digest_of(prepared.plan)} {__version__}")
+
+
+def small_files(prepared: Prepared, scratch: Callable[[], Path]) -> dict[str, bytes | Path]:
+    """Return all files but weights and record: the bytes, or a file to copy.
+
+    `scratch` returns a directory, in which training state is written.
+    """
     files = companion_files(prepared.checkpoint.companions, prepared.config)
     files |= prepared.plan.layout.indices
     files |= prepared.files
-    if prepared.adapter is not None:
-        added = prepared.adapter.files.items()
-        files |= {f"{ADAPTER_FOLDER}/{name}": text for name, text in added}
+    if names := state_file_names(prepared.sources.training):
+        directory = scratch()
+        write_training_state(prepared.sources.training, directory)
+        files |= {name: directory / name for name in names}
     return files
 
 
-def make_record(prepared: Prepared, options: MergeOptions) -> bytes:
+def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
     """Return the output's `unshard.json`; a commit adds what is not weights to it."""
     sources = prepared.sources
     state = [*state_file_names(sources.training)]
@@ -221,24 +243,19 @@ def make_record(prepared: Prepared, options: MergeOptions) -> bytes:
     }
     output |= {"training_state": state} if state else {}
     checkpoints, layout = sources.checkpoints, prepared.plan.layout
-    return record_json(checkpoints, sources.weights, layout, options.recorded, output)
+    return record_json(checkpoints, sources.weights, layout, options, output)
 
 
-def verify_output(
-    prepared: Prepared, directory: Path, options: MergeOptions, listener: Listener, engine: Crew
-) -> None:
+def verify_output(prepared: Prepared, directory: Path, verify: str, engine: Crew) -> None:
     """Read the output again, as far as `--verify` says."""
-    if options.verify == "off":
+    if verify == "off":
         return
-    full = options.verify == "full"
-    listener(Stage("verifying", prepared.plan.layout.total_size if full else 0))
-    verify_light(directory, prepared.plan.layout)
-    if prepared.adapter is not None:
-        verify_light(directory / ADAPTER_FOLDER, prepared.adapter.plan.layout)
-    if full:
-        given = (prepared.plan, prepared.sources.catalogs, directory, options.resources, listener)
+    plan, is_full = prepared.plan, verify == "full"
+    engine.listener(Progress("verifying", plan.layout.total_size if is_full else 0))
+    verify_light(directory, plan.layout)
+    if is_full:
         with prepared.sources.blamed():
-            engine.verify_full(*given)
+            engine.verify(plan, prepared.sources.catalogs, directory)
 
 
 def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:
@@ -249,7 +266,7 @@ def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int]
     base = prepared.checkpoint.base
     if base is None or not base.tensors:
         return None
-    listener(Stage("comparing with the base"))
+    listener(Progress("comparing with the base"))
     with OpenFiles(os.O_RDONLY, limit=32) as files:
         changed = [
             _is_changed(tensor, base.tensors[tensor.name], files)
@@ -278,7 +295,10 @@ def named_companions(prepared: Prepared, options: MergeOptions) -> tuple[str, ..
 
 
 def late_notes(
-    prepared: Prepared, changed: tuple[int, int] | None, overflows: dict[str, int]
+    prepared: Prepared,
+    changed: tuple[int, int] | None,
+    overflows: Mapping[str, int],
+    refused: str = "",
 ) -> list[str]:
     """Return the warnings that are known only once the output is made."""
     base = prepared.checkpoint.base
@@ -297,7 +317,20 @@ def late_notes(
         what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
         hint = "; bfloat16 can represent them" if dtypes == ["float16"] else ""
         notes.append(f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}")
+    if refused:
+        what = "the store did not copy weights itself, so they were down- and uploaded"
+        notes.append(f"{what}: {refused}")
     return notes
+
+
+def named_overflows(overflows: Overflows, plan: Plan) -> dict[str, int]:
+    """Return the counts by the names of the tensors, in the order of the files."""
+    return {
+        tensor.name: count
+        for number, file in enumerate(plan.layout.files)
+        for tensor in file.tensors
+        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
+    }
 
 
 def warn(listener: Listener, notes: Sequence[str]) -> list[str]:
@@ -313,7 +346,7 @@ def push_output(
     """Upload the output if `--push-to-hub` was given; return the repository's URL."""
     if options.push_to_hub is None:
         return None
-    listener(Stage("pushing"))
+    listener(Progress("pushing"))
     names = [*_weight_files(prepared), *_companion_files(prepared), RECORD_NAME]
     bars = listener is not ignore and (is_terminal() or is_notebook())
     return push(target, options.push_to_hub, names, private=options.private, bars=bars)
@@ -323,16 +356,13 @@ def make_report(
     prepared: Prepared,
     target: Path | None,
     options: MergeOptions,
-    started: float,
     *,
     notes: Sequence[str] = (),
     changed: tuple[int, int] | None = None,
+    copied: int = 0,
     url: str | None = None,
 ) -> Report:
-    """Return the report of a merge that began at `started`, by `time.monotonic()`.
-
-    `target` is None if nothing was written.
-    """
+    """Return the report of a merge; `target` is None if nothing was written."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
     dtypes = Counter(one.dtype.name for file in plan.layout.model_files for one in file.tensors)
     operations = Counter(type(one).__name__ for one in plan.tiled)
@@ -353,7 +383,7 @@ def make_report(
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
         memory_bytes=options.resources.memory_bytes,
-        seconds=round(time.monotonic() - started, 3),
+        seconds=round(time.monotonic() - prepared.sources.opening, 3),
         peak_memory_bytes=peak_memory(),
         dry_run=options.dry_run,
         loadable=prepared.loadable,
@@ -362,6 +392,7 @@ def make_report(
         url=url,
         notes=(*prepared.warnings, *notes),
         skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
+        bytes_copied=copied,
     )
 
 
@@ -372,10 +403,6 @@ def _companion_files(prepared: Prepared) -> tuple[str, ...]:
 
 
 def _weight_files(prepared: Prepared) -> list[str]:
-    """Return the paths, inside the output, of all files of weights, with their index."""
-    files = [file.filename for file in prepared.plan.layout.files]
-    files += prepared.plan.layout.indices
-    if prepared.adapter is not None:
-        names = [file.filename for file in prepared.adapter.plan.layout.files]
-        files += [f"{ADAPTER_FOLDER}/{name}" for name in (*names, *prepared.adapter.files)]
-    return files
+    """Return the paths, inside the output, of all files of weights, with their indices."""
+    layout = prepared.plan.layout
+    return [*(file.filename for file in layout.files), *layout.indices]

@@ -1,31 +1,31 @@
 """`merge`: a checkpoint in, a Hugging Face directory out; and `merge_all`: every step of a run."""
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
 from unshard.api.converting import convert
 from unshard.api.making import (
     Prepared,
-    add_files,
     compare_with_base,
+    decompressed,
     late_notes,
+    make_record,
     make_report,
     named_companions,
+    named_overflows,
     plan_output,
     push_output,
-    stage_output,
+    small_files,
+    stage_for,
     verify_output,
     warn,
+    work_of,
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Opening, decompressed, open_source
-from unshard.api.storing import store_output
-from unshard.api.writing import digest_of_sources, write_weights
-from unshard.engines.crew import crew
+from unshard.api.sources import Sources, open_source
+from unshard.engines.crew import engine_for
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -38,7 +38,6 @@ from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.finding.discover import all_steps
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
-from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
@@ -132,11 +131,11 @@ def merge(
             without `resume`.
     """
     with hearing(listener) as heard:
-        return merge_with(checkpoint, output, MergeOptions(**options), heard)
+        return merge_checkpoint(checkpoint, output, MergeOptions(**options), heard)
 
 
-def merge_with(
-    checkpoint: str | Path | Opening,
+def merge_checkpoint(
+    checkpoint: str | Path,
     output: str | Path | None,
     options: MergeOptions,
     listener: Listener,
@@ -144,50 +143,68 @@ def merge_with(
     before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
     pass_over: bool = True,
 ) -> Report:
-    """Merge as `merge` does, with the options as one value.
+    """Merge one checkpoint as `merge` does, with the options as one value.
 
     Args:
-        checkpoint: as for `merge`; or a function that opens several, to be averaged.
-        output, options, listener: as for `merge`.
-        before: called with the plan before writing; may add small files, or raise to end the merge.
-        pass_over: whether an older step may be taken, with a warning, for one that is not complete,
-            or that is an error, as it is for the tools that `unshard.compat` replaces.
+        checkpoint, output, options, listener: as for `merge`.
+        before: as for `merge_with`.
+        pass_over: as for `open_source`.
     """
-    started = time.monotonic()
-    if not callable(checkpoint):
-        checkpoint = partial(open_source, checkpoint, options, pass_over=pass_over)
+    target = check_output(output, options)
+    sources = open_source(checkpoint, options, listener, pass_over=pass_over)
+    return merge_with(sources, target, options, listener, before=before)
+
+
+def check_output(output: str | Path | None, options: MergeOptions) -> Path | None:
+    """Return the path of an output; refuse, before anything is read, what cannot be one."""
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
-    sources = checkpoint(listener)
-    target = target or sources.last.location.default_output
+    return target
+
+
+def merge_with(
+    sources: Sources,
+    output: Path | None,
+    options: MergeOptions,
+    listener: Listener,
+    *,
+    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
+) -> Report:
+    """Merge what was opened: one checkpoint, or several that are averaged.
+
+    Args:
+        sources: what to merge.
+        output: what `check_output` returned; options, listener: as for `merge`.
+        before: called with the plan before writing; may add small files, or raise to end the merge.
+    """
+    target = output or sources.last.location.default_output
     prepared = before(plan_output(sources, convert(sources, options), options))
     warn(listener, prepared.warnings)
-    if isinstance(target, RemotePath):
-        return store_output(prepared, target, options, listener, started)
-    stage = stage_output(prepared, target, options)
+    stage = stage_for(target, prepared, options)
     if options.dry_run:
         stage.check()
-        return make_report(prepared, target, options, started)
-    digest = digest_of_sources(sources)
-    with crew(options.engine) as engine, stage:
-        if sources.compressed_bytes:  # only now can values be compared, and be read anywhere
-            sources = decompressed(sources, stage.scratch, listener)
-            again = plan_output(sources, convert(sources, options), options)
-            warn(listener, [one for one in again.warnings if one not in prepared.warnings])
-            prepared = replace(again, files={**prepared.files, **again.files})
-        run = engine.run_plan
-        overflows = write_weights(prepared, stage, options, listener, engine=run, sources=digest)
-        add_files(prepared, stage.directory, options, listener)
+        return make_report(prepared, target, options)
+    work = work_of(prepared)
+    with engine_for(options.engine, options.resources, listener) as engine, stage:
+        prepared = decompressed(prepared, stage, options, listener)
+        written = stage.write(prepared.plan, engine, work)
+        stage.add(small_files(prepared, lambda: stage.scratch))
         sources.unchanged()
-        verify_output(prepared, stage.directory, options, listener, engine)
+        verify_output(prepared, stage.readable(), options.verify, engine)
         changed = compare_with_base(prepared, listener)
         sources.unchanged()
         listener(Stage("committing"))
-        committed = stage.commit(replaced=named_companions(prepared, options))
-    notes = warn(listener, [*late_notes(prepared, changed, overflows), *committed])
+        record, named = make_record(prepared, options.recorded), named_companions(prepared, options)
+        committed = stage.commit(record, replaced=named)
+    overflows = named_overflows(written.overflows, prepared.plan)
+    late = late_notes(prepared, changed, overflows, written.refused)
+    notes = warn(listener, [*late, *committed])
     url = push_output(prepared, target, options, listener)
-    return make_report(prepared, target, options, started, notes=notes, changed=changed, url=url)
+    copied = written.copied
+    return make_report(
+        prepared, target, options, notes=notes, changed=changed, copied=copied, url=url
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +302,7 @@ def merge_steps(
             listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
         else:
             try:
-                report = merge_with(location.path, target, options, listener)
+                report = merge_checkpoint(location.path, target, options, listener)
             except UnshardError as raised:
                 error, what = raised, f"step {location.step} could not be merged"
                 if isinstance(error, IncompleteError):

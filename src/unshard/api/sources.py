@@ -1,10 +1,9 @@
 """Open what a merge starts from: checkpoints, each with the base model if one was named."""
 
+import hashlib
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,8 @@ from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import path_of
-from unshard.tensors.catalog import Catalog
+from unshard.tensors.catalog import Catalog, weight_files
+from unshard.write.stage import scratch_directory
 from unshard.write.staging.targets import check_space
 
 _log = logging.getLogger(__name__)
@@ -38,11 +38,13 @@ class Sources:
         checkpoints: in the order in which they are added. The last gives config and companions.
         weights: what each counts in an average.
         training: scheduler and random state, to be written next to the weights.
+        opening: when opening them began, by `time.monotonic()`.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     weights: tuple[float, ...] = (1.0,)
     training: TrainingState = field(default_factory=TrainingState)
+    opening: float = field(default_factory=time.monotonic)
 
     @property
     def last(self) -> Checkpoint:
@@ -71,6 +73,21 @@ class Sources:
             if one.base is not None:
                 one.base.states.check()
 
+    def digest(self) -> str:
+        """Return what is another text when a file with weights, also of the base, is another one.
+
+        A hard link more or less, as a pin makes one, does not change it.
+        """
+        found = hashlib.blake2b(digest_size=16)
+        for one in self.checkpoints:
+            tables = [(catalog.weight_files, one.states) for catalog in one.catalogs]
+            if one.base is not None:
+                tables.append((weight_files(one.base.tensors.values()), one.base.states))
+            for path, state in sorted({p: states[p] for ps, states in tables for p in ps}.items()):
+                facts = (str(path), state.inode, state.size, state.modified_ns)
+                found.update(repr(facts).encode(errors="surrogatepass"))
+        return found.hexdigest()
+
     @contextmanager
     def blamed(self) -> Iterator[None]:
         """Raise the error of `unchanged`, if there is one, in place of what was found."""
@@ -86,14 +103,15 @@ class Sources:
         return sum(map(_compressed_bytes, self.checkpoints))
 
 
-Opening = Callable[[Listener], Sources]
-"""Opens the checkpoints of a merge, and reports to the listener which were chosen."""
-
-
 def open_source(
-    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool
+    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
 ) -> Sources:
-    """Open the checkpoint that a given path means, with its training state."""
+    """Open the checkpoint that a given path means, with its training state.
+
+    `pass_over` is whether an older step may be taken, with a warning, for one that is not complete,
+    or that is an error, as it is for the tools that `unshard.compat` replaces.
+    """
+    opening = time.monotonic()
     path = given_path(given, "the checkpoint")
     listener(Stage("reading"))
     checkpoint = read_checkpoint(path, options, pass_over=pass_over)
@@ -101,10 +119,10 @@ def open_source(
         checkpoint = with_optimizer(checkpoint, options)
     listener(Chosen(f"merging {checkpoint.title}"))
     if not options.extra_state or options.lora == "adapter":
-        return Sources((checkpoint,))
+        return Sources((checkpoint,), opening=opening)
     with noting(checkpoint.states):
         state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
-    return Sources((checkpoint,), training=state)
+    return Sources((checkpoint,), training=state, opening=opening)
 
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
@@ -171,12 +189,12 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
         _log.debug("read %s: %s %s, chunks: %d", name, dtype, entry.shape, chunks)
 
 
-def decompressed(sources: Sources, scratch: Path, listener: Listener) -> Sources:
-    """Return the sources decompressed, each into a file named `scratch` with a number."""
+def decompressed(sources: Sources, scratch: Path) -> Sources:
+    """Return the sources decompressed, each into a file in the directory `scratch`."""
     # A compressed item can be read only from its start to its end, tiles in any order.
-    listener(Stage("decompressing"))
+    check_space(scratch, sources.compressed_bytes)
     checkpoints = tuple(
-        _inflated(one, scratch.with_suffix(f".{number}"))
+        _inflated(one, scratch / f"items-{number}")
         for number, one in enumerate(sources.checkpoints)
     )
     return replace(sources, checkpoints=checkpoints)
@@ -202,15 +220,3 @@ def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
     scratch = scratch_directory(stack)
     check_space(scratch, needed)
     return _inflated(checkpoint, scratch / "items")
-
-
-def scratch_directory(stack: ExitStack) -> Path:
-    """Make a temporary directory, which the stack removes."""
-    scratch, owner = Path(tempfile.mkdtemp(prefix="_unshard-")), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # a fork of this process must not remove what this one reads
-            shutil.rmtree(scratch, ignore_errors=True)
-
-    stack.callback(remove)
-    return scratch

@@ -14,7 +14,7 @@ from unshard.containers.json_file import JsonFields, json_object
 from unshard.convert.outputs import Converted, precision
 from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
-from unshard.engines.crew import crew
+from unshard.engines.crew import engine_for
 from unshard.errors import UsageError
 from unshard.keywords import DtypeLike, Names, Quantize, VerifyKeywords
 from unshard.plan.work import as_stored
@@ -87,10 +87,8 @@ def verify(
             chosen = replace(chosen, dtype="float32")  # exact: dequantised, and then cast to ours
         other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
         tolerances = Tolerances(atol, rtol)
-        with crew(chosen.engine) as engine:
-            found = compare(
-                mine, other_side, tolerances, chosen.resources, heard, measuring=engine.measure
-            )
+        with engine_for(chosen.engine, chosen.resources, heard) as engine:
+            found = compare(mine, other_side, tolerances, engine)
         for one in (ours, theirs):
             one.states.check()  # what differs may be of another step
         found = replace(found, by_config=_compare_by_config(ours, chosen))

@@ -97,7 +97,7 @@ def merge(
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face directory."""
     from unshard import api
-    from unshard.api.merging import merge_steps, merge_with
+    from unshard.api.merging import merge_checkpoint, merge_steps
 
     if None not in (output, output_option):
         two = f"two outputs: {output} and --output {output_option}"
@@ -114,9 +114,9 @@ def merge(
                 checkpoint, repo, private=options.private, listener=listener, **keywords
             )
         elif not all_steps:
-            report = merge_with(*what, listener)
+            report = merge_checkpoint(*what, listener)
         else:
-            steps = merge_steps(*what, listener, skip_existing=skip_existing)
+            steps = merge_steps(checkpoint, what[1], options, listener, skip_existing=skip_existing)
     if not all_steps:
         print_report(report, as_json=as_json, quiet=quiet)
         return

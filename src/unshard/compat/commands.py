@@ -178,7 +178,7 @@ def convert(
     """
     from unshard.api.inspecting import count_shards
     from unshard.api.making import Prepared
-    from unshard.api.merging import merge_with
+    from unshard.api.merging import merge_checkpoint
 
     def tell(prepared: Prepared) -> Prepared:
         catalog = need_config(prepared).checkpoint.catalog
@@ -187,7 +187,7 @@ def convert(
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
     with showing(front) as listener:
-        return merge_with(paths.actor, paths.output, options, listener, before=tell)
+        return merge_checkpoint(paths.actor, paths.output, options, listener, before=tell)
 
 
 def print_how_to_load(output: Path) -> None:

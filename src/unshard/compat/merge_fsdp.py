@@ -72,8 +72,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Merge or average as the arguments say."""
     from unshard.api import MergeOptions
-    from unshard.api.averaging import averaging
-    from unshard.api.merging import merge_with
+    from unshard.api.averaging import open_sources
+    from unshard.api.merging import merge_checkpoint, merge_with
 
     arguments = _arguments()
     paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)
@@ -95,8 +95,12 @@ def main() -> None:
         showing(Command(own, line)) as listener,
         _of_model(arguments.model_name_or_class, paths[-1], options, listener) as wanted,
     ):
-        source = averaging(paths, wanted, pass_over=False) if averages else paths[-1]
-        report = merge_with(source, target, wanted, listener, before=_told, pass_over=False)
+        if averages:
+            sources = open_sources(paths, wanted, listener, pass_over=False)
+            report = merge_with(sources, target, wanted, listener, before=_told)
+        else:
+            given = (paths[-1], target, wanted, listener)
+            report = merge_checkpoint(*given, before=_told, pass_over=False)
     print(f"Merged checkpoint saved to: {report.output}")
 
 

@@ -60,7 +60,7 @@ def main() -> None:
 
 def _merge(arguments: argparse.Namespace) -> None:
     from unshard.api import MergeOptions
-    from unshard.api.merging import merge_with
+    from unshard.api.merging import merge_checkpoint
 
     options = MergeOptions(
         dtype="bfloat16",
@@ -72,7 +72,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
     with showing(front) as listener:
-        report = merge_with(
+        report = merge_checkpoint(
             *(arguments.local_dir, arguments.target_dir, options, listener),
             before=need_config,
             pass_over=False,

@@ -46,7 +46,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Merge as the arguments say."""
     from unshard.api import MergeOptions
-    from unshard.api.merging import merge_with
+    from unshard.api.merging import merge_checkpoint
     from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
     from unshard.read.zero.reader import ZERO, frozen_names, is_stage0
@@ -74,7 +74,8 @@ def main() -> None:
     line = merge_line(place, arguments.output_dir, options)
     with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
         print(f"Processing zero checkpoint '{place}'", flush=True)
-        report = merge_with(place, arguments.output_dir, options, listener, pass_over=False)
+        given = (place, arguments.output_dir, options, listener)
+        report = merge_checkpoint(*given, pass_over=False)
     print(f"Saved {counted(report.tensors, 'tensor')} to {report.output}")
 
 

@@ -69,9 +69,10 @@ class FileStates:
         return self._states[path]
 
     def add(self, path: Path) -> None:
-        """Take note of a file that will be opened later; errors are left to that."""
-        with suppress(OSError):
-            self.see(path, partial(_status, path))
+        """Take note of a file that will be opened later, if it is not; errors are left to that."""
+        if path not in self._states:
+            with suppress(OSError):
+                self.see(path, partial(_status, path))
 
     def see(self, path: Path, look: Look) -> None:
         """Take note of a file that has just been opened, or compare it with its state.
@@ -116,11 +117,6 @@ def noting(states: FileStates) -> Iterator[FileStates]:
         yield states
     finally:
         _noting.reset(token)
-
-
-def note_here(states: FileStates | None) -> None:
-    """Have every file noted that this thread opens from now on: for the threads of a pool."""
-    _noting.set(states)
 
 
 def noted_here() -> FileStates | None:

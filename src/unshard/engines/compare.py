@@ -2,9 +2,10 @@
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Protocol
 
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
@@ -26,8 +27,15 @@ Pairs = Mapping[str, tuple[Converted, Converted]]
 """Two tensors of equal shape, ours and theirs, by their name."""
 
 
-Measure = Callable[[Pairs, Tolerances, Resources, Listener], Mapping[str, Measures]]
-"""What does as `measure_pairs` does: measures pairs of tensors."""
+class Measurer(Protocol):
+    """An engine that compares."""
+
+    @property
+    def listener(self) -> Listener:
+        """Is told of the progress."""
+
+    def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
+        """Return the measures of each pair of tensors, by their name."""
 
 
 def size_of_pair(pair: tuple[Converted, Converted]) -> int:
@@ -41,8 +49,12 @@ def measure_pairs(
     """Return the measures of each pair of tensors, by their name.
 
     Raises:
-        CorruptError: a file is gone or ends early.
+        UsageError: one tile needs more memory.
+        CorruptError: a file is gone, has changed, or ends early.
     """
+    if resources.memory_bytes < PAIR_BYTES:
+        what = f"--memory {resources.memory_bytes}: too little to compare"
+        raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
     measured = dict.fromkeys(pairs, Measures())
     share = divide(resources)
     workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
@@ -57,26 +69,20 @@ def measure_pairs(
     return measured
 
 
-def compare(  # noqa: PLR0913 (two models, and how they are compared)
+def compare(
     ours: Sequence[Converted],
     theirs: Sequence[Converted],
     tolerances: Tolerances,
-    resources: Resources,
-    listener: Listener,
-    *,
-    measuring: Measure = measure_pairs,
+    engine: Measurer,
 ) -> Comparison:
-    """Compare every tensor of two models; the result does not depend on the resources.
+    """Compare every tensor of two models; the result does not depend on what the engine has.
 
-    The listener gets a stage "comparing" of our bytes. `measuring` reads the tensors.
+    Its listener gets a stage "comparing" of our bytes.
 
     Raises:
         UsageError: one tile needs more memory.
-        CorruptError: a file is gone or ends early.
+        CorruptError: a file is gone, has changed, or ends early.
     """
-    if resources.memory_bytes < PAIR_BYTES:
-        what = f"--memory {resources.memory_bytes}: too little to compare"
-        raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
     alike = {
@@ -84,8 +90,8 @@ def compare(  # noqa: PLR0913 (two models, and how they are compared)
         for name, (mine, other) in both.items()
         if shape_of(mine.recipe) == shape_of(other.recipe)
     }
-    listener(Stage("comparing", sum(map(size_of_pair, alike.values()))))
-    measured = measuring(alike, tolerances, resources, listener)
+    engine.listener(Stage("comparing", sum(map(size_of_pair, alike.values()))))
+    measured = engine.measure(alike, tolerances)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,

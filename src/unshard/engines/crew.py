@@ -1,47 +1,66 @@
 """What does the work: the threads of this process, or the nodes of a Ray cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
-from unshard.engines.compare import Measure, measure_pairs
-from unshard.engines.threads import RunPlan, VerifyFull, run_plan, verify_full
+from unshard.engines.compare import Measurer, Pairs, measure_pairs
+from unshard.engines.threads import Resources, run_plan, verify_full
+from unshard.plan.operations import Plan
+from unshard.progress import Listener
+from unshard.tensors.catalog import Catalog
+from unshard.write.stage import Engine, Finished, Overflows, Uploads, Written
+from unshard.write.verification.comparison import Tolerances
+from unshard.write.verification.measure import Measures
 
-if TYPE_CHECKING:
-    from unshard.engines.ray.jobs import Upload
+
+class Crew(Engine, Measurer, Protocol):
+    """An engine that can also read again what it has made, and compare it."""
+
+    def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
+        """Check sources, replicas and every byte of the output in a directory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
-    """What does the work.
+class Threads:
+    """The threads of this process."""
 
-    Attributes:
-        run_plan: makes the files of a plan.
-        measure: compares tensors.
-        verify_full: reads sources and output again.
-        upload: uploads the files of a plan into a store; None: this process does.
-    """
+    resources: Resources
+    listener: Listener
 
-    run_plan: RunPlan
-    measure: Measure
-    verify_full: VerifyFull
-    upload: "Upload | None" = None
+    def make(self, plan: Plan, directory: Path, finished: Finished) -> Overflows:
+        """Make files as `threads.run_plan` does."""
+        return run_plan(plan, directory, self.resources, self.listener, finished)
+
+    def upload(self, plan: Plan, stage: Uploads, finished: Finished) -> Written:
+        """Make and upload files as `uploads.upload_files` does."""
+        from unshard.engines.uploads import upload_files
+
+        return upload_files(plan, stage, self.resources, self.listener, finished)
+
+    def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
+        """Check as `threads.verify_full` does."""
+        verify_full(plan, catalogs, directory, self.resources, self.listener)
+
+    def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
+        """Compare as `compare.measure_pairs` does."""
+        return measure_pairs(pairs, tolerances, self.resources, self.listener)
 
 
 @contextmanager
-def crew(engine: str | None = None) -> Iterator[Crew]:
+def engine_for(name: str | None, resources: Resources, listener: Listener) -> Iterator[Crew]:
     """Yield what does the work: the nodes of a Ray cluster for "ray", else threads.
 
     Raises:
         UsageError: there is no cluster.
     """
-    if engine != "ray":
-        yield Crew(run_plan, measure_pairs, verify_full)
+    if name != "ray":
+        yield Threads(resources, listener)
         return
     from unshard.engines.ray.cluster import connected
     from unshard.engines.ray.jobs import OverRay
 
     with connected() as cluster:
-        ray = OverRay(cluster)
-        yield Crew(ray.run_plan, ray.measure, ray.verify_full, ray.upload)
+        yield OverRay(cluster, resources, listener)

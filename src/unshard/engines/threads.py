@@ -6,7 +6,7 @@ Threads are enough: moving bytes and casting release the interpreter lock.
 import os
 import resource
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
 from unshard.tensors.catalog import Catalog
 from unshard.write.execute import Executor
+from unshard.write.stage import Finished, Overflows
 from unshard.write.verification.output import Check, Checker, source_jobs
 
 _T = TypeVar("_T")
@@ -147,33 +148,19 @@ def one_by_one(jobs: Iterable[_T]) -> Iterator[Iterable[_T]]:
     return ((job,) for job in jobs)
 
 
-Overflows = Counter[tuple[int, int]]
-"""How many finite values became infinite, by output file and the byte where a tensor begins."""
-
-Finished = Callable[[int, Overflows], None]
-"""Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
-
-
-RunPlan = Callable[[Plan, Path, Resources, Listener, Finished], dict[str, int]]
-"""What does as `run_plan` does: makes the output files."""
-
-VerifyFull = Callable[[Plan, Sequence[Catalog], Path, Resources, Listener], None]
-"""What does as `verify_full` does: checks sources, replicas and output."""
-
-
 def run_plan(
     plan: Plan,
     directory: Path,
     resources: Resources,
     listener: Listener,
     finished: Finished = lambda _number, _overflows: None,
-) -> dict[str, int]:
+) -> Overflows:
     """Make the output files in `directory`: headers, and every operation of the plan.
 
     The bytes do not depend on the resources. The first error stops all workers and is raised.
 
     Returns:
-        How many finite values became infinite as float16, by the name of the tensor.
+        How many finite values became infinite.
     """
     outputs = _create_files(plan, directory)
     share = divide(resources)
@@ -186,7 +173,10 @@ def run_plan(
         return _Recorded(Executor(outputs, **limits), finishing)
 
     work_off(parts, listener, share.workers, worker)
-    return named_overflows(finishing.overflows, plan)
+    for number in plan.numbers:
+        if not plan.layout.files[number].data_bytes:  # no worker has seen it
+            finished(number, Overflows())
+    return finishing.overflows
 
 
 def _in_turn(
@@ -272,6 +262,7 @@ def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for number in plan.numbers:
         file = plan.layout.files[number]
+        outputs[number].parent.mkdir(parents=True, exist_ok=True)
         with outputs[number].open("xb") as stream:
             stream.write(file.header)
             stream.truncate(file.size)
@@ -279,16 +270,6 @@ def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
                 stream.seek(at)
                 stream.write(piece)
     return outputs
-
-
-def named_overflows(overflows: Overflows, plan: Plan) -> dict[str, int]:
-    """Return the counts by the names of the tensors, in the order of the files."""
-    return {
-        tensor.name: count
-        for number, file in enumerate(plan.layout.files)
-        for tensor in file.tensors
-        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
-    }
 
 
 def verify_full(

@@ -8,46 +8,32 @@ composed of such copies and of what is between them. Memory: see `Pace`.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from unshard.engines.files import PieceReader
-from unshard.engines.threads import Overflows, Resources
+from unshard.engines.threads import Resources
 from unshard.errors import StoreError
+from unshard.plan.operations import Plan
 from unshard.plan.parts import Part, parts_of
-from unshard.plan.pieces import Contents, blocks_of
+from unshard.plan.pieces import Contents, blocks_of, contents_of
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
 from unshard.stores.at_once import AT_ONCE
 from unshard.stores.copying import Composition
 from unshard.stores.objects import LEAST_PART, MOST_PARTS
 from unshard.stores.remote_path import RemotePath
+from unshard.write.stage import Finished, Overflows, Uploads, Written
 
 _SHARE = 8
 _LARGEST_BLOCK = 32 << 20
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger(__name__)
-
-
-class Uploader(Protocol):
-    """What takes the files."""
-
-    def upload(
-        self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
-    ) -> None:
-        """Write a file from its blocks; what they raise is raised."""
-
-    def can_copy(self, source: Path, /) -> bool:
-        """Return whether `compose` can copy from a source file."""
-
-    def compose(self, name: str, size: int, send: Callable[[Composition], None], /) -> None:
-        """Write a file from the parts that `send` adds; what it raises is raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,56 +65,27 @@ def pace(memory_bytes: int) -> Pace:
     return Pace(block, each, each)
 
 
-@dataclass(slots=True)
-class Uploaded:
-    """What became of the files.
-
-    Attributes:
-        overflows: how many finite values became infinite.
-        copied: how many bytes the store copied itself.
-        refused: why the store did not copy, where it failed to.
-    """
-
-    overflows: Overflows = field(default_factory=Overflows)
-    copied: int = 0
-    refused: StoreError | None = None
-
-    def add(self, other: "Uploaded") -> None:
-        """Add what became of other files."""
-        self.overflows.update(other.overflows)
-        self.copied += other.copied
-        self.refused = self.refused or other.refused
-
-
-def upload_files(  # noqa: PLR0913 (what is made, what takes it, and who is told)
-    path: Path,
-    files: Mapping[str, Contents],
-    uploader: Uploader,
-    resources: Resources,
-    listener: Listener,
-    *,
-    finished: Callable[[str, Overflows], None],
-) -> Uploaded:
-    """Make and upload files, one after another.
+def upload_files(
+    plan: Plan, stage: Uploads, resources: Resources, listener: Listener, finished: Finished
+) -> Written:
+    """Make and upload the files of a plan, one after another.
 
     Args:
-        path: that of the checkpoint, for errors.
-        files: what they consist of.
-        uploader: takes them; called from another thread.
+        plan: what they consist of.
+        stage: takes them; called from another thread.
         resources: `memory_bytes` bounds the blocks.
         listener: is told what was sent or copied; called from another thread.
-        finished: called with the name of a file that was written, and what became infinite in all
-            files until then; from another thread.
+        finished: called for each file that was written; from another thread.
 
     Raises:
-        UnshardError: a source cannot be read, or what `uploader` raises. If the store does not
-            copy, the files are uploaded.
+        UnshardError: a source cannot be read, or what `stage` raises. If the store does not copy,
+            the files are uploaded.
     """
     chosen = pace(resources.memory_bytes)
-    reader = PieceReader(path, cache_bytes=0, at_once=chosen.blocks)
+    reader = PieceReader(stage.target, cache_bytes=0, at_once=chosen.blocks)
     try:
-        with _Making(files, reader, chosen) as making:
-            done = making.send(uploader, listener, finished)
+        with _Making(plan, reader, chosen) as making:
+            done = making.send(stage, listener, finished)
     finally:
         reader.close()
     done.overflows = reader.overflows
@@ -142,15 +99,16 @@ class _StoppedError(Exception):
 class _Making:
     """Makes the blocks of files ahead of their upload."""
 
-    def __init__(self, files: Mapping[str, Contents], reader: PieceReader, chosen: Pace) -> None:
-        self._files = dict(files)
+    def __init__(self, plan: Plan, reader: PieceReader, chosen: Pace) -> None:
+        self._files = dict(contents_of(plan))
+        self._numbers = {plan.layout.files[number].filename: number for number in plan.numbers}
         self._pace = chosen
         self._stopped = threading.Event()
         self._reader = reader
         self._makers = ThreadPoolExecutor(chosen.blocks, "unshard-blocks")
         self._copiers = ThreadPoolExecutor(AT_ONCE, "unshard-copies")
         self._sender = ThreadPoolExecutor(1, "unshard-upload")
-        self._done = Uploaded()
+        self._done = Written()
         self._again = 0  # bytes that were announced, and are sent once more
 
     def __enter__(self) -> Self:
@@ -164,52 +122,52 @@ class _Making:
             self._makers.shutdown(cancel_futures=True)
             self._copiers.shutdown(cancel_futures=True)
 
-    def send(
-        self,
-        uploader: Uploader,
-        listener: Listener,
-        finished: Callable[[str, Overflows], None],
-    ) -> Uploaded:
+    def send(self, stage: Uploads, listener: Listener, finished: Finished) -> Written:
         """Write all files from a thread of their own, so that a signal can end the wait."""
 
+        def tell(name: str) -> None:
+            number = self._numbers[name]
+            counts = self._reader.overflows.items()
+            finished(number, Overflows({at: count for at, count in counts if at[0] == number}))
+
         def send_all() -> None:
-            for name in self._compose_files(uploader, listener):
-                finished(name, self._reader.overflows)
+            for name in self._compose_files(stage, listener):
+                tell(name)
             made: deque[Future[bytearray]] = deque()
             left = self._jobs()
             for name, contents in self._files.items():
                 part = self._block_bytes(contents)
                 blocks = self._blocks(contents.size, made, left, listener)
-                uploader.upload(name, blocks, part_bytes=part, at_once=self._pace.at_once)
-                finished(name, self._reader.overflows)
+                stage.upload(name, blocks, part_bytes=part, at_once=self._pace.at_once)
+                tell(name)
 
         self._sender.submit(send_all).result()
         return self._done
 
-    def _compose_files(self, uploader: Uploader, listener: Listener) -> Iterator[str]:
+    def _compose_files(self, stage: Uploads, listener: Listener) -> Iterator[str]:
         """Write the files of which the store copies something, and yield each; others are left."""
         for name, contents in list(self._files.items()):
-            parts = self._parts(contents, uploader)
+            parts = self._parts(contents, stage)
             if not any(one.copied for one in parts):
                 continue
             sent: list[int] = []
             send = partial(self._add_parts, contents, parts, sent, listener)
             try:
-                uploader.compose(name, contents.size, send)
+                stage.compose(name, contents.size, send)
             except StoreError as error:
                 _log.info("%s: the store does not copy: %s", name, error)
-                self._done.refused = error
+                self._done.refused = error.subject
                 self._again += sum(sent)
                 return
             self._done.copied += sum(one.size for one in parts if one.copied)
             del self._files[name]
             yield name
 
-    def _parts(self, contents: Contents, uploader: Uploader) -> list[Part]:
+    def _parts(self, contents: Contents, stage: Uploads) -> list[Part]:
         least = max(LEAST_PART, -(-contents.size // (MOST_PARTS - 1)))
         made = max(self._pace.block_bytes, 2 * least)
         sizes = {"least": least, "made_bytes": made}
-        return list(parts_of(contents, **sizes, can_copy=uploader.can_copy))
+        return list(parts_of(contents, **sizes, can_copy=stage.can_copy))
 
     def _add_parts(
         self,

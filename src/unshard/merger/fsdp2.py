@@ -100,7 +100,7 @@ class FSDP2Merger(CheckpointMerger):
         if "" in map(str, (checkpoint_path, output_path)):
             raise UsageError("an empty path", hint="for the current directory, give .")
         from unshard.api.making import Prepared
-        from unshard.api.merging import merge_with
+        from unshard.api.merging import merge_checkpoint
         from unshard.showing import hearing
         from unshard.write.verification.load import check_class
 
@@ -124,7 +124,7 @@ class FSDP2Merger(CheckpointMerger):
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
             listener = _add_log(heard)
-            merge_with(checkpoint, target, options, listener, before=check, pass_over=False)
+            merge_checkpoint(checkpoint, target, options, listener, before=check, pass_over=False)
         return target
 
 

@@ -16,12 +16,10 @@ from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, UsageError
-from unshard.read.hub_files import INDEX_NAME
 from unshard.tensors.dtypes import DType
 
 OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
 """What the files of an optimizer's state are called."""
-OPTIMIZER_INDEX_NAME = "optimizer.safetensors.index.json"
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
@@ -76,39 +74,38 @@ class Layout:
     """All output files.
 
     Attributes:
-        files: those of the model, and after them those of the optimizer's state.
+        files: those of the model, and after them those of what is written beside it.
         weight_map: the file of every tensor of the model; `total_size`: their bytes.
-        optimizer: the same of the tensors of the optimizer's state.
+        name: of the model's file, if it is one.
+        beside: of what is written beside it: the state of the optimizer, an adapter by itself.
     """
 
     files: tuple[OutputFile, ...]
     weight_map: Mapping[str, str]
     total_size: int
-    optimizer: "Layout | None" = None
+    name: str = "model.safetensors"
+    beside: tuple["Layout", ...] = ()
 
     @property
     def model_files(self) -> tuple[OutputFile, ...]:
         """The files of the model alone."""
-        return self.files[
-            : len(self.files) - (0 if self.optimizer is None else len(self.optimizer.files))
-        ]
+        return self.files[: len(self.files) - sum(len(one.files) for one in self.beside)]
 
     @property
     def total_parameters(self) -> int:
         """Number of elements of all tensors of the model."""
         return sum(prod(tensor.shape) for file in self.model_files for tensor in file.tensors)
 
-    def with_optimizer(self, state: "Layout") -> "Layout":
-        """Return a layout that also has the files of an optimizer's state."""
-        return replace(self, files=(*self.files, *state.files), optimizer=state)
+    def with_files_of(self, others: Sequence["Layout"]) -> "Layout":
+        """Return a layout that also has the files of others, beside those of the model."""
+        files = (file for one in others for file in one.files)
+        return replace(self, files=(*self.files, *files), beside=tuple(others))
 
     @property
     def indices(self) -> dict[str, bytes]:
         """The index files that it needs, by name: of a model or a state in several files."""
-        found = {INDEX_NAME: self} if len(self.model_files) > 1 else {}
-        if self.optimizer is not None and len(self.optimizer.files) > 1:
-            found[OPTIMIZER_INDEX_NAME] = self.optimizer
-        return {name: index_json(one) for name, one in found.items()}
+        several = (one for one in (self, *self.beside) if len(one.model_files) > 1)
+        return {f"{one.name}.index.json": index_json(one) for one in several}
 
 
 def size_in_bytes(text: str) -> int:
@@ -161,7 +158,7 @@ def lay_out(
     for name, tensor in by_name.items():
         members.setdefault(weight_map[name], []).append(tensor)
     files = tuple(_output_file(name, members[name]) for name in sorted(members))
-    return Layout(files, weight_map, sum(map(_size, tensors)))
+    return Layout(files, weight_map, sum(map(_size, tensors)), pattern.format(suffix=""))
 
 
 def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> dict[str, str]:

@@ -96,13 +96,6 @@ class Contents:
         """Return the contents of a copy of a file."""
         return cls(size, b"", np.array([(0, 0, 0, 0, size, 1, size)], COPY_ROW), (path,), ())
 
-    def sources(self) -> set[Path]:
-        """Return the files that are read."""
-        found = {self._paths[number] for number in np.unique(self._rows["source"]).tolist()}
-        for table in (one.chunks for tiled in self._tiled for one in stored_tensors(tiled)):
-            found |= {table.paths[number] for number in np.unique(table.file).tolist()}
-        return found
-
     def find(self, at: int) -> tuple[Piece, int]:
         """Return the piece that has the byte `at` of the file, and how many of its own are before.
 
@@ -127,7 +120,8 @@ class Contents:
 
 def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
     """Yield the name of each file that a plan makes, and what the file consists of."""
-    for number, file in enumerate(plan.layout.files):
+    for number in plan.numbers:
+        file = plan.layout.files[number]
         copies = plan.copies[plan.copies["file"] == number]
         tiled = [one for one in plan.tiled if one.target.file == number]
         yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)

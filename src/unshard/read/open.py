@@ -198,6 +198,8 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
         if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
             catalog = _completed(catalog, _weights(regular, options))
         check_coverage(catalog)
+        for path in catalog.weight_files:
+            states.add(path)  # of a file of compressed items nothing has been read
         own = None if options.config is None else find_companions(location, None).config
     return Checkpoint(location, catalog, companions, own_config=own, states=states)
 

@@ -5,6 +5,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -33,7 +35,7 @@ class Ongoing:
         """
         while len(self._futures) >= self._most:
             self._wait_for_first()
-        self._futures.append(_pool().submit(task))
+        self._futures.append(_submit(task))
 
     @property
     def is_busy(self) -> bool:
@@ -73,7 +75,7 @@ def ahead(function: Callable[[_T], _R], given: Sequence[_T]) -> Iterator[_R]:
     try:
         while True:
             more = islice(left, _AHEAD - len(futures))
-            futures.extend(_pool().submit(function, one) for one in more)
+            futures.extend(_submit(partial(function, one)) for one in more)
             if not futures:
                 return
             yield futures.popleft().result()
@@ -108,7 +110,7 @@ def away_from_signals(function: Callable[[], _R]) -> _R:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    return _pool().submit(function).result()
+    return _submit(function).result()
 
 
 _thread = threading.local()
@@ -120,6 +122,11 @@ def _begin() -> None:
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
+
+
+def _submit(function: Callable[[], _R]) -> "Future[_R]":
+    """Begin a function in the context of this thread: that has what notes the files it opens."""
+    return _pool().submit(copy_context().run, function)
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -4,7 +4,7 @@ A chunk is one stored box of a tensor. A large model on many ranks has millions 
 keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` is a view of a row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -169,5 +169,10 @@ class Catalog:
     @property
     def weight_files(self) -> set[Path]:
         """The files that hold the tensors."""
-        tables = {id(one.chunks.paths): one.chunks.paths for one in self.tensors.values()}
-        return {path for paths in tables.values() for path in paths}
+        return weight_files(self.tensors.values())
+
+
+def weight_files(tensors: Iterable[TensorEntry]) -> set[Path]:
+    """Return the files that hold tensors, most of which share the tuple of their paths."""
+    tables = {id(one.chunks.paths): one.chunks.paths for one in tensors}
+    return {path for paths in tables.values() for path in paths}

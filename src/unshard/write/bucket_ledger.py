@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from unshard.containers.json_file import parsed_object
 from unshard.errors import CorruptError
 from unshard.stores.objects import Stored
-from unshard.write.staging.finished import Counts, Work, notes_of
+from unshard.write.stage import Counts, Work
+from unshard.write.staging.finished import notes_of
 
 FINISHED_NAME = "_unshard-finished.json"
 """The object that names what is finished of an output that is not complete."""

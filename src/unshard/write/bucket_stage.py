@@ -12,8 +12,8 @@ it removes what is not finished. A merge whose claim was taken over stops, and r
 import json
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import Self
 
 from unshard._version import __version__
 from unshard.errors import CorruptError, OutputError, StoreError, UnshardError
+from unshard.plan.operations import Plan
+from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
@@ -29,12 +31,24 @@ from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
 from unshard.write.bucket_ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger
 from unshard.write.companions import ADAPTER_CONFIG_NAME
-from unshard.write.staging.finished import Counts, Work
+from unshard.write.record import add_companions, listed_weights
+from unshard.write.stage import (
+    Counts,
+    Engine,
+    Overflows,
+    Work,
+    Written,
+    counts_in,
+    earlier_overflows,
+    scratch_directory,
+    unfinished,
+)
 from unshard.write.staging.stage import say_what_is_left
 
 CLAIM_NAME = "_unshard-partial.json"
 """The object that claims a place until the output there is complete."""
 
+_SMALL = 8 << 20
 _CONFIGS = ("config.json", ADAPTER_CONFIG_NAME)
 _NO_OVERWRITE = (
     "two outputs in an object store cannot be exchanged in one step, so nothing there is "
@@ -55,6 +69,7 @@ class BucketStage:
     Args:
         target: where the output goes; nothing may be there.
         overwrite: whether the user asked for an output to be replaced; no store can do that.
+        names: the paths that the output will have.
         resume: whether to take over what an interrupted merge left, and to leave what is finished
             after an error.
 
@@ -63,10 +78,18 @@ class BucketStage:
         StoreError: the store cannot be reached, or does not allow it.
     """
 
-    def __init__(self, target: RemotePath, *, overwrite: bool, resume: bool = False) -> None:
+    def __init__(
+        self,
+        target: RemotePath,
+        *,
+        overwrite: bool = False,
+        names: Collection[str] = (),
+        resume: bool = False,
+    ) -> None:
         self._target = target
         self._bucket = target.bucket
         self._overwrite = overwrite
+        self._names = frozenset((*names, RECORD_NAME))
         begun = datetime.now(UTC).isoformat(timespec="seconds")
         claim = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
         self._claim = (json.dumps(claim) + "\n").encode()
@@ -75,6 +98,8 @@ class BucketStage:
         self._has_taken_over = False
         self._found: dict[str, Stored] = {}  # what an interrupted merge left
         self._ledger: BucketLedger | None = None
+        self._last: dict[str, bytes] = {}
+        self._temporary = ExitStack()
         self._is_complete = False
 
     def check(self) -> None:
@@ -104,13 +129,14 @@ class BucketStage:
                 raise self._claimed()
             self._written[CLAIM_NAME] = None
         try:
-            self.check_written()  # perhaps another process has just written there
+            self._check_written()  # perhaps another process has just written there
             return self  # noqa: TRY300 (a signal just before it is caught, too)
         except BaseException as error:
             self._clean_up(error)
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._temporary.close()
         self._bucket.forget()
         if not self._is_complete:
             self._clean_up(error)
@@ -134,22 +160,36 @@ class BucketStage:
         self._has_taken_over, self._found = True, found
         return True
 
-    def open_ledger(self, work: Work, names: Collection[str]) -> BucketLedger:
-        """Open the record of what is finished, and remove everything else that a merge left.
+    @cached_property
+    def scratch(self) -> Path:
+        """A temporary directory on this machine, until the stage is left."""
+        return scratch_directory(self._temporary)
 
-        Args:
-            work: what the merge does.
-            names: of all files that it writes.
+    def write(self, plan: Plan, engine: Engine, work: Work) -> Written:
+        """Upload the files of weights that no earlier process has finished; see `Stage.write`.
 
         Raises:
             OutputError: something else is there.
             StoreError: the store cannot be reached, or does not allow it.
         """
+        ledger, files = self._open_ledger(work), plan.layout.files
+        left = unfinished(plan, ledger, engine.listener)
+        engine.listener(Progress("uploading", left.bytes_written))
+
+        def finished(number: int, overflows: Overflows) -> None:
+            self._record(files[number].filename, counts_in(overflows))
+
+        written = engine.upload(left, self, finished)
+        written.overflows += earlier_overflows(plan, ledger)
+        return written
+
+    def _open_ledger(self, work: Work) -> BucketLedger:
+        """Open the record of what is finished, and remove everything else that a merge left."""
         found, self._found = self._found, {}
         written = found.pop(FINISHED_NAME, None)
         data = b"" if written is None else self._read(FINISHED_NAME)
         ledger = open_bucket_ledger(work, data, found)
-        if strange := sorted(found.keys() - set(names)):
+        if strange := sorted(found.keys() - self._names):
             raise self._not_as_written(strange)
         if written is not None:
             self._written[FINISHED_NAME] = written
@@ -158,13 +198,13 @@ class BucketStage:
         self._written |= dict.fromkeys(rest) | dict(ledger.files)
         if left := self._remove(rest):
             raise OutputError(f"{self._target}: cannot be removed: {', '.join(left)}")
-        if self._has_taken_over and not self.abort_uploads(names):
+        if self._has_taken_over and not self.abort_uploads(self._names):
             what = f"{self._target}: parts of what the other merge was uploading may be left"
             _log.warning("%s, which are paid for; a rule of the bucket can remove them", what)
         self._ledger = ledger
         return ledger
 
-    def record(self, name: str, counts: Counts) -> None:
+    def _record(self, name: str, counts: Counts) -> None:
         """Record a file as finished, if the merge can be resumed; for any thread.
 
         Raises:
@@ -244,7 +284,24 @@ class BucketStage:
             return False
         return True
 
-    def create(self, name: str, data: bytes) -> None:
+    def add(self, files: Mapping[str, bytes | Path]) -> None:
+        """Add small files; see `Stage.add`. Those that make a model of it wait for the commit."""
+        for name, source in files.items():
+            if isinstance(source, Path) and not is_last(name) and source.stat().st_size > _SMALL:
+                self.upload(name, _blocks(source), part_bytes=_SMALL, at_once=2)
+                continue
+            data = source if isinstance(source, bytes) else source.read_bytes()
+            if is_last(name):
+                self._last[name] = data
+            else:
+                self._create(name, data)
+
+    def readable(self) -> RemotePath:
+        """Return where the output can be read before the commit, but for what waits for it."""
+        self._bucket.forget()
+        return self._target
+
+    def _create(self, name: str, data: bytes) -> None:
         """Write a small file, whose name must not be taken.
 
         Raises:
@@ -262,7 +319,7 @@ class BucketStage:
                 )
             self._written[name] = stored
 
-    def check_written(self) -> None:
+    def _check_written(self) -> None:
         """Check that the store has everything as it was written, and that the claim is ours.
 
         Raises:
@@ -280,21 +337,26 @@ class BucketStage:
         if wrong:
             raise self._not_as_written(wrong)
 
-    def commit(self, last: Mapping[str, bytes]) -> list[str]:
+    def commit(self, record: bytes, *, replaced: Sequence[str] = ()) -> list[str]:  # noqa: ARG002
         """Write the files that make the output complete, the record after all others.
 
-        Ctrl-C and the like wait until then. Return notes.
+        The record also gets the files that are not weights. Nothing is replaced. Ctrl-C and the
+        like wait until all is done. Return notes.
 
         Raises:
             OutputError: another process wrote there.
         """
+        weights, own = listed_weights(record), (CLAIM_NAME, FINISHED_NAME)
+        sizes = {name: len(data) for name, data in self._last.items()}
+        sizes |= {name: one.size for name, one in self._written.items() if one is not None}
+        others = {name: sizes[name] for name in sorted(sizes) if name not in {*weights, *own}}
         with uninterrupted():
-            self.check_written()
-            for name in sorted(last, key=lambda name: (name == RECORD_NAME, name)):
-                self.create(name, last[name])
+            self._check_written()
+            for name, data in sorted(self._last.items()):
+                self._create(name, data)
+            self._create(RECORD_NAME, add_companions(record, others))
             self._is_complete = True
-            own = [name for name in (FINISHED_NAME, CLAIM_NAME) if name in self._written]
-            left = self._remove(own)
+            left = self._remove([name for name in reversed(own) if name in self._written])
         return [f"{self._target} is complete, but {name} could not be removed" for name in left]
 
     @cached_property
@@ -378,6 +440,13 @@ class BucketStage:
                 _log.info("%s/%s: %s", self._target, name, error)
                 left.append(name)
         return left
+
+
+def _blocks(path: Path) -> Iterator[bytearray]:
+    """Yield the bytes of a file."""
+    with path.open("rb") as file:
+        while block := file.read(_SMALL):
+            yield bytearray(block)
 
 
 def _is_same(written: Stored | None, found: Stored | None) -> bool:

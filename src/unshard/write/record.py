@@ -76,6 +76,11 @@ def add_companions(record: bytes, sizes: Mapping[str, int]) -> bytes:
     return _bytes(fields)
 
 
+def listed_weights(record: bytes) -> list[str]:
+    """Return the names of the files of weights that a record lists."""
+    return list(json.loads(record)["output"]["files"])
+
+
 def record_json(
     checkpoints: Sequence[Checkpoint],
     weights: Sequence[float],

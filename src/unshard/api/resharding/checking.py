@@ -6,11 +6,11 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions
 from unshard.api.resharding.formats import ReshardFormat, keeps_keys
-from unshard.engines.threads import verify_full
+from unshard.engines.crew import Crew
 from unshard.errors import OutputError
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import Resharded
-from unshard.progress import Listener, Stage
+from unshard.progress import Stage
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.optimizer_state import OptimizerState
@@ -23,11 +23,13 @@ def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
     kind: ReshardFormat,
     directory: Path,
     options: MergeOptions,
-    listener: Listener,
+    engine: Crew,
 ) -> None:
     """Read the output again from disk, and compare it with the source."""
     full = options.verify == "full"
-    listener(Stage("verifying", sum(one.data_bytes for one in made.layout.files) if full else 0))
+    engine.listener(
+        Stage("verifying", sum(one.data_bytes for one in made.layout.files) if full else 0)
+    )
     weights = (directory / made.layout.files[0].filename).parent
     again = open_latest(weights, replace(options.choice, step=None, role=None), options.reading)
     _compare(source.catalog, again.catalog, directory)
@@ -40,7 +42,7 @@ def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
         catalogs.append(optimizer.catalog)
     if full:
         catalogs.append(again.catalog)
-        verify_full(make_plan(made.layout), catalogs, directory, options.resources, listener)
+        engine.verify(make_plan(made.layout), catalogs, directory)
 
 
 def _numbers(source: Checkpoint, kind: ReshardFormat) -> Mapping[str, int]:

@@ -6,20 +6,12 @@ Nothing is interpreted, so what only the trainer knows stays where it looks for 
 import re
 from collections.abc import Collection
 from contextlib import ExitStack
-from functools import partial
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 
 from unshard.api.resharding.anew.placing import cut_dimension, placed_alone
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import (
-    Addition,
-    Writing,
-    random_note,
-    trainer_rng,
-    write_additions,
-)
-from unshard.api.sources import scratch_directory
+from unshard.api.resharding.writing import Addition, Writing, random_note, trainer_rng
 from unshard.containers.open_files import opened
 from unshard.containers.strided import read_exactly
 from unshard.containers.torch_files.dcp_metadata import SavedObject
@@ -33,6 +25,7 @@ from unshard.read.format import Location, shortened
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import place_of, places_of
 from unshard.tensors.catalog import Catalog
+from unshard.write.stage import scratch_directory
 
 _LARGEST = 1 << 30
 """Bytes of a compressed object."""
@@ -66,7 +59,7 @@ def dcp_again(source: Checkpoint, target: Target, output: Path, stack: ExitStack
     files = Addition(data=metadata)
     _add_small(source, root, world, files)
     _note_others(root, {place.weights_dir.name for place in places}, files)
-    return Writing(made, files.size, partial(write_additions, files))
+    return Writing(made, files)
 
 
 def _items(place: Location, stack: ExitStack) -> list[SavedEntry | SavedObject]:

@@ -1,14 +1,12 @@
 """What the files of ranks contain, and the files beside them."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles, is_fsdp1
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import random_note
+from unshard.api.resharding.writing import Addition, random_note
 from unshard.containers.torch_files.reader import read_torch_file
-from unshard.containers.torch_files.writer import write_torch_file
 from unshard.plan.resharding import RankFile, RankTensors, flat_optimizer_value, optimizer_value
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer_state import split_name
@@ -46,45 +44,40 @@ def files_of_ranks(
         yield RankFile(files.renamed(files.optimizer, world, rank), value, tensors)
 
 
-def add_files(
-    source: Checkpoint, target: Target, files: SourceFiles, directory: Path
-) -> tuple[list[str], list[str]]:
-    """Write what has no tensors of the model; return notes, and the paths of what was written."""
-    world, before = len(target.meshes), source.catalog.world_size
-    notes, written = [], []
+def other_files(source: Checkpoint, target: Target, files: SourceFiles) -> Addition:
+    """Return the files that have no tensors of the model."""
+    world, before, added = len(target.meshes), source.catalog.world_size, Addition()
     for name, path in files.small.items():
-        data = path.read_bytes()
         if path.name == FSDP_CONFIG:
-            data = re.sub(rb'("world_size"\s*:\s*)\d+', rb"\g<1>%d" % world, data)
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(data)
-        written.append(name)
+            data = path.read_bytes()
+            added.data[name] = re.sub(rb'("world_size"\s*:\s*)\d+', rb"\g<1>%d" % world, data)
+        else:
+            added.copied[name] = path
     carried = (
         ("scheduler and random state", files.extra, random_note),
         ("dataloader position", files.loaders, _loader_note),
     )
     for kind, own, changed in carried:
         if own and world != before:
-            notes.append(changed(before, world))
+            added.notes.append(changed(before, world))
         of_ranks = {rank: own.get(rank % before) for rank in range(world if own else 0)}
         for rank, file in of_ranks.items():
             if file is None:
-                notes.append(f"rank {rank} gets no {kind}: the file is missing")
+                added.notes.append(f"rank {rank} gets no {kind}: the file is missing")
                 continue
-            name = files.renamed(file, world, rank)
-            left_out = _write_again(file, directory / name)
-            if left_out and not rank:
-                notes.append(f"{file.name}: left out {', '.join(left_out)}")
-            written.append(name)
+            found = plain_values(read_torch_file(file))
+            added.saved[files.renamed(file, world, rank)] = found.value
+            if found.notes and not rank:
+                added.notes.append(f"{file.name}: left out {', '.join(found.notes)}")
     if world > 1 and source.optimizer is not None and is_fsdp1(source):
-        notes.append(
+        added.notes.append(
             f"{FSDP_CONFIG} says FSDP1, which on several ranks loads the model, but no moments of "
             "whole parameters: with the optimizer, go on with FSDP2"
         )
     skipped = [one.fqn for one in source.catalog.skipped]
     if skipped:
-        notes.append(f"left out of the model: {', '.join(skipped[:5])} (not tensors)")
-    return notes, written
+        added.notes.append(f"left out of the model: {', '.join(skipped[:5])} (not tensors)")
+    return added
 
 
 def _loader_note(before: int, world: int) -> str:
@@ -93,11 +86,3 @@ def _loader_note(before: int, world: int) -> str:
         f"the position of rank R modulo {before}, so it goes on after as many batches of its own, "
         "and some samples of this epoch may be seen twice or not at all"
     )
-
-
-def _write_again(file: Path, target: Path) -> Sequence[str]:
-    """Write the plain values of a file into another one; return what was left out."""
-    found = plain_values(read_torch_file(file))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_torch_file(target, found.value)
-    return found.notes

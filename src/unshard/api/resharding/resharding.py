@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -16,18 +15,18 @@ from unshard.api.resharding.anew.ranks import ranks_anew
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp_again import dcp_again
 from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_keys
-from unshard.api.resharding.ranks import add_files, files_of_ranks
+from unshard.api.resharding.ranks import files_of_ranks, other_files
 from unshard.api.resharding.source import SourceFiles, is_fsdp1, is_whole, read_source, refuse_parts
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import Added, Writing
+from unshard.api.resharding.writing import Writing
 from unshard.api.sources import Sources, inflated
 from unshard.containers.file_states import noting
-from unshard.engines.threads import Overflows, run_plan
+from unshard.engines.crew import engine_for
 from unshard.errors import NotMergeableError, OutputError, UsageError
 from unshard.keywords import ReshardKeywords
-from unshard.plan.operations import Plan
+from unshard.plan.identity import digest_of
 from unshard.plan.planner import make_plan
-from unshard.plan.resharding import Resharded, lay_out_ranks
+from unshard.plan.resharding import lay_out_ranks
 from unshard.progress import Listener, Stage
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_kept, find_optimizer
@@ -35,6 +34,7 @@ from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
 from unshard.stores.remote_path import RemotePath
 from unshard.write.sealing import seal
+from unshard.write.stage import Work
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import without_checksums
@@ -141,9 +141,11 @@ def reshard(
                 source = _prepared(source, kind, world_size, chosen, stack)
                 target = Target.of(source, world_size, mesh, mesh_names, device, torch)
                 writing = _writing(source, target, kind, goal, stack)
-            notes, others = _write(source, writing, kind, goal, chosen, heard)
+            for path in writing.others.copied.values():
+                source.states.add(path)
+            notes = _write(source, writing, kind, goal, chosen, heard)
     seconds = round(time.monotonic() - started, 3)
-    return _report(source, target, kind, goal, writing.made, others, notes, seconds)
+    return _report(source, target, kind, goal, writing, notes, seconds)
 
 
 def _prepared(
@@ -178,34 +180,33 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     output: Path,
     options: MergeOptions,
     listener: Listener,
-) -> Added:
-    """Write the output and commit it; return notes, and the paths of its files without tensors."""
-    made, locations = writing.made, source.location
+) -> list[str]:
+    """Write the output and commit it; return notes."""
+    made, others, locations = writing.made, writing.others, source.location
     plan = make_plan(made.layout)
     refuse_sources(output, source.catalog.weight_files)
     if output.is_symlink() or output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise OutputError(f"{output}: exists already", hint="give another output")
     stage = Staging(
         output,
-        plan.bytes_written + writing.small_bytes * 2,
+        plan.bytes_written + others.size * 2,
         sources=[locations.step_dir, *locations.roots],
         names=[file.filename for file in made.layout.files],
     )
-    with stage:
-        for file in made.layout.files:
-            (stage.directory / file.filename).parent.mkdir(parents=True, exist_ok=True)
-        listener(Stage("writing", sum(one.data_bytes for one in made.layout.files)))
-        _make_files(plan, made, stage.directory, options, listener)
-        notes, others = writing.add(stage.directory)
-        notes += [*_notes_of(source, kind), *without_checksums(source.catalogs, options.verify)]
+    notes = [*others.notes, *_notes_of(source, kind)]
+    notes += without_checksums(source.catalogs, options.verify)
+    with engine_for(None, options.resources, listener) as engine, stage:
+        work = Work("", digest_of(plan))  # nobody goes on with it
+        stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
+        stage.add(dict(others.files(stage.scratch)))
         source.states.check()
         if options.verify != "off":
             with Sources((source,)).blamed():
-                check_output(source, made, kind, stage.directory, options, listener)
+                check_output(source, made, kind, stage.readable(), options, engine)
         source.states.check()
         listener(Stage("committing"))
         notes += stage.commit()
-    return warn(listener, notes), others
+    return warn(listener, notes)
 
 
 def _notes_of(source: Checkpoint, kind: ReshardFormat) -> Sequence[str]:
@@ -232,23 +233,7 @@ def _writing(
         source = unplaced(source)
     ranks = files_of_ranks(source, target, files, source.catalog.stored_names)
     made = lay_out_ranks([*ranks], target.version)
-    small = sum(one.stat().st_size for one in files.small.values())
-    return Writing(made, small, partial(add_files, source, target, files))
-
-
-def _make_files(
-    plan: Plan, made: Resharded, directory: Path, options: MergeOptions, listener: Listener
-) -> None:
-    """Make the files; the worker that has finished one gives it its checksums."""
-    files = made.layout.files
-
-    def finished(number: int, _overflows: Overflows) -> None:
-        seal(directory / files[number].filename, made.zips[number])
-
-    run_plan(plan, directory, options.resources, listener, finished)
-    for file, zipped in zip(files, made.zips, strict=True):
-        if not file.data_bytes:  # a rank without a part of any tensor
-            seal(directory / file.filename, zipped)
+    return Writing(made, other_files(source, target, files))
 
 
 def _report(  # noqa: PLR0917 (all that was made)
@@ -256,12 +241,11 @@ def _report(  # noqa: PLR0917 (all that was made)
     target: Target,
     kind: ReshardFormat,
     output: Path,
-    made: Resharded,
-    others: Sequence[str],
+    writing: Writing,
     notes: Sequence[str],
     seconds: float,
 ) -> ReshardReport:
-    mesh = target.meshes[0]
+    mesh, made = target.meshes[0], writing.made
     return ReshardReport(
         output=str(output),
         source=str(source.location.weights_dir),
@@ -271,7 +255,7 @@ def _report(  # noqa: PLR0917 (all that was made)
         mesh_names=() if kind.is_dcp else mesh.dim_names or (),
         torch=target.torch,
         files={file.filename: file.size for file in made.layout.files},
-        others=tuple(others),
+        others=writing.others.names,
         tensors=len(source.catalog.tensors),
         optimizer_tensors=sum(len(one.tensors) for one in source.catalogs[1:]),
         bytes_written=sum(file.size for file in made.layout.files),

@@ -103,8 +103,6 @@ class SourceFiles:
             if path.is_relative_to(root) and path.is_file()
         }
         loaders = {rank: path for rank, path in loaders.items() if path.is_file()}
-        for path in (*extra.values(), *loaders.values(), *small.values()):
-            source.states.add(path)  # they are read in the end
         return cls(root, model, optimizer, extra, loaders, small)
 
     def renamed(self, path: Path, world: int, rank: int) -> str:

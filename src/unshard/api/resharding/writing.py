@@ -1,30 +1,12 @@
 """What a reshard writes: laid out before anything is read, and what is added in the end."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
 from unshard.showing import counted
-
-Added = tuple[list[str], list[str]]
-"""Notes for the user, and the paths of the files that were added."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Writing:
-    """What a reshard writes.
-
-    Attributes:
-        made: the files with tensors.
-        small_bytes: what all other files take, about.
-        add: writes them into the directory of the output.
-    """
-
-    made: Resharded
-    small_bytes: int
-    add: Callable[[Path], Added]
 
 
 @dataclass(slots=True)
@@ -44,25 +26,36 @@ class Addition:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The paths of all of them."""
+        return (*self.copied, *self.data, *self.saved)
+
+    @property
     def size(self) -> int:
         """Bytes of the files whose size is known."""
-        known: Mapping[str, int] = {name: one.stat().st_size for name, one in self.copied.items()}
-        return sum(known.values()) + sum(map(len, self.data.values()))
+        copied = sum(one.stat().st_size for one in self.copied.values())
+        return copied + sum(map(len, self.data.values()))
+
+    def files(self, scratch: Path) -> Iterator[tuple[str, bytes | Path]]:
+        """Yield the path of each, and its bytes or a file to copy; values are written to `scratch`.
+
+        torch writes the name of a file into it, so there it has the name that it will have.
+        """
+        yield from self.copied.items()
+        yield from self.data.items()
+        for name, value in self.saved.items():
+            path = scratch / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_torch_file(path, value)
+            yield name, path
 
 
-def write_additions(files: Addition, directory: Path) -> Added:
-    """Write files without tensors of the model; return notes and paths."""
-    names = [*files.copied, *files.data, *files.saved]
-    for name in names:
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name in files.saved:
-            write_torch_file(path, files.saved[name])
-        else:
-            path.write_bytes(
-                files.data[name] if name in files.data else files.copied[name].read_bytes()
-            )
-    return files.notes, names
+@dataclass(frozen=True, slots=True, eq=False)
+class Writing:
+    """What a reshard writes: the files with tensors, and all others."""
+
+    made: Resharded
+    others: Addition
 
 
 def trainer_rng(rank: int, world: int) -> str:

@@ -1,6 +1,5 @@
 """`push`: a merged model onto the hub, without writing it anywhere else."""
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -50,7 +49,6 @@ def push(
         OutputError: the hub was not reached, refused, or did not confirm every file.
         UnshardError: as `merge` raises it before it writes; or a file of the checkpoint changed.
     """
-    started = time.monotonic()
     chosen = MergeOptions(**options, extra_state=False)
     check_repo(repo, may_ask=True, is_option=False)
     with hearing(listener) as heard, ExitStack() as stack:
@@ -70,7 +68,7 @@ def push(
             url = push_files(watched, repo, private=private, check=check, listener=hear)
             overflows = files.overflows
         notes += warn(hear, late_notes(prepared, None, overflows))
-    return make_report(prepared, None, chosen, started, notes=notes, changed=changed, url=url)
+    return make_report(prepared, None, chosen, notes=notes, changed=changed, url=url)
 
 
 def _watched(file: PlannedFile, listener: Listener) -> PlannedFile:

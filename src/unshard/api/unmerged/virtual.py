@@ -9,25 +9,24 @@ from typing import Self, Unpack
 
 from unshard.api.converting import convert
 from unshard.api.making import (
-    ADAPTER_FOLDER,
     Prepared,
     make_record,
+    named_overflows,
     plan_output,
     small_files,
     warn,
 )
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import inflated, open_source, scratch_directory
+from unshard.api.sources import inflated, open_source
 from unshard.engines.files import PieceReader, PlannedFile
-from unshard.engines.threads import named_overflows
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Listener, Stage
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, hearing, human_size
-from unshard.write.companions import state_file_names, write_training_state
 from unshard.write.record import add_companions
+from unshard.write.stage import scratch_directory
 
 
 class VirtualFiles(Mapping[str, PlannedFile]):
@@ -168,7 +167,7 @@ def plan_files(
 
     Its notes are given to the listener.
     """
-    sources = open_source(checkpoint, options, listener, pass_over=True)
+    sources = open_source(checkpoint, options, listener)
     if sources.compressed_bytes:
         listener(Stage("decompressing"))
         sources = replace(sources, checkpoints=(inflated(sources.last, stack),))
@@ -179,14 +178,14 @@ def plan_files(
 
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge, weights first; closing them closes what the stack has."""
-    files = contents_of_output(prepared, options, stack)
+    files = _contents_of_output(prepared, options, stack)
     checkpoint = prepared.checkpoint
     reader = PieceReader(checkpoint.location.weights_dir, checkpoint.states)
     stack.callback(reader.close)
     return VirtualFiles(prepared, files, reader, stack.pop_all())
 
 
-def contents_of_output(
+def _contents_of_output(
     prepared: Prepared, options: MergeOptions, stack: ExitStack
 ) -> dict[str, Contents]:
     """Return what the files of a merge consist of, weights first and the record last.
@@ -195,18 +194,11 @@ def contents_of_output(
     """
     files = dict(contents_of(prepared.plan))
     weights = set(files)
-    if prepared.adapter is not None:
-        adapter = contents_of(prepared.adapter.plan)
-        files |= {f"{ADAPTER_FOLDER}/{name}": one for name, one in adapter}
-    for name, source in small_files(prepared).items():
+    for name, source in small_files(prepared, lambda: scratch_directory(stack)).items():
         files[name] = _as_contents(source)
-    names = state_file_names(prepared.sources.training)
-    if names:
-        scratch = scratch_directory(stack)
-        write_training_state(prepared.sources.training, scratch)
-        files |= {name: _as_contents(scratch / name) for name in names}
     listed = {name: files[name].size for name in sorted(files.keys() - weights)}
-    files[RECORD_NAME] = _as_contents(add_companions(make_record(prepared, options), listed))
+    record = make_record(prepared, options.recorded)
+    files[RECORD_NAME] = _as_contents(add_companions(record, listed))
     return files
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Take, takes
@@ -19,18 +18,14 @@ from unshard.engines.compare import Pairs, measure_pairs, size_of_pair
 from unshard.engines.ray.cluster import Cluster, Work
 from unshard.engines.threads import (
     MIN_BUFFER,
-    Finished,
-    Overflows,
     Resources,
     find_differences,
-    named_overflows,
     raise_differences,
     run_plan,
 )
-from unshard.engines.uploads import Uploaded, upload_files
+from unshard.engines.uploads import upload_files
 from unshard.errors import OutputError, UnshardError
 from unshard.plan.operations import Plan, stored_tensors
-from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Listener, Warned
 from unshard.signals import uninterrupted
 from unshard.stores.nodes.store import on_one_node
@@ -38,6 +33,7 @@ from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.catalog import Catalog
 from unshard.write.bucket_stage import BucketStage
+from unshard.write.stage import Finished, Overflows, Uploads, Written
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
 
@@ -46,48 +42,31 @@ _LOOK_S = 0.1
 _PARTS = 4  # for each node: nodes are not equally fast
 
 
-class Upload(Protocol):
-    """What does as `OverRay.upload` does."""
-
-    def __call__(  # noqa: PLR0913, PLR0917 (as `uploads.upload_files`, and the plan)
-        self,
-        plan: Plan,
-        path: Path,
-        files: Mapping[str, Contents],
-        stage: BucketStage,
-        resources: Resources,
-        listener: Listener,
-        /,
-        *,
-        finished: Callable[[str, Overflows], None],
-    ) -> Uploaded:
-        """Upload files."""
-
-
 @dataclass(frozen=True, slots=True)
 class OverRay:
-    """Does on the nodes of a cluster what `threads` does here; resources are those of each node."""
+    """Does on the nodes of a cluster what `crew.Threads` does here.
+
+    Attributes:
+        cluster: the cluster.
+        resources: those of each node.
+        listener: is told of the progress.
+    """
 
     cluster: Cluster
+    resources: Resources
+    listener: Listener
 
-    def run_plan(
-        self,
-        plan: Plan,
-        directory: Path,
-        resources: Resources,
-        listener: Listener,
-        finished: Finished,
-    ) -> dict[str, int]:
+    def make(self, plan: Plan, directory: Path, finished: Finished) -> Overflows:
         """Make the output files as `threads.run_plan` does; `directory` is in a stage."""
         files, staging = plan.layout.files, directory.parent
-        each, sources = self._share(resources, len(plan.numbers)), _sources(plan)
+        each, sources = self._share(len(plan.numbers)), _sources(plan)
         overflows = Overflows()
 
         def done(number: int, attempt: int, lost: Overflows) -> None:
             name = files[number].filename
             place = _place_of(attempt, staging)
             _move(place / name, directory / name)
-            place.rmdir()
+            shutil.rmtree(place)
             overflows.update(lost)
             finished(number, lost)
 
@@ -95,58 +74,42 @@ class OverRay:
             _Making(plan, staging, each),
             sorted(plan.numbers, key=lambda number: -files[number].size),
             {**_by_directory(sources), str(staging): ()},
-            slots=resources.workers // each.workers,
-            cpus=resources.workers,
+            slots=self.resources.workers // each.workers,
+            cpus=self.resources.workers,
             done=done,
             lost=lambda _, attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
             alone=_on_one_node(sources),
         )
-        self.cluster.run(work, listener)
-        return named_overflows(overflows, plan)
+        self.cluster.run(work, self.listener)
+        return overflows
 
-    def upload(  # noqa: PLR0913, PLR0917 (see `Upload`)
-        self,
-        plan: Plan,
-        path: Path,
-        files: Mapping[str, Contents],
-        stage: BucketStage,
-        resources: Resources,
-        listener: Listener,
-        *,
-        finished: Callable[[str, Overflows], None],
-    ) -> Uploaded:
-        """Upload files as `uploads.upload_files` does; each one of the plan from one node."""
-        numbers = {file.filename: number for number, file in enumerate(plan.layout.files)}
-        here = {name: one for name, one in files.items() if name not in numbers}
-        names = {numbers[name]: name for name in files if name in numbers}
-        uploaded = upload_files(path, here, stage, resources, listener, finished=finished)
-        sources = _sources(plan)
-        for name in names.values():
-            stage.wrote(name, None)  # whatever happens now, it may be there
+    def upload(self, plan: Plan, stage: Uploads, finished: Finished) -> Written:
+        """Make and upload files as `uploads.upload_files` does; each one from one node."""
+        files, written = plan.layout.files, Written()
+        for number in plan.numbers:
+            stage.wrote(files[number].filename, None)  # whatever happens now, it may be there
 
-        def done(number: int, _attempt: int, answer: tuple[Stored, Uploaded]) -> None:
+        def done(number: int, _attempt: int, answer: tuple[Stored, Written]) -> None:
             stored, one = answer
-            stage.wrote(names[number], stored)
-            uploaded.add(one)
-            finished(names[number], uploaded.overflows)
+            stage.wrote(files[number].filename, stored)
+            written.add(one)
+            finished(number, one.overflows)
 
-        with _aborting(stage, listener) as abort:
+        with _aborting(stage, self.listener) as abort:
             work = Work(
-                _Uploading(plan, path, stage.target, resources),
-                sorted(names, key=lambda number: -plan.layout.files[number].size),
-                _by_directory(sources),
+                _Uploading(plan, stage.target, self.resources),
+                sorted(plan.numbers, key=lambda number: -files[number].size),
+                _by_directory(sources := _sources(plan)),
                 slots=1,
-                cpus=resources.workers,
+                cpus=self.resources.workers,
                 done=done,
-                lost=lambda number, _: abort(names[number]),
+                lost=lambda number, _: abort(files[number].filename),
                 alone=_on_one_node(sources),
             )
-            self.cluster.run(work, listener)
-        return uploaded
+            self.cluster.run(work, self.listener)
+        return written
 
-    def measure(
-        self, pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener
-    ) -> Mapping[str, Measures]:
+    def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
         """Compare tensors as `compare.measure_pairs` does; a node takes some at a time."""
         parts = _divided(pairs, _PARTS * max(1, len(self.cluster.nodes())))
         recipes = (one.recipe for pair in pairs.values() for one in pair)
@@ -154,25 +117,18 @@ class OverRay:
         sources = {path for paths in tables.values() for path in paths}
         measured: dict[str, Measures] = {}
         work = Work(
-            _Measuring(parts, tolerances, resources),
+            _Measuring(parts, tolerances, self.resources),
             range(len(parts)),
             _by_directory(sources),
             slots=1,
-            cpus=resources.workers,
+            cpus=self.resources.workers,
             done=lambda _job, _attempt, found: measured.update(found),
             alone=_on_one_node(sources),
         )
-        self.cluster.run(work, listener)
+        self.cluster.run(work, self.listener)
         return measured
 
-    def verify_full(
-        self,
-        plan: Plan,
-        catalogs: Sequence[Catalog],
-        directory: Path,
-        resources: Resources,
-        listener: Listener,
-    ) -> None:
+    def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
         """Check as `threads.verify_full` does; a node takes some files and sources at a time."""
         count = _PARTS * max(1, len(self.cluster.nodes()))
         sources = _sources(plan).union(*(one.weight_files for one in catalogs))
@@ -180,20 +136,20 @@ class OverRay:
         output = {directory / file.filename for file in plan.layout.files}
         problems: list[UnshardError] = []
         work = Work(
-            _Verifying(plan, catalogs, directory, resources, count),
+            _Verifying(plan, catalogs, directory, self.resources, count),
             range(count),
             _by_directory(sources | output),
             slots=1,
-            cpus=resources.workers,
+            cpus=self.resources.workers,
             done=lambda _job, _attempt, found: problems.extend(found),
             alone=_on_one_node(sources),
         )
-        self.cluster.run(work, listener)
+        self.cluster.run(work, self.listener)
         raise_differences(problems)
 
-    def _share(self, resources: Resources, jobs: int) -> Resources:
+    def _share(self, jobs: int) -> Resources:
         """Return the resources of one of the jobs that a node does at a time."""
-        nodes = max(1, len(self.cluster.nodes()))
+        resources, nodes = self.resources, max(1, len(self.cluster.nodes()))
         most = min(resources.workers, resources.memory_bytes // MIN_BUFFER, -(-jobs // nodes))
         slots = max(1, most)
         return Resources(resources.workers // slots, resources.memory_bytes // slots)
@@ -254,23 +210,19 @@ class _Uploading:
     """Uploads an output file; runs on a node."""
 
     plan: Plan
-    path: Path
     target: RemotePath
     resources: Resources
 
-    def do(self, number: int, _attempt: int, listener: Listener) -> tuple[Stored | None, Uploaded]:
-        """Upload a file of the plan; the driver has claimed the place."""
-        name = self.plan.layout.files[number].filename
-        contents = dict(contents_of(self.plan.only([number])))[name]
-        stage = BucketStage(self.target, overwrite=False)
-        uploaded = upload_files(
-            self.path, {name: contents}, stage, self.resources, listener, finished=_forgotten
-        )
-        return stage.written[name], uploaded
+    def do(self, number: int, _attempt: int, listener: Listener) -> tuple[Stored | None, Written]:
+        """Upload a file of the plan; the driver has claimed the place, and records the file."""
+        stage = BucketStage(self.target)
+        plan = self.plan.only([number])
+        written = upload_files(plan, stage, self.resources, listener, lambda *_: None)
+        return stage.written[self.plan.layout.files[number].filename], written
 
 
 @contextmanager
-def _aborting(stage: BucketStage, listener: Listener) -> Iterator[Callable[[str], None]]:
+def _aborting(stage: Uploads, listener: Listener) -> Iterator[Callable[[str], None]]:
     """Yield what aborts the upload of a file by a lost node; at the end it is done once more.
 
     A node that was only cut off from the cluster may have begun another upload.
@@ -285,15 +237,11 @@ def _aborting(stage: BucketStage, listener: Listener) -> Iterator[Callable[[str]
         yield abort
     finally:
         with uninterrupted():
-            are_gone = not names or stage.abort_uploads(names)
+            are_gone = not names or stage.abort_uploads([*names])
         if not are_gone:
             files = ", ".join(sorted(names))
             left = f"{stage.target}: what a lost node was uploading of {files} may be left in parts"
             listener(Warned(f"{left}, which are paid for; a rule of the bucket can remove them"))
-
-
-def _forgotten(_name: str, _overflows: Overflows) -> None:
-    """Take no note of a file: the driver does."""
 
 
 def _divided(pairs: Pairs, count: int) -> list[Pairs]:
@@ -328,6 +276,7 @@ def _flush(path: Path) -> None:
 def _move(made: Path, target: Path) -> None:
     """Move a file that another machine has made."""
     until = time.monotonic() + _VISIBLE_S
+    target.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
             made.rename(target)

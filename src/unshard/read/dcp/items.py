@@ -15,13 +15,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from unshard.containers.file_states import note_here, noted_here
 from unshard.containers.open_files import Opened, OpenFiles, opened, pread, pread_many
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
@@ -107,8 +107,9 @@ def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
     jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
     known = _Known()
     found: dict[int, StoredItem | UnshardError] = {}
-    with ThreadPoolExecutor(_THREADS, "", note_here, (noted_here(),)) as pool:
-        for part in pool.map(lambda job: _read_batch(job[0], job[1], known), jobs):
+    contexts = [copy_context() for _ in jobs]  # they have what notes the files that are opened
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for part in pool.map(lambda here, job: here.run(_read_batch, *job, known), contexts, jobs):
             found |= part
     return [found[number] for number in range(len(items))]
 

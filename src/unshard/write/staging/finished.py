@@ -9,40 +9,26 @@ and of change. A file without a line may have any bytes, and is made again.
 import json
 import os
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from unshard.write.dirfd import (
     check_path,
+    folder_of,
     names_in,
     open_regular,
     opened,
     read_file,
     remove,
     status_of,
+    walk,
     whole_file,
 )
+from unshard.write.stage import Counts, Work
 from unshard.write.staging.journal import OUTPUT
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
 
 FINISHED_NAME = "finished.jsonl"
-
-Counts = Counter[int]
-"""How many finite values became infinite, by the byte of the file where their tensor begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a merge does: two with equal work write the same bytes.
-
-    Attributes:
-        sources: digest of the source files: paths, inodes, sizes, times of modification.
-        plan: digest of the operations and of the headers.
-    """
-
-    sources: str
-    plan: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +64,11 @@ class Ledger:
         Raises:
             OSError: it cannot be flushed, or the record cannot be written.
         """
-        with opened(OUTPUT, within=self._place.fd) as output:
-            fd = open_regular(name, os.O_RDONLY, within=output)
+        with (
+            opened(OUTPUT, within=self._place.fd) as output,
+            folder_of(name, within=output) as (folder, file),
+        ):
+            fd = open_regular(file, os.O_RDONLY, within=folder)
             try:
                 os.fsync(fd)
                 status = _status(os.fstat(fd))
@@ -107,9 +96,14 @@ def open_ledger(place: StagingDirectory, work: Work) -> Ledger:
             if (found := status_of(name, within=output)) is not None
             and _status(found) == line.status
         }
+        folders = {name.partition("/")[0] for name in kept}
         for name in names_in(output):
-            if name not in kept:
+            if name not in folders:
                 remove(name, within=output)
+        for path, is_folder in list(walk(output)):
+            if not is_folder and path not in kept:
+                with folder_of(path, within=output) as (folder, name):
+                    remove(name, within=folder)
     if lines:
         with whole_file(FINISHED_NAME, within=place.fd, durable=False) as stream:
             stream.writelines(_sealed(place, line) for line in kept.values())
@@ -170,7 +164,7 @@ def _parsed(place: StagingDirectory, text: bytes) -> _Line | None:
         fields, code = whole["finished"], whole["seal"]
         if not is_sealed(code, "finished", fields, os.fstat(place.fd).st_ino):
             return None
-        (name,) = check_path(fields["name"])
+        name = "/".join(check_path(fields["name"]))
         status = tuple(map(int, fields["status"]))
         return _Line(Work(**fields["work"]), name, status, dict(fields["counts"]))
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -11,17 +11,31 @@ holds both.
 import errno
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Self
 
 from unshard.errors import OutputError, UnshardError, printable
+from unshard.plan.operations import Plan
+from unshard.progress import Stage as Progress
+from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
+from unshard.write.companions import write_files
 from unshard.write.dirfd import opened, try_lock
+from unshard.write.stage import (
+    Engine,
+    Overflows,
+    Work,
+    Written,
+    counts_in,
+    earlier_overflows,
+    unfinished,
+)
 from unshard.write.staging.commit import begin, finish, is_begun, take_new
-from unshard.write.staging.finished import Ledger, Work, open_ledger
+from unshard.write.staging.finished import open_ledger
 from unshard.write.staging.journal import OUTPUT, Mode, write_journal
 from unshard.write.staging.owners import (
     Owner,
@@ -95,15 +109,53 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """A path for a file that is needed while the output is made, and removed with the stage."""
-        return self._staging.path / "scratch"
+        """A directory for files that are needed while the output is made."""
+        scratch = self._staging.path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        return scratch
 
-    def open_ledger(self, work: Work) -> Ledger:
-        """Open the record of what is finished; nothing else remains in the output's directory."""
-        ledger = open_ledger(self._staging, work)
+    def write(
+        self,
+        plan: Plan,
+        engine: Engine,
+        work: Work,
+        *,
+        seal: Callable[[Path, int], None] = lambda _path, _number: None,
+    ) -> Written:
+        """Make the files of weights that no earlier process has finished; see `Stage.write`.
+
+        `seal` is called with the path and the number of each that has all its bytes.
+        """
+        ledger, files = open_ledger(self._staging, work), plan.layout.files
         if self._why_not_resumed:
             ledger.notes.append(f"--resume has no effect: {self._why_not_resumed}")
-        return ledger
+        left = unfinished(plan, ledger, engine.listener)
+        data = sum(files[number].data_bytes for number in left.numbers)
+        engine.listener(Progress("writing", data))
+        recorder = ThreadPoolExecutor(1)  # flushes a file while others are written
+        records: list[Future[None]] = []
+
+        def finished(number: int, overflows: Overflows) -> None:
+            seal(self.directory / files[number].filename, number)
+            counts = counts_in(overflows)
+            records.append(recorder.submit(ledger.add, files[number].filename, counts))
+
+        try:
+            overflows = engine.make(left, self.directory, finished)
+            for record in records:
+                record.result()
+        finally:
+            with uninterrupted():  # nothing may be recorded while the stage is removed
+                recorder.shutdown(cancel_futures=True)
+        return Written(earlier_overflows(plan, ledger) + overflows)
+
+    def add(self, files: Mapping[str, bytes | Path]) -> None:
+        """Add small files; see `Stage.add`."""
+        write_files(files, self.directory)
+
+    def readable(self) -> Path:
+        """Return where the output can be read before the commit."""
+        return self.directory
 
     @property
     def _staging(self) -> StagingDirectory:
@@ -143,8 +195,8 @@ class Staging:
                 late.args = (f"interrupted, but only after {self._target} was complete",)
             raise
 
-    def commit(self, *, replaced: Collection[str] = ()) -> list[str]:
-        """Make everything durable and let it take the target's place.
+    def commit(self, record: bytes | None = None, *, replaced: Sequence[str] = ()) -> list[str]:
+        """Add the record, make everything durable and let it take the target's place.
 
         Ctrl-C and the like wait until the stage is left, which then reports that they came too
         late. Companions in `replaced` replace those in a checkpoint's own directory. Return notes:
@@ -154,6 +206,8 @@ class Staging:
         Raises:
             OutputError: another process made the target, or not all files could be moved.
         """
+        if record is not None:
+            write_files({RECORD_NAME: record}, self.directory)
         with ExitStack() as quiet:
             quiet.enter_context(uninterrupted())
             notes = self._take_place(replaced)

@@ -11,7 +11,6 @@ Source: `torch.distributed.checkpoint._traverse`, accelerate 1.15's `load_fsdp_m
 """
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 from unshard.api.resharding.anew.placing import cut_dimension
@@ -20,7 +19,7 @@ from unshard.api.resharding.anew.rebuilding import SCHEDULER
 from unshard.api.resharding.anew.training import add_training, read_training
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import Addition, Writing, write_additions
+from unshard.api.resharding.writing import Addition, Writing
 from unshard.containers.torch_files.dcp_files import object_data
 from unshard.containers.torch_files.dcp_metadata import ItemPath, SavedObject
 from unshard.containers.torch_files.dtensors import Version
@@ -52,7 +51,7 @@ def dcp_anew(source: Checkpoint, target: Target, to: ReshardFormat, output: Path
     files = Addition(data=metadata)
     add_companions(source, "", files)
     add_training(training, to, world, target.meshes[0].device_type, files)
-    return Writing(made, files.size, partial(write_additions, files))
+    return Writing(made, files)
 
 
 def _model(source: Checkpoint) -> Iterator[SavedEntry]:

@@ -1,7 +1,6 @@
 """Files of ranks (verl, lmms-engine) of a checkpoint in another format."""
 
 import re
-from functools import partial
 from json import dumps
 
 from unshard.api.resharding.anew.rebuilding import SCHEDULERS
@@ -10,7 +9,7 @@ from unshard.api.resharding.formats import ReshardFormat, files_for
 from unshard.api.resharding.ranks import files_of_ranks
 from unshard.api.resharding.source import FSDP_CONFIG
 from unshard.api.resharding.target import Target
-from unshard.api.resharding.writing import Addition, Writing, write_additions
+from unshard.api.resharding.writing import Addition, Writing
 from unshard.plan.resharding import lay_out_ranks
 from unshard.read.format import shortened
 from unshard.read.open import Checkpoint
@@ -33,7 +32,7 @@ def ranks_anew(source: Checkpoint, target: Target, to: ReshardFormat) -> Writing
         files.data[FSDP_CONFIG] = dumps(config, indent=4).encode()
     device = target.meshes[0].device_type
     add_training(read_training(source), to, world, device, files)
-    return Writing(made, files.size, partial(write_additions, files))
+    return Writing(made, files)
 
 
 def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:

@@ -124,11 +124,11 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
 
 
 def _merge(order: MergeOrder) -> None:
-    from unshard.api.merging import merge_with
+    from unshard.api.merging import merge_checkpoint
     from unshard.progress import ignore
 
     demand = partial(_demand_config, order)
-    merge_with(order.checkpoint, order.output, _options(order), ignore, before=demand)
+    merge_checkpoint(order.checkpoint, order.output, _options(order), ignore, before=demand)
 
 
 def _describe(order: MergeOrder) -> None:
@@ -144,7 +144,7 @@ def _describe(order: MergeOrder) -> None:
     from unshard.write.companions import companion_files
 
     options, output = _options(order), Path(order.output)
-    sources = open_source(Path(order.checkpoint), options, ignore, pass_over=True)
+    sources = open_source(order.checkpoint, options, ignore)
     made = plan_output(sources, convert(sources, options), options)
     prepared = _demand_config(order, made)
     output.mkdir()
