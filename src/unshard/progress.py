@@ -3,6 +3,7 @@
 This module knows the events, not how they are shown.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,3 +69,10 @@ class Listener(Protocol):
 
 def ignore(_event: Event, /) -> None:
     """Take an event and do nothing."""
+
+
+def warn(listener: Listener, notes: Sequence[str]) -> list[str]:
+    """Give notes to the listener, and return them."""
+    for note in notes:
+        listener(Warned(note))
+    return list(notes)

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -184,12 +185,11 @@ def test_what_is_read_on_demand_is_of_the_step_that_was_opened(
         with unshard.open_checkpoint(source, framework="pt") as opened:
             found = {name: opened[name] for name in names[:count]}
             way(tmp_path / "1", source)
-            try:
-                found |= {name: opened[name] for name in names[count:]}
-            except unshard.CorruptError as error:
-                assert "has changed while it was being read" in str(error)
+            with suppress(unshard.CorruptError):
+                for name in names[count:]:
+                    found[name] = opened[name]
             assert_same(found, {name: tensors(0)[name] for name in found})
-            assert count or way is not by_rename or not found
+            assert count or not found
 
 
 def empty_model() -> torch.nn.Module:

@@ -18,8 +18,8 @@ from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
 from evaluation.running import all_gone, child_environment
 from held_on_nodes import begin, begun, ended, ran, wait_for_nodes
 from ranks import contents, rank_path, save_ranks, snapshot
-from unshard.write.bucket_ledger import FINISHED_NAME
-from unshard.write.bucket_stage import CLAIM_NAME
+from unshard.write.bucket.claim import CLAIM_NAME
+from unshard.write.bucket.ledger import FINISHED_NAME
 from waiting import wait_until
 
 pytestmark = [

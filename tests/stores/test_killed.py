@@ -19,8 +19,8 @@ from bucket_server import BUCKET, Request, Store
 from merging_child import OPTIONS
 from ranks import save_ranks, snapshot
 from unshard.progress import ignore
-from unshard.write.bucket_ledger import FINISHED_NAME
-from unshard.write.bucket_stage import CLAIM_NAME
+from unshard.write.bucket.claim import CLAIM_NAME
+from unshard.write.bucket.ledger import FINISHED_NAME
 
 pytestmark = pytest.mark.slow
 

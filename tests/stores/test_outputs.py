@@ -25,7 +25,7 @@ from unshard.errors import StoreError, UnshardError
 from unshard.keywords import Cast, Verify
 from unshard.progress import Advanced, Event, Stage, ignore
 from unshard.stores.objects import Stored
-from unshard.write.bucket_stage import CLAIM_NAME
+from unshard.write.bucket.claim import CLAIM_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -15,8 +15,9 @@ from unshard import OutputError
 from unshard.errors import StoreError
 from unshard.progress import Chosen, Event, Stage, Warned, ignore
 from unshard.stores.remote_path import RemotePath, path_of
-from unshard.write.bucket_ledger import FINISHED_NAME
-from unshard.write.bucket_stage import CLAIM_NAME, BucketStage
+from unshard.write.bucket.claim import CLAIM_NAME
+from unshard.write.bucket.ledger import FINISHED_NAME
+from unshard.write.bucket.stage import BucketStage
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -25,7 +25,7 @@ from unshard.plan.layout import lay_out, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
-from unshard.progress import Listener, Warned, ignore
+from unshard.progress import Listener, ignore, warn
 from unshard.progress import Stage as Progress
 from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
@@ -35,7 +35,7 @@ from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import TensorEntry
-from unshard.write.bucket_stage import BucketStage
+from unshard.write.bucket.stage import BucketStage
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
@@ -48,7 +48,7 @@ from unshard.write.execute import are_equal
 from unshard.write.hub import push
 from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
-from unshard.write.stage import Overflows, Stage, Work
+from unshard.write.stage import Stage, Work
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import verify_light, without_checksums
@@ -321,23 +321,6 @@ def late_notes(
         what = "the store did not copy weights itself, so they were down- and uploaded"
         notes.append(f"{what}: {refused}")
     return notes
-
-
-def named_overflows(overflows: Overflows, plan: Plan) -> dict[str, int]:
-    """Return the counts by the names of the tensors, in the order of the files."""
-    return {
-        tensor.name: count
-        for number, file in enumerate(plan.layout.files)
-        for tensor in file.tensors
-        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
-    }
-
-
-def warn(listener: Listener, notes: Sequence[str]) -> list[str]:
-    """Give notes to the listener, and return them."""
-    for note in notes:
-        listener(Warned(note))
-    return list(notes)
 
 
 def push_output(

@@ -14,13 +14,11 @@ from unshard.api.making import (
     make_record,
     make_report,
     named_companions,
-    named_overflows,
     plan_output,
     push_output,
     small_files,
     stage_for,
     verify_output,
-    warn,
     work_of,
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
@@ -34,13 +32,14 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.keywords import MergeKeywords
-from unshard.progress import Chosen, Listener, Stage, Warned
+from unshard.progress import Chosen, Listener, Stage, Warned, warn
 from unshard.read.finding.discover import all_steps
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
+from unshard.write.stage import named_overflows
 
 
 @accepting(MergeKeywords)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.stores.buckets import changed
+from unshard.stores.buckets import changed, gone
 from unshard.stores.remote_path import RemotePath, look_again
 
 _SETTLED_NS = 20_000_000
@@ -98,7 +98,7 @@ class FileStates:
             try:
                 self.see(path, partial(_status, path))
             except FileNotFoundError as error:
-                raise changed(str(path), "no longer exists") from error
+                raise gone(str(path)) from error
             except OSError as error:
                 raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from unshard.containers.file_states import FileStates, noted_here
 from unshard.errors import CorruptError, UsageError
+from unshard.stores.buckets import gone
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
@@ -140,7 +141,7 @@ class OpenFiles:
             try:
                 found = path.opened()
             except FileNotFoundError as error:
-                raise _gone(path) from error
+                raise gone(str(path)) from error
             _see(path, found, self._states)
             self._remote[path] = found
         return found
@@ -161,7 +162,7 @@ class OpenFiles:
         try:
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
-            raise _gone(path) from error
+            raise gone(str(path)) from error
         except OSError as error:
             if self._flags != os.O_RDONLY:
                 raise
@@ -235,8 +236,3 @@ class LentFiles:
             files.check()
         finally:
             self._idle.put(files)
-
-
-def _gone(path: Path) -> CorruptError:
-    hint = "the checkpoint was removed while it was being read"
-    return CorruptError(f"{path}: no longer exists", hint=hint)

@@ -288,7 +288,7 @@ class Bucket:
     def _failed(self, key: str, error: Exception) -> UnshardError:
         where = f"{self.url}/{key}"
         if isinstance(error, FileNotFoundError):
-            return changed(where, "no longer exists")
+            return gone(where)
         if type(error).__name__ == "PreconditionError" or "416 Range" in str(error)[:2000]:
             return changed(where)
         return failure(where, error)
@@ -352,10 +352,19 @@ def _is_denied(error: Exception) -> bool:
     return is_named or "status code: 403" in str(error)[:2000]
 
 
-def changed(where: str, how: str = "has changed while it was being read") -> CorruptError:
-    """Return the error that an object is gone, or is not the one that was listed."""
-    hint = "was the checkpoint removed or rewritten while it was being read?"
-    return CorruptError(f"{where}: {how}", hint=hint)
+def changed(where: str) -> CorruptError:
+    """Return the error that a file or an object is not the one that was opened or listed first."""
+    return CorruptError(
+        f"{where}: has changed while it was being read",
+        hint="was the checkpoint saved again? What was read may be half of two steps: begin again "
+        "when it is complete",
+    )
+
+
+def gone(where: str) -> CorruptError:
+    """Return the error that a file or an object is no longer there."""
+    hint = "was the checkpoint removed while it was being read?"
+    return CorruptError(f"{where}: no longer exists", hint=hint)
 
 
 def failure(where: str, error: Exception) -> StoreError:

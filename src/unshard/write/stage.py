@@ -181,6 +181,16 @@ def earlier_overflows(plan: Plan, record: FinishedFiles) -> Overflows:
     )
 
 
+def named_overflows(overflows: Overflows, plan: Plan) -> dict[str, int]:
+    """Return the counts by the names of the tensors, in the order of the files."""
+    return {
+        tensor.name: count
+        for number, file in enumerate(plan.layout.files)
+        for tensor in file.tensors
+        if (count := overflows[number, len(file.header) + tensor.data_offsets[0]])
+    }
+
+
 def counts_in(overflows: Overflows) -> Counts:
     """Return the overflows of one file."""
     return Counts({start: count for (_, start), count in overflows.items()})

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.making import warn
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.resharding.anew.dcp import dcp_anew
 from unshard.api.resharding.anew.placing import placed, unplaced
@@ -27,7 +26,7 @@ from unshard.keywords import ReshardKeywords
 from unshard.plan.identity import digest_of
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import lay_out_ranks
-from unshard.progress import Listener, Stage
+from unshard.progress import Listener, Stage, warn
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED

@@ -5,12 +5,12 @@ from pathlib import Path
 from threading import Lock
 from typing import Unpack
 
-from unshard.api.making import compare_with_base, late_notes, make_report, warn
+from unshard.api.making import compare_with_base, late_notes, make_report
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.unmerged.virtual import open_files, plan_files
 from unshard.engines.files import PlannedFile
 from unshard.keywords import PushKeywords
-from unshard.progress import Advanced, Event, Listener
+from unshard.progress import Advanced, Event, Listener, warn
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo, push_files

@@ -11,10 +11,8 @@ from unshard.api.converting import convert
 from unshard.api.making import (
     Prepared,
     make_record,
-    named_overflows,
     plan_output,
     small_files,
-    warn,
 )
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import inflated, open_source
@@ -22,11 +20,11 @@ from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
-from unshard.progress import Listener, Stage
+from unshard.progress import Listener, Stage, warn
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, hearing, human_size
 from unshard.write.record import add_companions
-from unshard.write.stage import scratch_directory
+from unshard.write.stage import named_overflows, scratch_directory
 
 
 class VirtualFiles(Mapping[str, PlannedFile]):

@@ -32,7 +32,7 @@ from unshard.stores.nodes.store import on_one_node
 from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.catalog import Catalog
-from unshard.write.bucket_stage import BucketStage
+from unshard.write.bucket.stage import BucketStage
 from unshard.write.stage import Finished, Overflows, Uploads, Written
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures

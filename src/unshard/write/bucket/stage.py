@@ -9,18 +9,14 @@ With `--resume` each finished file of weights is recorded, and a later merge tak
 it removes what is not finished. A merge whose claim was taken over stops, and removes nothing.
 """
 
-import json
 import logging
-import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from unshard._version import __version__
-from unshard.errors import CorruptError, OutputError, StoreError, UnshardError
+from unshard.errors import OutputError, StoreError, UnshardError
 from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
@@ -29,7 +25,8 @@ from unshard.signals import uninterrupted
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
-from unshard.write.bucket_ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger
+from unshard.write.bucket.claim import CLAIM_NAME, Claim
+from unshard.write.bucket.ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger
 from unshard.write.companions import ADAPTER_CONFIG_NAME
 from unshard.write.record import add_companions, listed_weights
 from unshard.write.stage import (
@@ -44,9 +41,6 @@ from unshard.write.stage import (
     unfinished,
 )
 from unshard.write.staging.stage import say_what_is_left
-
-CLAIM_NAME = "_unshard-partial.json"
-"""The object that claims a place until the output there is complete."""
 
 _SMALL = 8 << 20
 _CONFIGS = ("config.json", ADAPTER_CONFIG_NAME)
@@ -90,9 +84,7 @@ class BucketStage:
         self._bucket = target.bucket
         self._overwrite = overwrite
         self._names = frozenset((*names, RECORD_NAME))
-        begun = datetime.now(UTC).isoformat(timespec="seconds")
-        claim = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
-        self._claim = (json.dumps(claim) + "\n").encode()
+        self._claim = Claim(target)
         self._written: dict[str, Stored | None] = {}
         self._resume = resume
         self._has_taken_over = False
@@ -112,7 +104,7 @@ class BucketStage:
         if CLAIM_NAME in found and RECORD_NAME not in found:
             if self._resume:
                 return
-            raise self._claimed()
+            raise self._claim.taken()
         if found:
             hint = "give another output, or remove everything there first"
             if self._overwrite:
@@ -125,8 +117,7 @@ class BucketStage:
                 return self
         self.check()
         with uninterrupted():
-            if create(self._bucket, self._key(CLAIM_NAME), self._claim) is None:
-                raise self._claimed()
+            self._claim.make()
             self._written[CLAIM_NAME] = None
         try:
             self._check_written()  # perhaps another process has just written there
@@ -154,8 +145,7 @@ class BucketStage:
             self._written |= dict.fromkeys(left)
             self._remove(left)
             return False
-        if create(self._bucket, self._key(CLAIM_NAME), self._claim, instead_of=claim.etag) is None:
-            raise self._claimed()
+        self._claim.make(instead_of=claim.etag)
         self._written[CLAIM_NAME] = None
         self._has_taken_over, self._found = True, found
         return True
@@ -166,12 +156,7 @@ class BucketStage:
         return scratch_directory(self._temporary)
 
     def write(self, plan: Plan, engine: Engine, work: Work) -> Written:
-        """Upload the files of weights that no earlier process has finished; see `Stage.write`.
-
-        Raises:
-            OutputError: something else is there.
-            StoreError: the store cannot be reached, or does not allow it.
-        """
+        """Upload the files of weights that no earlier process has finished; see `Stage.write`."""
         ledger, files = self._open_ledger(work), plan.layout.files
         left = unfinished(plan, ledger, engine.listener)
         engine.listener(Progress("uploading", left.bytes_written))
@@ -187,7 +172,7 @@ class BucketStage:
         """Open the record of what is finished, and remove everything else that a merge left."""
         found, self._found = self._found, {}
         written = found.pop(FINISHED_NAME, None)
-        data = b"" if written is None else self._read(FINISHED_NAME)
+        data = b"" if written is None else self._claim.read(FINISHED_NAME)
         ledger = open_bucket_ledger(work, data, found)
         if strange := sorted(found.keys() - self._names):
             raise self._not_as_written(strange)
@@ -214,11 +199,11 @@ class BucketStage:
         stored, ledger = self._written[name], self._ledger
         if not self._resume or ledger is None or stored is None:
             return
-        if self._claim_now() != self._claim:
+        if not self._claim.is_held():
             raise self._not_as_written([CLAIM_NAME])
         before = self._written.setdefault(FINISHED_NAME, None)
         etag = None if before is None else before.etag
-        data, key = ledger.add(name, stored, counts), self._key(FINISHED_NAME)
+        data, key = ledger.add(name, stored, counts), self._claim.key(FINISHED_NAME)
         written = create(self._bucket, key, data, instead_of=etag)
         if written is None:
             raise self._not_as_written([FINISHED_NAME])
@@ -234,7 +219,7 @@ class BucketStage:
         """
         self._written[name] = None  # whatever happens now, it may be there
         limits = {"part_bytes": part_bytes, "at_once": at_once}
-        self._written[name] = upload(self._bucket, self._key(name), blocks, **limits)
+        self._written[name] = upload(self._bucket, self._claim.key(name), blocks, **limits)
 
     @property
     def target(self) -> RemotePath:
@@ -263,7 +248,7 @@ class BucketStage:
         if self._copier is None:
             raise TypeError("the store cannot copy")
         self._written[name] = None  # whatever happens now, it may be there
-        self._written[name] = self._copier.compose(self._bucket, self._key(name), size, send)
+        self._written[name] = self._copier.compose(self._bucket, self._claim.key(name), size, send)
 
     def abort_uploads(self, names: Collection[str]) -> bool:
         """Abort what processes that are gone had begun to upload in parts; for any thread.
@@ -275,9 +260,9 @@ class BucketStage:
         if self._copier is None:
             return self._bucket.url.startswith("a")
         try:
-            if self._claim_now() != self._claim:
+            if not self._claim.is_held():
                 return True
-            keys = {self._key(name) for name in names}
+            keys = {self._claim.key(name) for name in names}
             self._copier.abort_uploads(self._bucket, self._target.key, keys)
         except StoreError as error:
             _log.info("unfinished uploads are left: %s", error)
@@ -302,15 +287,10 @@ class BucketStage:
         return self._target
 
     def _create(self, name: str, data: bytes) -> None:
-        """Write a small file, whose name must not be taken.
-
-        Raises:
-            OutputError: it is taken: somebody else writes there.
-            StoreError: the store cannot be reached, or does not allow it.
-        """
+        """Write a small file, whose name must not be taken."""
         with uninterrupted():
             self._written[name] = None
-            stored = create(self._bucket, self._key(name), data)
+            stored = create(self._bucket, self._claim.key(name), data)
             if stored is None:
                 del self._written[name]  # it is not ours
                 raise OutputError(
@@ -327,12 +307,10 @@ class BucketStage:
         """
         found = listed(self._bucket, self._target.key)
         found.pop(CLAIM_NAME, None)
-        wrong = sorted(
-            name
-            for name in {*found, *self._written} - {CLAIM_NAME}
-            if not _is_same(self._written.get(name), found.get(name))
-        )
-        if self._claim_now() != self._claim:
+        names = {*found, *self._written} - {CLAIM_NAME}
+        pairs = {name: (self._written.get(name), found.get(name)) for name in names}
+        wrong = [name for name, (a, b) in sorted(pairs.items()) if not (a and b and a.is_same(b))]
+        if not self._claim.is_held():
             wrong.append(CLAIM_NAME)
         if wrong:
             raise self._not_as_written(wrong)
@@ -363,37 +341,10 @@ class BucketStage:
     def _copier(self) -> Copier | None:
         return Copier.into(self._bucket)
 
-    def _key(self, name: str) -> str:
-        return f"{self._target.key}/{name}".lstrip("/")
-
-    def _read(self, name: str) -> bytes:
-        self._bucket.forget()
-        data: bytes = (self._target / name).read_bytes()
-        return data
-
-    def _claim_now(self) -> bytes | None:
-        """Return the claim as the store has it; None if it is gone."""
-        try:
-            return self._read(CLAIM_NAME)
-        except (FileNotFoundError, CorruptError):
-            return None
-
     def _not_as_written(self, names: Iterable[str]) -> OutputError:
         return OutputError(
             f"{self._target}: is not as it was written: {', '.join(names)}",
             hint="another process writes there: give another output",
-        )
-
-    def _claimed(self) -> OutputError:
-        begun = "an unknown time"
-        try:
-            begun = str(json.loads(self._read(CLAIM_NAME))["begun"])[:40]
-        except (OSError, UnshardError, ValueError, KeyError, TypeError):
-            _log.debug("%s/%s cannot be read", self._target, CLAIM_NAME)
-        return OutputError(
-            f"{self._target}: a merge into it began at {begun}, and is not complete",
-            hint="wait for it; or, if it was killed, go on with it by --resume, remove everything "
-            "there, or give another output",
         )
 
     def _clean_up(self, error: BaseException | None) -> None:
@@ -403,7 +354,7 @@ class BucketStage:
         """
         with uninterrupted():
             with suppress(UnshardError):  # a store that does not answer removes nothing, either
-                if self._claim_now() != self._claim:  # another may have made it complete
+                if not self._claim.is_held():  # another may have made it complete
                     _log.warning("%s: the claim is not this merge's; left alone", self._target)
                     return
             kept = self._kept(error)
@@ -434,7 +385,7 @@ class BucketStage:
         left = []
         for name in list(names):
             try:
-                remove(self._bucket, self._key(name))
+                remove(self._bucket, self._claim.key(name))
                 self._written.pop(name)
             except UnshardError as error:
                 _log.info("%s/%s: %s", self._target, name, error)
@@ -447,8 +398,3 @@ def _blocks(path: Path) -> Iterator[bytearray]:
     with path.open("rb") as file:
         while block := file.read(_SMALL):
             yield bytearray(block)
-
-
-def _is_same(written: Stored | None, found: Stored | None) -> bool:
-    """Return whether the store has an object as it was written."""
-    return written is not None and found is not None and written.is_same(found)
