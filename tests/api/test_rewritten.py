@@ -19,7 +19,6 @@ import torch
 import unshard
 from adapters import adapted
 from optimizers import like, save_optimizer
-from properties import examples
 from ranks import assert_same, contents, save_ranks
 from trainers import dcp_under, shards
 from unshard.progress import ignore
@@ -133,11 +132,12 @@ MADE: dict[str, tuple[Save, Make]] = {
 }
 
 
+@pytest.mark.parametrize("moments", [FEW, pytest.param(MOMENTS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verify", ["light", "full"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MADE)
 def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
-    tmp_path: Path, name: str, way: Callable[[Path, Path], None], verify: str
+    tmp_path: Path, name: str, way: Callable[[Path, Path], None], verify: str, moments: int
 ) -> None:
     save, make = MADE[name]
     steps, output = [tmp_path / f"step_{number}" for number in range(STEPS)], tmp_path / "out"
@@ -154,7 +154,7 @@ def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
     assert truth[0] != truth[1]
     names = {path.name for path in tmp_path.iterdir()}
     chance, outcomes = random.Random(f"{name} {way.__name__} {verify}"), set()
-    for _ in range(MOMENTS if examples(MOMENTS) == MOMENTS else FEW):
+    for _ in range(moments):
         shutil.rmtree(source)
         shutil.copytree(steps[0], source)
         writer = threading.Timer(chance.uniform(0, took), way, (steps[1], source))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,12 @@ from unshard.errors import CorruptError
 from unshard.stores.buckets import changed, gone
 from unshard.stores.remote_path import RemotePath, look_again
 
-_SETTLED_NS = 20_000_000
+_TICK_NS = 20_000_000
 """Longer than a tick of the kernel's clock, by which times of files are rounded: 1 to 10 ms."""
+_COARSE_NS = 2_000_000_000 + _TICK_NS
+"""The same of file systems that keep whole seconds, or every other one, as FAT does."""
 _LOOKS = 50
+_SECOND_NS = 10**9
 
 Look = Callable[[], os.stat_result]
 """Returns the status of an open file."""
@@ -52,11 +55,19 @@ class FileState:
         """Return whether the bytes are the same as far as a status shows.
 
         A hard link that was made or removed changes ctime, too: pins are hard links, and so is what
-        is left of a pinned checkpoint when its trainer removes it.
+        is left of a pinned checkpoint when its trainer removes it. File systems in user space may
+        give a file another inode when it is looked up again.
         """
-        *file, links, changed_ns = astuple(self)
-        *later_file, later_links, later_changed_ns = astuple(later)
-        return file == later_file and (links != later_links or changed_ns == later_changed_ns)
+        if (self.device, self.size, self.modified_ns) != (
+            later.device,
+            later.size,
+            later.modified_ns,
+        ):
+            return False
+        is_linked = self.links != later.links
+        if self.inode != later.inode:
+            return self.changed_ns == later.changed_ns and not is_linked
+        return self.changed_ns == later.changed_ns or is_linked
 
 
 class FileStates:
@@ -82,7 +93,7 @@ class FileStates:
         """
         first = self._states.get(path)
         if first is None:
-            self._states.setdefault(path, _settled(look))
+            self._states.setdefault(path, _settled(path, look))
         elif not first.is_same(FileState.of(look())):
             raise changed(str(path))
 
@@ -124,18 +135,21 @@ def noted_here() -> FileStates | None:
     return _noting.get()
 
 
-def _settled(look: Look) -> FileState:
+def _settled(path: Path, look: Look) -> FileState:
     """Return the state of a file, once a later write to it would change its times.
 
     Files that were written within the same tick have the same time.
     """
+    state = FileState.of(look())
     for _ in range(_LOOKS):
-        status = look()
-        age = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
-        if not 0 <= age < _SETTLED_NS:
+        written = max(state.modified_ns, state.changed_ns)
+        is_coarse = not (state.modified_ns % _SECOND_NS or state.changed_ns % _SECOND_NS)
+        age, settled = time.time_ns() - written, _COARSE_NS if is_coarse else _TICK_NS
+        if isinstance(path, RemotePath) or not 0 <= age < settled:
             break
-        time.sleep((_SETTLED_NS - age) / 1e9)
-    return FileState.of(status)
+        time.sleep((settled - age) / _SECOND_NS)
+        state = FileState.of(look())
+    return state
 
 
 def _status(path: Path) -> os.stat_result:

@@ -176,9 +176,9 @@ class OpenFiles:
         Raises:
             CorruptError: one was written to.
         """
-        for path in self._used & self._open.keys():
+        used, self._used = self._used, set()
+        for path in used & self._open.keys():
             _see(path, self._open[path], self._states)
-        self._used.clear()
 
     def close(self) -> None:
         """Close all."""

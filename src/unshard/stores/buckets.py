@@ -79,11 +79,11 @@ class Entry:
 
     @property
     def status(self) -> os.stat_result:
-        """The same as of a file; of another object in its place it has another `st_ino`."""
+        """The same as of a file; another object in its place has another inode and device."""
         fields = [0] * _STAT_FIELDS
         fields[stat.ST_MODE] = stat.S_IFREG | 0o444
         fields[stat.ST_NLINK] = 1
-        fields[stat.ST_INO] = zlib.crc32((self.etag or "").encode())
+        fields[stat.ST_INO] = fields[stat.ST_DEV] = zlib.crc32((self.etag or "").encode())
         fields[stat.ST_SIZE] = self.size
         seconds = self.modified // 10**9
         fields[stat.ST_ATIME] = fields[stat.ST_MTIME] = fields[stat.ST_CTIME] = seconds
