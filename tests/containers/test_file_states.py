@@ -45,13 +45,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "written, with its old time": write_with_old_time,
     "replaced, with the old time": replace_with_old_time,
     "longer": lambda path: path.write_bytes(b"AA"),
-    "replaced, and pinned before": lambda path: (
-        (
-            path.with_name("pin").hardlink_to(path),
-            replace_with_old_time(path),
-        )
-        and None
-    ),
+    "replaced, and pinned before": replace_what_is_pinned,
 }
 
 
