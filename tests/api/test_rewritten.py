@@ -31,7 +31,7 @@ MOMENTS, FEW = 200, 5
 STEPS = 2
 STATE = "extra_state_world_size_2_rank_{}.pt"
 
-Save = Callable[[Path, int], None]
+Save = Callable[[Path, int], object]
 Make = Callable[[Path, Path, str], object]
 
 
@@ -128,7 +128,7 @@ MADE: dict[str, tuple[Save, Make]] = {
     "reshard DCP": (save_dcp, reshard),
     "compressed DCP": (save_compressed, merging()),
     "LoRA": (save_adapter, merging(lora="both")),
-    "shards": (lambda place, step: shards(place, tensors(step)) and None, merging()),
+    "shards": (lambda place, step: shards(place, tensors(step)), merging()),
 }
 
 

@@ -40,7 +40,7 @@ def replace_what_is_pinned(path: Path) -> None:
     replace_with_old_time(path)
 
 
-OTHERS: dict[str, Callable[[Path], None]] = {
+OTHERS: dict[str, Callable[[Path], object]] = {
     "written": lambda path: write(path, b"B"),
     "written, with its old time": write_with_old_time,
     "replaced, with the old time": replace_with_old_time,
@@ -51,7 +51,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("how", OTHERS.values(), ids=OTHERS)
 def test_another_file_is_noticed_at_the_next_open_and_in_the_end(
-    tmp_path: Path, how: Callable[[Path], None]
+    tmp_path: Path, how: Callable[[Path], object]
 ) -> None:
     path, states = tmp_path / "rank_0.pt", FileStates()
     path.write_bytes(b"A")

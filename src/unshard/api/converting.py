@@ -47,6 +47,7 @@ from unshard.convert.quantised import (
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
+from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
@@ -111,7 +112,7 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
         by = "base"
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
-        notes += tuple(_check(recipes, expected, options))
+        notes += tuple(check_expected(recipes, expected, **options.allowed))
         made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:
         made, notes = _quantised(made, notes)
@@ -142,7 +143,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
     split = split_adapter(_as_stored(checkpoint.catalog))
     if not split.pairs:
-        raise _no_adapter(checkpoint, options)
+        raise _no_adapter(checkpoint, options.lora)
     # Options that do not apply to an adapter by itself are refused, not ignored.
     never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
     unused = [name.replace("_", "-") for name in never if name in options.chosen]
@@ -158,14 +159,16 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     return Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
 
 
-def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
+def fuse_adapter(
+    checkpoint: Checkpoint, lora: Lora, alpha: float | None
+) -> Noted[Mapping[str, Recipe]]:
     """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
-    if options.lora == "keep":
+    if lora == "keep":
         return Noted(_as_stored(checkpoint.catalog))
     split = split_adapter(_as_stored(checkpoint.catalog))
     if not split.pairs:
-        if options.lora == "both":
-            raise _no_adapter(checkpoint, options)
+        if lora == "both":
+            raise _no_adapter(checkpoint, lora)
         return Noted({**split.base, **split.saved})
     base: Mapping[str, Recipe] | None = None
     if split.adapter_only and checkpoint.base is not None:
@@ -173,7 +176,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             base = training_names(base, checkpoint.config)
     config = read_adapter_config(checkpoint.location)
-    fused = fuse(split, config, options.lora_alpha, base)
+    fused = fuse(split, config, alpha, base)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
@@ -183,9 +186,9 @@ def _as_stored(found: Catalog | Base) -> dict[str, Take]:
     return {name: take(entry) for name, entry in found.tensors.items()}
 
 
-def _no_adapter(checkpoint: Checkpoint, options: MergeOptions) -> UsageError:
+def _no_adapter(checkpoint: Checkpoint, lora: Lora) -> UsageError:
     where = checkpoint.location.weights_dir
-    return UsageError(f"--lora {options.lora}: {where} has no LoRA adapter")
+    return UsageError(f"--lora {lora}: {where} has no LoRA adapter")
 
 
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
@@ -195,7 +198,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if base is not None and not dtypes and options.dtype == "base":
         raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
-    adapted = fuse_adapter(checkpoint, options)
+    adapted = fuse_adapter(checkpoint, options.lora, options.lora_alpha)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
     # How a model is stored is what its own config says: the user's may be that of the output.
     own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)
@@ -274,17 +277,12 @@ def _check_base(
     if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
     expected = Expected(base.name, base.files, base.shapes, excused)
-    notes = _check(tensors, expected, options)
+    notes = check_expected(tensors, expected, **options.allowed)
     if options.dtype == "base":
         unknown = [name for name in tensors if name not in base.dtypes]
         if unknown:
             notes.append(f"{len(unknown)} tensors have no dtype in {base.name} and keep their own")
     return notes
-
-
-def _check(tensors: Mapping[str, Recipe], expected: Expected, options: MergeOptions) -> list[str]:
-    missing, unexpected = options.allow_missing, options.allow_unexpected
-    return check_expected(tensors, expected, allow_missing=missing, allow_unexpected=unexpected)
 
 
 def expected_names(

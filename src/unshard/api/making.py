@@ -286,11 +286,11 @@ def _is_changed(output: Converted, entry: TensorEntry, files: OpenFiles) -> bool
     return pair.ours.to is not pair.theirs.to or not are_equal(pair, files)
 
 
-def named_companions(prepared: Prepared, options: MergeOptions) -> tuple[str, ...]:
+def named_companions(prepared: Prepared, config: str | Path | None) -> tuple[str, ...]:
     """Return the companions that the user named, by --config: a file, or a directory of them."""
-    if options.config is None:
+    if config is None:
         return ()
-    files = prepared.checkpoint.companions.files if path_of(options.config).is_dir() else ()
+    files = prepared.checkpoint.companions.files if path_of(config).is_dir() else ()
     return ("config.json", *files)
 
 
@@ -324,22 +324,21 @@ def late_notes(
 
 
 def push_output(
-    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
-) -> str | None:
-    """Upload the output if `--push-to-hub` was given; return the repository's URL."""
-    if options.push_to_hub is None:
-        return None
+    prepared: Prepared, target: Path, repo: str, listener: Listener, *, private: bool
+) -> str:
+    """Upload the output to a repository of the hub; return its URL."""
     listener(Progress("pushing"))
     names = [*_weight_files(prepared), *_companion_files(prepared), RECORD_NAME]
     bars = listener is not ignore and (is_terminal() or is_notebook())
-    return push(target, options.push_to_hub, names, private=options.private, bars=bars)
+    return push(target, repo, names, private=private, bars=bars)
 
 
 def make_report(
     prepared: Prepared,
     target: Path | None,
-    options: MergeOptions,
     *,
+    memory_bytes: int,
+    dry_run: bool = False,
     notes: Sequence[str] = (),
     changed: tuple[int, int] | None = None,
     copied: int = 0,
@@ -365,10 +364,10 @@ def make_report(
         operations=dict(sorted(operations.items())),
         bytes_read=plan.bytes_read,
         bytes_written=plan.bytes_written,
-        memory_bytes=options.resources.memory_bytes,
+        memory_bytes=memory_bytes,
         seconds=round(time.monotonic() - prepared.sources.opening, 3),
         peak_memory_bytes=peak_memory(),
-        dry_run=options.dry_run,
+        dry_run=dry_run,
         loadable=prepared.loadable,
         names_checked=prepared.names_checked,
         changed_from_base=changed,

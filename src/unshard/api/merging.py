@@ -181,9 +181,10 @@ def merge_with(
     prepared = before(plan_output(sources, convert(sources, options), options))
     warn(listener, prepared.warnings)
     stage = stage_for(target, prepared, options)
+    memory = options.resources.memory_bytes
     if options.dry_run:
         stage.check()
-        return make_report(prepared, target, options)
+        return make_report(prepared, target, memory_bytes=memory, dry_run=True)
     work = work_of(prepared)
     with engine_for(options.engine, options.resources, listener) as engine, stage:
         prepared = decompressed(prepared, stage, options, listener)
@@ -194,15 +195,22 @@ def merge_with(
         changed = compare_with_base(prepared, listener)
         sources.unchanged()
         listener(Stage("committing"))
-        record, named = make_record(prepared, options.recorded), named_companions(prepared, options)
-        committed = stage.commit(record, replaced=named)
+        record = make_record(prepared, options.recorded)
+        committed = stage.commit(record, replaced=named_companions(prepared, options.config))
     overflows = named_overflows(written.overflows, prepared.plan)
     late = late_notes(prepared, changed, overflows, written.refused)
     notes = warn(listener, [*late, *committed])
-    url = push_output(prepared, target, options, listener)
-    copied = written.copied
+    url, repo = None, options.push_to_hub
+    if repo is not None:
+        url = push_output(prepared, target, repo, listener, private=options.private)
     return make_report(
-        prepared, target, options, notes=notes, changed=changed, copied=copied, url=url
+        prepared,
+        target,
+        memory_bytes=memory,
+        notes=notes,
+        changed=changed,
+        copied=written.copied,
+        url=url,
     )
 
 

@@ -212,6 +212,12 @@ class MergeOptions:
         )
 
     @property
+    def allowed(self) -> dict[str, bool]:
+        """Whether tensors may be missing, and whether there may be others."""
+        names = ("allow_missing", "allow_unexpected")
+        return {name: bool(getattr(self, name)) for name in names}
+
+    @property
     def recorded(self) -> dict[str, object]:
         """What shapes the output, for its record: without paths."""
         chosen = {name: value for name, value in self.chosen.items() if name in _SHAPING}

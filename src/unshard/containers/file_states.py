@@ -76,6 +76,9 @@ class FileStates:
     def __init__(self) -> None:
         self._states: dict[Path, FileState] = {}
 
+    def __contains__(self, path: Path) -> bool:
+        return path in self._states
+
     def __getitem__(self, path: Path) -> FileState:
         return self._states[path]
 

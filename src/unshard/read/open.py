@@ -17,6 +17,7 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.read.base import Base
+from unshard.read.beside.adapter_config import adapter_files
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import note_markers, note_tag
@@ -198,8 +199,11 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
         if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
             catalog = _completed(catalog, _weights(regular, options))
         check_coverage(catalog)
-        for path in catalog.weight_files:
-            states.add(path)  # of a file of compressed items nothing has been read
+        later = catalog.weight_files  # of a file of compressed items nothing has been read
+        if any(".lora_" in name for name in catalog.tensors):
+            later |= set(filter(None, adapter_files(location)))
+        for path in later:
+            states.add(path)
         own = None if options.config is None else find_companions(location, None).config
     return Checkpoint(location, catalog, companions, own_config=own, states=states)
 

@@ -152,8 +152,8 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
     entries = (one for table in checkpoint.catalogs for one in table.tensors.values())
     for path in sorted({path for one in entries for path in one.chunks.paths}):
         places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
-        if places:  # otherwise it is a file of decompressed items
-            sizes[str(path.relative_to(places[0]))] = path.stat().st_size
+        if places and path in checkpoint.states:  # otherwise it has decompressed items
+            sizes[str(path.relative_to(places[0]))] = checkpoint.states[path].size
     return {
         **_names_of(location),
         **({"passed_over": list(map(asdict, passed))} if passed else {}),

@@ -113,7 +113,9 @@ def _fit_names(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[
         return tensors, found
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
-        fused = without_trl_wrapper(fuse_adapter(opened.checkpoint, opened.options).value)
+        options = opened.options
+        adapted = fuse_adapter(opened.checkpoint, options.lora, options.lora_alpha)
+        fused = without_trl_wrapper(adapted.value)
         recorded = opened.checkpoint.catalog.recorded
         trained = without_megatron_names(fused, config, recorded).value
         others = names_of_base(trained, shapes.keys(), config, shapes).value

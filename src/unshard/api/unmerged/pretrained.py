@@ -106,11 +106,7 @@ def from_pretrained(
         loader, built, rest = choose_loader(auto_class, config, kwargs)
         with _reading(source, made.tensors) as tensors:
             model, found = load_pretrained(loader, tensors, built, rest)
-        allowed = {
-            "allow_missing": options.allow_missing,
-            "allow_unexpected": options.allow_unexpected,
-        }
-        refuse_differences(model, found, **allowed)
+        refuse_differences(model, found, **options.allowed)
         files = source.companions.files
         generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
         if kwargs.get("generation_config") is None and generation is not None:

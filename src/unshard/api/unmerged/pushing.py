@@ -68,7 +68,8 @@ def push(
             url = push_files(watched, repo, private=private, check=check, listener=hear)
             overflows = files.overflows
         notes += warn(hear, late_notes(prepared, None, overflows))
-    return make_report(prepared, None, chosen, notes=notes, changed=changed, url=url)
+    memory = chosen.resources.memory_bytes
+    return make_report(prepared, None, memory_bytes=memory, notes=notes, changed=changed, url=url)
 
 
 def _watched(file: PlannedFile, listener: Listener) -> PlannedFile:

@@ -176,7 +176,7 @@ def plan_files(
 
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge, weights first; closing them closes what the stack has."""
-    files = _contents_of_output(prepared, options, stack)
+    files = _contents_of_output(prepared, options.recorded, stack)
     checkpoint = prepared.checkpoint
     reader = PieceReader(checkpoint.location.weights_dir, checkpoint.states)
     stack.callback(reader.close)
@@ -184,7 +184,7 @@ def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> V
 
 
 def _contents_of_output(
-    prepared: Prepared, options: MergeOptions, stack: ExitStack
+    prepared: Prepared, recorded: Mapping[str, object], stack: ExitStack
 ) -> dict[str, Contents]:
     """Return what the files of a merge consist of, weights first and the record last.
 
@@ -195,7 +195,7 @@ def _contents_of_output(
     for name, source in small_files(prepared, lambda: scratch_directory(stack)).items():
         files[name] = _as_contents(source)
     listed = {name: files[name].size for name in sorted(files.keys() - weights)}
-    record = make_record(prepared, options.recorded)
+    record = make_record(prepared, recorded)
     files[RECORD_NAME] = _as_contents(add_companions(record, listed))
     return files
 

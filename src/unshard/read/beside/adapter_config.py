@@ -60,12 +60,7 @@ def read_adapter_config(location: Location) -> AdapterConfig | None:
     Raises:
         CorruptError: a file is malformed, or the two contradict one another.
     """
-    roots, step = location.roots, location.step_dir
-    inside = [root / name for root in roots for name in ("", "huggingface")]
-    meta = _first("lora_train_meta.json", [*inside, step])
-    inside = [root / name for root in roots for name in ("", "lora_adapter", "huggingface")]
-    of_run = [] if location.step is None else [step.parent]
-    config = _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
+    meta, config = (None if one is None else _stated(one) for one in adapter_files(location))
     if meta is None or config is None:
         return config or meta
     for key, of_meta, of_config in (
@@ -87,11 +82,21 @@ def read_adapter_config(location: Location) -> AdapterConfig | None:
     )
 
 
-def _first(name: str, places: Iterable[Path]) -> AdapterConfig | None:
-    """Return what the first file of this name states."""
-    path = next((place / name for place in places if (place / name).is_file()), None)
-    if path is None:
-        return None
+def adapter_files(location: Location) -> tuple[Path | None, Path | None]:
+    """Return the `lora_train_meta.json` and the `adapter_config.json` of a checkpoint, or None."""
+    roots, step = location.roots, location.step_dir
+    inside = [root / name for root in roots for name in ("", "huggingface")]
+    meta = _first("lora_train_meta.json", [*inside, step])
+    inside = [root / name for root in roots for name in ("", "lora_adapter", "huggingface")]
+    of_run = [] if location.step is None else [step.parent]
+    return meta, _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
+
+
+def _first(name: str, places: Iterable[Path]) -> Path | None:
+    return next((place / name for place in places if (place / name).is_file()), None)
+
+
+def _stated(path: Path) -> AdapterConfig:
     fields = json_object(path)
     reader = JsonFields(path, fields)
     for key in ("peft_type", "bias"):  # which are read where they matter, among other fields
