@@ -7,6 +7,8 @@ the report has ratios of medians.
 
     python benchmarks/merge_against_cat.py --gigabytes 3.2 --rounds 5 --directory /another/disk
 
+`--before SRC` also runs the package in another directory: the `src` of an earlier commit.
+
 The checkpoint is written by real torch: DTensors on a fake process group, in one process.
 """
 
@@ -24,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from unshard.api.making import Prepared
-from unshard.api.merging import merge_with
+from unshard.api.merging import merge_checkpoint
 from unshard.api.options import MergeOptions
 from unshard.plan.operations import CopyRange, Plan
 from unshard.progress import ignore
@@ -96,11 +98,12 @@ def copy_runs(copy: CopyRange, output: int) -> None:
     os.close(source)
 
 
-def merge(checkpoint: Path, options: list[str], target: Path) -> None:
+def merge(checkpoint: Path, options: list[str], source: Path | None, target: Path) -> None:
     """Run the command as a user would, the interpreter's start included."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
     # An installed program has its bytecode; without it every start would compile it again.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPATH": str(source)} if source else {}
     subprocess.run([*command, *options], check=True, env=environment)
 
 
@@ -113,14 +116,14 @@ def plan_of(checkpoint: Path, shard_size: str) -> Plan:
         return prepared
 
     options = MergeOptions(dry_run=True, max_shard_size=shard_size)
-    merge_with(checkpoint, checkpoint.parent / "output", options, ignore, before=keep)
+    merge_checkpoint(checkpoint, checkpoint.parent / "output", options, ignore, before=keep)
     return plans[0]
 
 
 Contender = Callable[[Path], None]
 
 
-def contenders_of(checkpoint: Path) -> dict[str, Contender]:
+def contenders_of(checkpoint: Path, before: Path | None) -> dict[str, Contender]:
     """Return what is compared, by name: the floors first."""
     sources = sorted(checkpoint.glob("*.pt"))
     contenders: dict[str, Contender] = {"cat": partial(cat, sources)}
@@ -130,7 +133,9 @@ def contenders_of(checkpoint: Path) -> dict[str, Contender]:
             contenders[f"loop, {files}"] = partial(loop, plan)
         for dtype in ("keep", "bfloat16"):
             run = partial(merge, checkpoint, ["--dtype", dtype, *sized])
-            contenders[f"{dtype}, {files}"] = run
+            contenders[f"{dtype}, {files}"] = partial(run, None)
+            if before is not None:
+                contenders[f"{dtype}, {files}, before"] = partial(run, before)
     return contenders
 
 
@@ -163,7 +168,7 @@ def measure(contenders: dict[str, Contender], work: Path, rounds: int) -> None:
         wall, user, system = (median(column) for column in zip(*values, strict=True))
         rounds_seen = " ".join(f"{took:.2f}" for took, _, _ in values)
         print(
-            f"  {name:<24}{wall / base:5.2f} x cat, user {user:.2f}, system {system:.2f} s"
+            f"  {name:<32}{wall / base:5.2f} x cat, user {user:.2f}, system {system:.2f} s"
             f"  ({rounds_seen} s)"
         )
 
@@ -175,6 +180,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=None, help="where to work")
+    parser.add_argument("--before", type=Path, default=None, help="the src of an earlier commit")
     parser.add_argument("--dimension", type=int, choices=(0, 1), help="default: both")
     options = parser.parse_args()
     for dim, run, name in ((0, 1 << 20, "dimension 0"), (1, 1024, "dimension 1, runs of 1 KiB")):
@@ -187,7 +193,7 @@ def main() -> None:
                 checkpoint, ranks=options.ranks, gigabytes=options.gigabytes, dim=dim, run=run
             )
             print(f"{options.gigabytes} GB on {options.ranks} ranks, sharded on {name}:")
-            measure(contenders_of(checkpoint), Path(folder), options.rounds)
+            measure(contenders_of(checkpoint, options.before), Path(folder), options.rounds)
 
 
 if __name__ == "__main__":

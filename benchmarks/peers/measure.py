@@ -87,7 +87,7 @@ def read_once(files: list[Path]) -> None:
 def write_pieces(made: Made) -> None:
     """Write what a merge copies: rows of (source, offset, offset in the output, length)."""
     from unshard.api.making import Prepared
-    from unshard.api.merging import merge_with
+    from unshard.api.merging import merge_checkpoint
     from unshard.api.options import MergeOptions
     from unshard.plan.operations import CopyRange
     from unshard.progress import ignore
@@ -106,7 +106,7 @@ def write_pieces(made: Made) -> None:
         return prepared
 
     options = MergeOptions(dry_run=True)
-    merge_with(made.checkpoint, made.root / "none", options, ignore, before=note)
+    merge_checkpoint(made.checkpoint, made.root / "none", options, ignore, before=note)
     (made.root / "pieces.json").write_text(json.dumps(pieces), encoding="utf-8")
 
 

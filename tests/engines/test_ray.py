@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
+from adapters import adapted
 from bucket_server import BUCKET, Store, serving
 from command import unshard as unshard_alone
 from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes
@@ -95,20 +96,39 @@ def test_the_nodes_make_the_same_files(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ckpt", "out"]
 
 
+@pytest.mark.parametrize("place", ["a disk", "a store"])
+def test_an_adapter_by_itself_is_made_by_the_nodes_too(
+    cluster: Nodes, control: Path, tmp_path: Path, store: Store, place: str
+) -> None:
+    source = tmp_path / "adapted"
+    adapted(source)
+    out = str(tmp_path / "out") if place == "a disk" else f"s3://{BUCKET}/adapted"
+    command = ("merge", source, out, "--engine", "ray", "--lora", "both", "--verify", "full")
+    process = begin(cluster, control, *command, HOLD="middle")
+    wait_for_nodes(process, control, 2)  # each has one of the two files
+    (control / "go").touch()
+    code, said = ended(process)
+    assert code == 0, said
+    unshard.merge(source, tmp_path / "alone", lora="both")
+    expected = contents(tmp_path / "alone")
+    assert "lora_adapter/adapter_model.safetensors" in expected
+    assert expected == (contents(tmp_path / "out") if place == "a disk" else store.files("adapted"))
+
+
 def verified(control: Path) -> set[int]:
     """Return the processes that have read the output and its sources again."""
     return {int(note.name.partition("-")[2]) for note in control.glob("verified-*")}
 
 
 DAMAGING = """
-verify = jobs.OverRay.verify_full
+verify = jobs.OverRay.verify
 def damage(self, plan, catalogs, directory, *rest):
     path = directory / plan.layout.files[3].filename
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     verify(self, plan, catalogs, directory, *rest)
-jobs.OverRay.verify_full = damage
+jobs.OverRay.verify = damage
 """
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import unshard
+from adapters import adapted
 from commits import age, alone, die_at, staged
+from ranks import contents as all_contents
 from ranks import rank_path, save_ranks
 from unshard.api.options import MergeOptions
 from unshard.keywords import MergeKeywords
@@ -337,6 +339,29 @@ def test_a_resumed_merge_that_fails_for_good_removes_the_directories_it_made(
     with pytest.raises(unshard.OutputError, match="it differs"):
         merge(checkpoint, tmp_path / "deep" / "out", resume=True)
     assert not (tmp_path / "deep").exists()
+
+
+def test_an_adapter_by_itself_is_resumed_too(tmp_path: Path) -> None:
+    source, out = tmp_path / "adapted", tmp_path / "deep" / "out"
+    adapted(source)
+
+    def ended() -> None:
+        pytest.MonkeyPatch().setattr(
+            "unshard.api.merging.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        unshard.merge(source, out, lora="both", listener=ignore)
+
+    assert not in_child(ended)
+    before = finished(staged(tmp_path / "deep")[0])
+    assert before.keys() == {"model.safetensors", "lora_adapter/adapter_model.safetensors"}
+    unshard.merge(source, out, lora="both", resume=True, verify="full", listener=ignore)
+    assert before.items() <= statuses(out, set(before)).items()
+    unshard.merge(source, tmp_path / "whole", lora="both", listener=ignore)
+    assert all_contents(out) == all_contents(tmp_path / "whole")
+    shutil.rmtree(out)
+    assert not in_child(ended)
+    unshard.merge(source, out, resume=True, listener=ignore)  # another output, without a folder
+    assert not (out / "lora_adapter").exists()
 
 
 def test_an_average_is_resumed_too(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from unshard._version import __version__
 from unshard.api.converting import ADAPTER_FILE, Conversion, convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
-from unshard.api.sources import decompressed as decompressed_sources
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
@@ -193,16 +192,16 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
 
 
 def decompressed(
-    prepared: Prepared, stage: Stage, options: MergeOptions, listener: Listener
+    prepared: Prepared, scratch: Callable[[], Path], options: MergeOptions, listener: Listener
 ) -> Prepared:
-    """Return the same with nothing compressed: converted and planned again.
+    """Return the same with nothing compressed, converted and planned again.
 
-    Only then can values be compared, and be read anywhere.
+    Only then can values be compared, and be read anywhere. `scratch` returns a directory for them.
     """
     if not prepared.sources.compressed_bytes:
         return prepared
     listener(Progress("decompressing"))
-    sources = decompressed_sources(prepared.sources, stage.scratch)
+    sources = prepared.sources.decompressed(scratch())
     again = plan_output(sources, convert(sources, options), options)
     warn(listener, [one for one in again.warnings if one not in prepared.warnings])
     return replace(again, files={**prepared.files, **again.files})

@@ -187,7 +187,7 @@ def merge_with(
         return make_report(prepared, target, memory_bytes=memory, dry_run=True)
     work = work_of(prepared)
     with engine_for(options.engine, options.resources, listener) as engine, stage:
-        prepared = decompressed(prepared, stage, options, listener)
+        prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
         written = stage.write(prepared.plan, engine, work)
         stage.add(small_files(prepared, lambda: stage.scratch))
         sources.unchanged()

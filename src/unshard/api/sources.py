@@ -74,9 +74,12 @@ class Sources:
                 one.base.states.check()
 
     def digest(self) -> str:
-        """Return what is another text when a file with weights, also of the base, is another one.
+        """Return another text for other files with weights, also of the base.
 
         A hard link more or less, as a pin makes one, does not change it.
+
+        Raises:
+            CorruptError: a file is gone.
         """
         found = hashlib.blake2b(digest_size=16)
         for one in self.checkpoints:
@@ -101,6 +104,16 @@ class Sources:
     def compressed_bytes(self) -> int:
         """How many bytes decompressing takes, at most; 0 if nothing is compressed."""
         return sum(map(_compressed_bytes, self.checkpoints))
+
+    def decompressed(self, scratch: Path) -> "Sources":
+        """Return the same decompressed, each into a file in the directory `scratch`."""
+        # A compressed item can be read only from its start to its end, tiles in any order.
+        check_space(scratch, self.compressed_bytes)
+        checkpoints = tuple(
+            _inflated(one, scratch / f"items-{number}")
+            for number, one in enumerate(self.checkpoints)
+        )
+        return replace(self, checkpoints=checkpoints)
 
 
 def open_source(
@@ -162,6 +175,8 @@ def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
     """Return a checkpoint with the state of its optimizer."""
     with noting(checkpoint.states):
         state = read_optimizer(checkpoint, options.reading)
+    for path in state.catalog.weight_files:
+        checkpoint.states.add(path)
     catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, *state.notes))
     return replace(checkpoint, catalog=catalog, optimizer=state)
 
@@ -187,17 +202,6 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
     for name, entry in catalog.tensors.items():
         dtype, chunks = entry.dtype.name, len(entry.chunks)
         _log.debug("read %s: %s %s, chunks: %d", name, dtype, entry.shape, chunks)
-
-
-def decompressed(sources: Sources, scratch: Path) -> Sources:
-    """Return the sources decompressed, each into a file in the directory `scratch`."""
-    # A compressed item can be read only from its start to its end, tiles in any order.
-    check_space(scratch, sources.compressed_bytes)
-    checkpoints = tuple(
-        _inflated(one, scratch / f"items-{number}")
-        for number, one in enumerate(sources.checkpoints)
-    )
-    return replace(sources, checkpoints=checkpoints)
 
 
 def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:

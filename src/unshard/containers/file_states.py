@@ -80,6 +80,8 @@ class FileStates:
         return path in self._states
 
     def __getitem__(self, path: Path) -> FileState:
+        if path not in self._states:  # as when it was gone when it was to be added
+            self._look_at(path)
         return self._states[path]
 
     def add(self, path: Path) -> None:
@@ -109,12 +111,15 @@ class FileStates:
         for path in self._states:
             look_again(path)
         for path in list(self._states):
-            try:
-                self.see(path, partial(_status, path))
-            except FileNotFoundError as error:
-                raise gone(str(path)) from error
-            except OSError as error:
-                raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
+            self._look_at(path)
+
+    def _look_at(self, path: Path) -> None:
+        try:
+            self.see(path, partial(_status, path))
+        except FileNotFoundError as error:
+            raise gone(str(path)) from error
+        except OSError as error:
+            raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
 
 
 _noting: ContextVar[FileStates | None] = ContextVar("noting", default=None)

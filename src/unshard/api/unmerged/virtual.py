@@ -3,24 +3,24 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 from unshard.api.converting import convert
 from unshard.api.making import (
     Prepared,
+    decompressed,
     make_record,
     plan_output,
     small_files,
 )
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import inflated, open_source
+from unshard.api.sources import open_source
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
-from unshard.progress import Listener, Stage, warn
+from unshard.progress import Listener, warn
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, hearing, human_size
 from unshard.write.record import add_companions
@@ -166,12 +166,9 @@ def plan_files(
     Its notes are given to the listener.
     """
     sources = open_source(checkpoint, options, listener)
-    if sources.compressed_bytes:
-        listener(Stage("decompressing"))
-        sources = replace(sources, checkpoints=(inflated(sources.last, stack),))
     prepared = plan_output(sources, convert(sources, options), options)
     warn(listener, prepared.warnings)
-    return prepared
+    return decompressed(prepared, lambda: scratch_directory(stack), options, listener)
 
 
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
