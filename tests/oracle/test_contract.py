@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import unshard
-from file_opens import opens_of
+from file_reads import reads_of
 from oracle.writers.contract import contract_tensors
 from oracle.writers.contract_forms import FORMS, WORLD, Form
 from oracle.writers.samples import Samples
@@ -73,7 +73,7 @@ class TestEveryFormat:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="inotify counts")
     @pytest.mark.parametrize("place", ["next to the weights", "in the run"])
-    def test_a_merge_opens_config_json_once(
+    def test_a_merge_reads_config_json_once(
         self, samples: Samples, tmp_path: Path, name: str, place: str
     ) -> None:
         form, run = FORMS[name], tmp_path / "run"
@@ -83,7 +83,7 @@ class TestEveryFormat:
         config = (run if place == "in the run" else run / form.place) / "config.json"
         fields = {"model_type": "x", "dtype": "bfloat16", "transformers_version": "5.0.0"}
         config.write_text(json.dumps(fields))
-        with opens_of(config) as count:
+        with reads_of(config) as count:
             unshard.merge(run / form.levels[0], tmp_path / "out", dtype="config")
             assert count() == 1
         written = json.loads((tmp_path / "out" / "config.json").read_text())

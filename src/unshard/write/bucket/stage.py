@@ -12,7 +12,7 @@ it removes what is not finished. A merge whose claim was taken over stops, and r
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +22,7 @@ from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
+from unshard.stores.at_once import away_from_signals
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
@@ -80,7 +81,7 @@ class BucketStage:
         names: Collection[str] = (),
         resume: bool = False,
     ) -> None:
-        self._target = target
+        self.target = target
         self._bucket = target.bucket
         self._overwrite = overwrite
         self._names = frozenset((*names, RECORD_NAME))
@@ -100,7 +101,7 @@ class BucketStage:
         Raises:
             OutputError: there is.
         """
-        found = listed(self._bucket, self._target.key)
+        found = listed(self._bucket, self.target.key)
         if CLAIM_NAME in found and RECORD_NAME not in found:
             if self._resume:
                 return
@@ -109,7 +110,7 @@ class BucketStage:
             hint = "give another output, or remove everything there first"
             if self._overwrite:
                 hint = f"{_NO_OVERWRITE}{hint}"
-            raise OutputError(f"{self._target}: exists already", hint=hint)
+            raise OutputError(f"{self.target}: exists already", hint=hint)
 
     def __enter__(self) -> Self:
         with uninterrupted():
@@ -132,11 +133,11 @@ class BucketStage:
         if not self._is_complete:
             self._clean_up(error)
         elif isinstance(error, KeyboardInterrupt):
-            error.args = (f"interrupted, but only after {self._target} was complete",)
+            error.args = (f"interrupted, but only after {self.target} was complete",)
 
     def _take_over(self) -> bool:
         """Make the claim of an interrupted merge this one's; return whether there was one."""
-        found = listed(self._bucket, self._target.key)
+        found = listed(self._bucket, self.target.key)
         claim = found.pop(CLAIM_NAME, None)
         if claim is None:
             return False
@@ -182,9 +183,9 @@ class BucketStage:
         rest.sort(key=is_last, reverse=True)  # no reader may find a config without its model
         self._written |= dict.fromkeys(rest) | dict(ledger.files)
         if left := self._remove(rest):
-            raise OutputError(f"{self._target}: cannot be removed: {', '.join(left)}")
+            raise OutputError(f"{self.target}: cannot be removed: {', '.join(left)}")
         if self._has_taken_over and not self.abort_uploads(self._names):
-            what = f"{self._target}: parts of what the other merge was uploading may be left"
+            what = f"{self.target}: parts of what the other merge was uploading may be left"
             _log.warning("%s, which are paid for; a rule of the bucket can remove them", what)
         self._ledger = ledger
         return ledger
@@ -220,11 +221,6 @@ class BucketStage:
         self._written[name] = None  # whatever happens now, it may be there
         limits = {"part_bytes": part_bytes, "at_once": at_once}
         self._written[name] = upload(self._bucket, self._claim.key(name), blocks, **limits)
-
-    @property
-    def target(self) -> RemotePath:
-        """Where the output goes."""
-        return self._target
 
     @property
     def written(self) -> Mapping[str, Stored | None]:
@@ -263,7 +259,7 @@ class BucketStage:
             if not self._claim.is_held():
                 return True
             keys = {self._claim.key(name) for name in names}
-            self._copier.abort_uploads(self._bucket, self._target.key, keys)
+            self._copier.abort_uploads(self._bucket, self.target.key, keys)
         except StoreError as error:
             _log.info("unfinished uploads are left: %s", error)
             return False
@@ -273,7 +269,8 @@ class BucketStage:
         """Add small files; see `Stage.add`. Those that make a model of it wait for the commit."""
         for name, source in files.items():
             if isinstance(source, Path) and not is_last(name) and source.stat().st_size > _SMALL:
-                self.upload(name, _blocks(source), part_bytes=_SMALL, at_once=2)
+                parts = {"part_bytes": _SMALL, "at_once": 2}
+                away_from_signals(partial(self.upload, name, _blocks(source), **parts))
                 continue
             data = source if isinstance(source, bytes) else source.read_bytes()
             if is_last(name):
@@ -284,7 +281,7 @@ class BucketStage:
     def readable(self) -> RemotePath:
         """Return where the output can be read before the commit, but for what waits for it."""
         self._bucket.forget()
-        return self._target
+        return self.target
 
     def _create(self, name: str, data: bytes) -> None:
         """Write a small file, whose name must not be taken."""
@@ -294,7 +291,7 @@ class BucketStage:
             if stored is None:
                 del self._written[name]  # it is not ours
                 raise OutputError(
-                    f"{self._target}/{name}: another process wrote it in the meantime",
+                    f"{self.target}/{name}: another process wrote it in the meantime",
                     hint="give another output",
                 )
             self._written[name] = stored
@@ -305,7 +302,7 @@ class BucketStage:
         Raises:
             OutputError: something is missing, was changed, or was added.
         """
-        found = listed(self._bucket, self._target.key)
+        found = listed(self._bucket, self.target.key)
         found.pop(CLAIM_NAME, None)
         names = {*found, *self._written} - {CLAIM_NAME}
         pairs = {name: (self._written.get(name), found.get(name)) for name in names}
@@ -335,7 +332,7 @@ class BucketStage:
             self._create(RECORD_NAME, add_companions(record, others))
             self._is_complete = True
             left = self._remove([name for name in reversed(own) if name in self._written])
-        return [f"{self._target} is complete, but {name} could not be removed" for name in left]
+        return [f"{self.target} is complete, but {name} could not be removed" for name in left]
 
     @cached_property
     def _copier(self) -> Copier | None:
@@ -343,7 +340,7 @@ class BucketStage:
 
     def _not_as_written(self, names: Iterable[str]) -> OutputError:
         return OutputError(
-            f"{self._target}: is not as it was written: {', '.join(names)}",
+            f"{self.target}: is not as it was written: {', '.join(names)}",
             hint="another process writes there: give another output",
         )
 
@@ -355,18 +352,18 @@ class BucketStage:
         with uninterrupted():
             with suppress(UnshardError):  # a store that does not answer removes nothing, either
                 if not self._claim.is_held():  # another may have made it complete
-                    _log.warning("%s: the claim is not this merge's; left alone", self._target)
+                    _log.warning("%s: the claim is not this merge's; left alone", self.target)
                     return
             kept = self._kept(error)
             left = self._remove([name for name in reversed(self._written) if name not in kept])
             if kept:
-                say_what_is_left(error, self._target)
+                say_what_is_left(error, self.target)
             if left:
                 with suppress(UnshardError):  # what could not be removed need not be there
-                    left = [name for name in listed(self._bucket, self._target.key) if name in left]
+                    left = [name for name in listed(self._bucket, self.target.key) if name in left]
         if not left:
             return
-        what = f"{self._target}: {counted(len(left), 'object')} of the unfinished output are left"
+        what = f"{self.target}: {counted(len(left), 'object')} of the unfinished output are left"
         _log.warning("%s: %s", what, ", ".join(left))
         if isinstance(error, KeyboardInterrupt):
             error.args = (f"interrupted; {what}: remove everything there",)
@@ -388,13 +385,12 @@ class BucketStage:
                 remove(self._bucket, self._claim.key(name))
                 self._written.pop(name)
             except UnshardError as error:
-                _log.info("%s/%s: %s", self._target, name, error)
+                _log.info("%s/%s: %s", self.target, name, error)
                 left.append(name)
         return left
 
 
 def _blocks(path: Path) -> Iterator[bytearray]:
-    """Yield the bytes of a file."""
     with path.open("rb") as file:
         while block := file.read(_SMALL):
             yield bytearray(block)
