@@ -76,7 +76,8 @@ class Sources:
     def digest(self) -> str:
         """Return another text for other files with weights, also of the base.
 
-        A hard link more or less, as a pin makes one, does not change it.
+        ctime counts where a file has one hard link: pins, and the removal of pinned files, change
+        that of others.
 
         Raises:
             CorruptError: a file is gone.
@@ -87,7 +88,8 @@ class Sources:
             if one.base is not None:
                 tables.append((weight_files(one.base.tensors.values()), one.base.states))
             for path, state in sorted({p: states[p] for ps, states in tables for p in ps}.items()):
-                facts = (str(path), state.inode, state.size, state.modified_ns)
+                changed_ns = state.changed_ns if state.links == 1 else 0
+                facts = (str(path), state.inode, state.size, state.modified_ns, changed_ns)
                 found.update(repr(facts).encode(errors="surrogatepass"))
         return found.hexdigest()
 

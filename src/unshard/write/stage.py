@@ -34,7 +34,7 @@ class Work:
     """What a merge does: two with equal work write the same bytes.
 
     Attributes:
-        sources: digest of the source files: paths, inodes, sizes, times of modification.
+        sources: digest of the source files: paths, inodes, sizes, times.
         plan: digest of the operations and of the headers.
     """
 

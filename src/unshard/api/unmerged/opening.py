@@ -77,7 +77,7 @@ class LazyTensor(Generic[_Array_co]):
 
         Raises:
             IndexError: as numpy raises it; or for any other kind of index.
-            CorruptError: a file is gone or ends early.
+            CorruptError: a file is gone, has changed, or ends early.
             UsageError: the checkpoint was closed.
         """
         return self._read(self._operation, select(index, self.shape))
@@ -232,7 +232,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
 
         Raises:
             ConversionError: the checkpoint does not fit the model; nothing was copied.
-            CorruptError: a file is gone or ends early.
+            CorruptError: a file is gone, has changed, or ends early.
             UsageError: torch is not installed, or the checkpoint was closed.
         """
         return fill(model, self._opened, strict=strict)
@@ -341,7 +341,7 @@ def load_state_dict(path: str | Path, **options: Unpack[OpenKeywords]) -> "dict[
         options: as for `open_checkpoint`.
 
     Raises:
-        UnshardError: as `open_checkpoint` raises it; or a file is gone or ends early.
+        UnshardError: as `open_checkpoint` raises it; or a file is gone, has changed, or ends early.
     """
     with (
         open_checkpoint(path, framework="pt", **options) as checkpoint,
@@ -364,7 +364,7 @@ def load_into(
 
     Raises:
         ConversionError: the checkpoint does not fit the model; nothing was copied.
-        UnshardError: as `open_checkpoint` raises it; or a file is gone or ends early.
+        UnshardError: as `open_checkpoint` raises it; or a file is gone, has changed, or ends early.
     """
     with open_checkpoint(path, **options) as checkpoint:
         return checkpoint.load_into(model, strict=strict)
