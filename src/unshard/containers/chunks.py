@@ -73,7 +73,8 @@ def fill_box(
             gets.append(part.fill)
         else:
             part.fill()
-    all_at_once(gets)
+    if gets:
+        all_at_once(gets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unshard.errors import CorruptError
 from unshard.stores.buckets import changed, gone
-from unshard.stores.remote_path import RemotePath, look_again
+from unshard.stores.remote_path import RemotePath
 
 _TICK_NS = 20_000_000
 """Longer than a tick of the kernel's clock, by which times of files are rounded: 1 to 10 ms."""
@@ -108,8 +108,8 @@ class FileStates:
         Raises:
             CorruptError: one is gone, was replaced, or was written to.
         """
-        for path in self._states:
-            look_again(path)
+        for bucket in {path.bucket for path in self._states if isinstance(path, RemotePath)}:
+            bucket.forget()
         for path in list(self._states):
             self._look_at(path)
 

@@ -66,7 +66,7 @@ class Executor:
         self._block = min(buffer_bytes, _BLOCK)
         self._kernel_copies = hasattr(os, "copy_file_range")
         self._writeback = Writeback()
-        self._ongoing = Ongoing(AT_ONCE // 2)
+        self._ongoing: Ongoing | None = None  # from a bucket
         self._written = -1
 
     def close(self) -> None:
@@ -101,6 +101,7 @@ class Executor:
             return self._make_tile(unit)
         source, target = self._sources.source(unit.source), self._target(unit.file)
         if isinstance(source, RemoteFile):
+            self._ongoing = self._ongoing or Ongoing(AT_ONCE // 2)
             for task in _downloads(source, unit, target):
                 self._ongoing.add(task)
             return unit.size
@@ -113,7 +114,7 @@ class Executor:
     @property
     def is_waiting(self) -> bool:
         """Whether bytes from a bucket may not be written yet."""
-        return self._ongoing.is_busy
+        return self._ongoing is not None and self._ongoing.is_busy
 
     def finish(self) -> None:
         """Wait until all bytes are written: those from a bucket may not be when `do` returns.
@@ -121,7 +122,8 @@ class Executor:
         Raises:
             CorruptError, StoreError, OSError: as by `do`.
         """
-        self._ongoing.finish()
+        if self._ongoing is not None:
+            self._ongoing.finish()
 
     def _target(self, file: int) -> int:
         """Return the descriptor of an output file; no other one is being written."""
