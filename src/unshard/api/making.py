@@ -179,7 +179,8 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
     refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))
     needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
     needed += 3 * training.size  # of the first rank it is written twice, and all of it is copied
-    needed += sum(one.stat().st_size for one in prepared.checkpoint.companions.files.values())
+    checkpoint = prepared.checkpoint
+    needed += sum(checkpoint.states[one].size for one in checkpoint.companions.files.values())
     locations = [one.location for one in sources.checkpoints]
     return Staging(
         target,
@@ -253,8 +254,7 @@ def verify_output(prepared: Prepared, directory: Path, verify: str, engine: Crew
     engine.listener(Progress("verifying", plan.layout.total_size if is_full else 0))
     verify_light(directory, plan.layout)
     if is_full:
-        with prepared.sources.blamed():
-            engine.verify(plan, prepared.sources.catalogs, directory)
+        engine.verify(plan, prepared.sources.catalogs, directory)
 
 
 def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:

@@ -36,10 +36,12 @@ from unshard.progress import Chosen, Listener, Stage, Warned, warn
 from unshard.read.finding.discover import all_steps
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
+from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
 from unshard.write.record import is_made_from
 from unshard.write.report import Report
 from unshard.write.stage import named_overflows
+from unshard.write.staging.recovery import recover
 
 
 @accepting(MergeKeywords)
@@ -155,10 +157,16 @@ def merge_checkpoint(
 
 
 def check_output(output: str | Path | None, options: MergeOptions) -> Path | None:
-    """Return the path of an output; refuse, before anything is read, what cannot be one."""
+    """Return the path of an output; refuse, before anything is read, what cannot be one.
+
+    What a killed merge has begun to move there is moved: into the checkpoint itself, perhaps, which
+    must not change while it is read.
+    """
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
+    if target is not None and not isinstance(target, RemotePath) and not options.dry_run:
+        recover(target.parent, target=target.resolve().name, resume=options.resume)
     return target
 
 
@@ -187,13 +195,13 @@ def merge_with(
         return make_report(prepared, target, memory_bytes=memory, dry_run=True)
     work = work_of(prepared)
     with engine_for(options.engine, options.resources, listener) as engine, stage:
-        prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
-        written = stage.write(prepared.plan, engine, work)
-        stage.add(small_files(prepared, lambda: stage.scratch))
-        sources.unchanged()
-        verify_output(prepared, stage.readable(), options.verify, engine)
-        changed = compare_with_base(prepared, listener)
-        sources.unchanged()
+        with sources.steady():
+            prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
+            written = stage.write(prepared.plan, engine, work)
+            stage.add(small_files(prepared, lambda: stage.scratch))
+        with sources.steady():
+            verify_output(prepared, stage.readable(), options.verify, engine)
+            changed = compare_with_base(prepared, listener)
         listener(Stage("committing"))
         record = make_record(prepared, options.recorded)
         committed = stage.commit(record, replaced=named_companions(prepared, options.config))

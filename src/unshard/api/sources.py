@@ -22,6 +22,7 @@ from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
+from unshard.stores.buckets import ChangedError
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory
@@ -70,37 +71,38 @@ class Sources:
         """
         for one in self.checkpoints:
             one.states.check()
-            if one.base is not None:
-                one.base.states.check()
 
     def digest(self) -> str:
         """Return another text for other files with weights, also of the base.
-
-        ctime counts where a file has one hard link: pins, and the removal of pinned files, change
-        that of others.
 
         Raises:
             CorruptError: a file is gone.
         """
         found = hashlib.blake2b(digest_size=16)
         for one in self.checkpoints:
-            tables = [(catalog.weight_files, one.states) for catalog in one.catalogs]
-            if one.base is not None:
-                tables.append((weight_files(one.base.tensors.values()), one.base.states))
-            for path, state in sorted({p: states[p] for ps, states in tables for p in ps}.items()):
-                changed_ns = state.changed_ns if state.links == 1 else 0
-                facts = (str(path), state.inode, state.size, state.modified_ns, changed_ns)
-                found.update(repr(facts).encode(errors="surrogatepass"))
+            tables = [catalog.tensors for catalog in one.catalogs]
+            tables += [] if one.base is None else [one.base.tensors]
+            paths = set[Path]().union(*(weight_files(table.values()) for table in tables))
+            for path in sorted(paths):
+                state = one.states[path]
+                facts = (state.inode, state.size, state.modified_ns, state.changed_ns)
+                found.update(repr((str(path), *facts)).encode(errors="surrogatepass"))
         return found.hexdigest()
 
     @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Raise the error of `unchanged`, if there is one, in place of what was found."""
+    def steady(self) -> Iterator[None]:
+        """Check in the end as `unchanged` does, also after an error: it may be the consequence."""
         try:
             yield
-        except UnshardError:
-            self.unchanged()
+        except (UnshardError, OSError):
+            try:
+                self.unchanged()
+            except ChangedError:
+                raise
+            except UnshardError:
+                _log.debug("the sources cannot be looked at")
             raise
+        self.unchanged()
 
     @property
     def compressed_bytes(self) -> int:
@@ -154,6 +156,7 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
         if split_adapter(recipes).adapter_only:  # it is fused into the weights of the base
             base = read_base(base.name, needs_weights=True)
+    checkpoint.states.include(base.states)
     companions = completed(checkpoint.companions, base.companions)
     return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
 

@@ -87,10 +87,9 @@ def verify(
             chosen = replace(chosen, dtype="float32")  # exact: dequantised, and then cast to ours
         other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
         tolerances = Tolerances(atol, rtol)
-        with engine_for(chosen.engine, chosen.resources, heard) as engine:
+        both = Sources((ours, theirs))  # what differs may be of another step
+        with both.steady(), engine_for(chosen.engine, chosen.resources, heard) as engine:
             found = compare(mine, other_side, tolerances, engine)
-        for one in (ours, theirs):
-            one.states.check()  # what differs may be of another step
         found = replace(found, by_config=_compare_by_config(ours, chosen))
         if load:
             from unshard.write.verification.load import forms_of, verify_load

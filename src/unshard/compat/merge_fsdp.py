@@ -73,7 +73,7 @@ def main() -> None:
     """Merge or average as the arguments say."""
     from unshard.api import MergeOptions
     from unshard.api.averaging import open_sources
-    from unshard.api.merging import merge_checkpoint, merge_with
+    from unshard.api.merging import check_output, merge_checkpoint, merge_with
 
     arguments = _arguments()
     paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)
@@ -96,8 +96,9 @@ def main() -> None:
         _of_model(arguments.model_name_or_class, paths[-1], options, listener) as wanted,
     ):
         if averages:
+            output = check_output(target, wanted)
             sources = open_sources(paths, wanted, listener, pass_over=False)
-            report = merge_with(sources, target, wanted, listener, before=_told)
+            report = merge_with(sources, output, wanted, listener, before=_told)
         else:
             given = (paths[-1], target, wanted, listener)
             report = merge_checkpoint(*given, before=_told, pass_over=False)

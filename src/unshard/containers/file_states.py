@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,8 @@ _TICK_NS = 20_000_000
 """Longer than a tick of the kernel's clock, by which times of files are rounded: 1 to 10 ms."""
 _COARSE_NS = 2_000_000_000 + _TICK_NS
 """The same of file systems that keep whole seconds, or every other one, as FAT does."""
-_LOOKS = 50
+_PATIENCE_S = 5.0
+"""How long to wait for a file that is written again and again; then its next write will show."""
 _SECOND_NS = 10**9
 
 Look = Callable[[], os.stat_result]
@@ -70,23 +71,27 @@ class FileState:
         return self.changed_ns == later.changed_ns or is_linked
 
 
+@dataclass(slots=True, eq=False)
 class FileStates:
-    """The state of each file when it was opened first. Thread-safe."""
+    """The state of each file when it was opened first. Thread-safe.
 
-    def __init__(self) -> None:
-        self._states: dict[Path, FileState] = {}
+    Attributes:
+        states: by path.
+    """
+
+    states: dict[Path, FileState] = field(default_factory=dict)
 
     def __contains__(self, path: Path) -> bool:
-        return path in self._states
+        return path in self.states
 
     def __getitem__(self, path: Path) -> FileState:
-        if path not in self._states:  # as when it was gone when it was to be added
+        if path not in self.states:  # as when it was gone when it was to be added
             self._look_at(path)
-        return self._states[path]
+        return self.states[path]
 
     def add(self, path: Path) -> None:
         """Take note of a file that will be opened later, if it is not; errors are left to that."""
-        if path not in self._states:
+        if path not in self.states:
             with suppress(OSError):
                 self.see(path, partial(_status, path))
 
@@ -96,11 +101,15 @@ class FileStates:
         Raises:
             CorruptError: it is not the same.
         """
-        first = self._states.get(path)
+        first = self.states.get(path)
         if first is None:
-            self._states.setdefault(path, _settled(path, look))
+            self.states.setdefault(path, _settled(path, look))
         elif not first.is_same(FileState.of(look())):
             raise changed(str(path))
+
+    def include(self, other: "FileStates") -> None:
+        """Take over the files of another one."""
+        self.states.update(other.states)
 
     def check(self) -> None:
         """Check that every file is there, and is the same.
@@ -108,9 +117,10 @@ class FileStates:
         Raises:
             CorruptError: one is gone, was replaced, or was written to.
         """
-        for bucket in {path.bucket for path in self._states if isinstance(path, RemotePath)}:
+        paths = list(self.states)
+        for bucket in {path.bucket for path in paths if isinstance(path, RemotePath)}:
             bucket.forget()
-        for path in list(self._states):
+        for path in paths:
             self._look_at(path)
 
     def _look_at(self, path: Path) -> None:
@@ -148,8 +158,8 @@ def _settled(path: Path, look: Look) -> FileState:
 
     Files that were written within the same tick have the same time.
     """
-    state = FileState.of(look())
-    for _ in range(_LOOKS):
+    state, until = FileState.of(look()), time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until:
         written = max(state.modified_ns, state.changed_ns)
         is_coarse = not (state.modified_ns % _SECOND_NS or state.changed_ns % _SECOND_NS)
         age, settled = time.time_ns() - written, _COARSE_NS if is_coarse else _TICK_NS

@@ -158,7 +158,7 @@ class OpenFiles:
             self._open.move_to_end(path)
             return found
         if len(self._open) >= self._limit:
-            os.close(self._open.popitem(last=False)[1])
+            self._close_first()
         try:
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
@@ -169,6 +169,14 @@ class OpenFiles:
             raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
         _see(path, fd, self._states)
         return fd
+
+    def _close_first(self) -> None:
+        path, fd = self._open.popitem(last=False)
+        try:
+            if path in self._used:  # nobody can look at it later
+                _see(path, fd, self._states)
+        finally:
+            os.close(fd)
 
     def check(self) -> None:
         """Check that the files that were asked for since the last check have not changed.

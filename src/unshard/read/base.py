@@ -54,6 +54,11 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
         ConversionError: there is no such model, or the hub cannot be reached.
         CheckpointError: its files are damaged.
     """
+    with noting(FileStates()) as states:
+        return replace(_read_base(spec, states, needs_weights=needs_weights), states=states)
+
+
+def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
     directory = path_of(spec)
     with blaming(directory):
         is_local = directory.is_dir()
@@ -66,12 +71,10 @@ def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     if not is_local:
         directory = _from_hub(spec, needs_weights=needs_weights)
     companions = companions_in(directory)
-    states = FileStates()
     companions.note(states)
     if _holds_weights(directory) or needs_weights:
         try:
-            with noting(states):
-                return replace(_with_weights(spec, directory, companions), states=states)
+            return _with_weights(spec, directory, companions)
         except IncompleteError:
             if needs_weights or is_local:
                 raise  # else: what is in the cache of the hub may be a part

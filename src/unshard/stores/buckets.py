@@ -95,8 +95,8 @@ class Entry:
         tag = answer["e_tag"]
         if tag is not None and self.etag is not None:
             return is_same_tag(tag, self.etag)
-        modified = int(answer["last_modified"].timestamp() * 1e9)  # 0 if the answer has no time
-        return answer["size"] == self.size and modified in (0, self.modified)
+        seconds = int(answer["last_modified"].timestamp())  # 0 if the answer has no time
+        return answer["size"] == self.size and seconds in (0, self.modified // 10**9)
 
 
 def client(url: str) -> "ObjectStore":
@@ -352,19 +352,23 @@ def _is_denied(error: Exception) -> bool:
     return is_named or "status code: 403" in str(error)[:2000]
 
 
-def changed(where: str) -> CorruptError:
+class ChangedError(CorruptError):
+    """A file or an object was replaced, written to or removed while it was being read."""
+
+
+def changed(where: str) -> ChangedError:
     """Return the error that a file or an object is not the one that was opened or listed first."""
-    return CorruptError(
+    return ChangedError(
         f"{where}: has changed while it was being read",
         hint="was the checkpoint saved again? What was read may be half of two steps: begin again "
         "when it is complete",
     )
 
 
-def gone(where: str) -> CorruptError:
+def gone(where: str) -> ChangedError:
     """Return the error that a file or an object is no longer there."""
     hint = "was the checkpoint removed while it was being read?"
-    return CorruptError(f"{where}: no longer exists", hint=hint)
+    return ChangedError(f"{where}: no longer exists", hint=hint)
 
 
 def failure(where: str, error: Exception) -> StoreError:

@@ -188,7 +188,7 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         raise OutputError(f"{output}: exists already", hint="give another output")
     stage = Staging(
         output,
-        plan.bytes_written + others.size * 2,
+        plan.bytes_written + others.size(source.states) * 2,
         sources=[locations.step_dir, *locations.roots],
         names=[file.filename for file in made.layout.files],
     )
@@ -196,13 +196,13 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     notes += without_checksums(source.catalogs, options.verify)
     with engine_for(None, options.resources, listener) as engine, stage:
         work = Work("", digest_of(plan))  # nobody goes on with it
-        stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
-        stage.add(dict(others.files(stage.scratch)))
-        source.states.check()
-        if options.verify != "off":
-            with Sources((source,)).blamed():
+        sources = Sources((source,))
+        with sources.steady():
+            stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
+            stage.add(dict(others.files(stage.scratch)))
+        with sources.steady():
+            if options.verify != "off":
                 check_output(source, made, kind, stage.readable(), options, engine)
-        source.states.check()
         listener(Stage("committing"))
         notes += stage.commit()
     return warn(listener, notes)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unshard.containers.file_states import FileStates
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
 from unshard.showing import counted
@@ -30,10 +31,9 @@ class Addition:
         """The paths of all of them."""
         return (*self.copied, *self.data, *self.saved)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the files whose size is known."""
-        copied = sum(one.stat().st_size for one in self.copied.values())
+    def size(self, states: FileStates) -> int:
+        """Return the bytes of the files whose size is known; `states` has those to copy."""
+        copied = sum(states[one].size for one in self.copied.values())
         return copied + sum(map(len, self.data.values()))
 
     def files(self, scratch: Path) -> Iterator[tuple[str, bytes | Path]]:

@@ -16,6 +16,7 @@ from unshard.api.making import (
 )
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import open_source
+from unshard.containers.file_states import FileStates
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
@@ -187,17 +188,17 @@ def _contents_of_output(
 
     The stack removes what is temporary.
     """
-    files = dict(contents_of(prepared.plan))
+    files, states = dict(contents_of(prepared.plan)), prepared.checkpoint.states
     weights = set(files)
     for name, source in small_files(prepared, lambda: scratch_directory(stack)).items():
-        files[name] = _as_contents(source)
+        files[name] = _as_contents(source, states)
     listed = {name: files[name].size for name in sorted(files.keys() - weights)}
     record = make_record(prepared, recorded)
-    files[RECORD_NAME] = _as_contents(add_companions(record, listed))
+    files[RECORD_NAME] = Contents.of_bytes(add_companions(record, listed))
     return files
 
 
-def _as_contents(source: bytes | Path) -> Contents:
+def _as_contents(source: bytes | Path, states: FileStates) -> Contents:
     if isinstance(source, bytes):
         return Contents.of_bytes(source)
-    return Contents.of_file(source, source.stat().st_size)
+    return Contents.of_file(source, states[source].size)

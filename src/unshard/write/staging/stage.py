@@ -23,6 +23,7 @@ from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
+from unshard.stores.buckets import ChangedError
 from unshard.write.companions import write_files
 from unshard.write.dirfd import opened, try_lock
 from unshard.write.stage import (
@@ -66,7 +67,8 @@ class Staging:
         overwrite: whether what unshard wrote there may be replaced; "all": other files too.
         names: the paths that the output will have, to refuse at once what would be refused later.
         resume: whether to go on with what an earlier process left of this target, and to leave it
-            when a signal or an error ends this one, except an error of the output itself.
+            when a signal or an error ends this one, except an error of the output itself, or a
+            source that has changed.
 
     Raises:
         OutputError: on entering: the target exists, is not writable or has no space, or its file
@@ -181,7 +183,8 @@ class Staging:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         left = None
-        if self._resume and error is not None and not isinstance(error, OutputError):
+        is_lost = isinstance(error, OutputError | ChangedError)  # or what is finished may be wrong
+        if self._resume and error is not None and not is_lost:
             left = None if self._place is None else self._place.path
         try:
             self._clean_up(keep=left is not None)
