@@ -163,6 +163,15 @@ def test_a_shard_folder_of_any_name_has_the_config_of_its_step(step: Path, comma
     assert json.loads((out / "config.json").read_text())["mine"] is True
 
 
+def test_the_output_of_an_average_is_checked_before_anything_is_read(
+    step: Path, command: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = step.parent.parent / "model.safetensors"
+    assert command(merge_fsdp, "--input_dir", step.parent, "--merge", "--output_dir", out) == 1
+    assert "the output is a directory, and this is the name of a file" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def allow_names(step: Path) -> None:
     """Make the config one of a family whose names are not known: three tensors are not Qwen2."""
     config = {"model_type": "mine", "mine": True, "architectures": ["MyForCausalLM"]}

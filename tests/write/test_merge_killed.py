@@ -6,7 +6,7 @@ import pytest
 
 import unshard
 from commits import age, survives
-from ranks import bits, merged, save_ranks, some_tensors
+from ranks import assert_same, bits, merged, save_ranks, some_tensors
 from unshard.write.staging.recovery import recover
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")]
@@ -39,3 +39,23 @@ def test_a_merge_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, place
             break
     assert number > 20
     assert seen == {"old", "new"}
+
+
+def test_a_merge_into_the_checkpoint_goes_on_after_a_kill_at_once(tmp_path: Path) -> None:
+    """What the killed one had begun to move is moved before the checkpoint is read again."""
+    config = tmp_path / "other.json"
+    config.write_text('{"model_type": "llama"}')
+    for number in range(500):
+        checkpoint = save_ranks(tmp_path / f"ckpt-{number}", some_tensors(), 2)
+        (checkpoint / "config.json").write_text('{"model_type": "qwen2"}')
+
+        def merge(checkpoint: Path = checkpoint) -> None:
+            unshard.merge(checkpoint, checkpoint, overwrite=True, config=config, workers=1)
+
+        alive = survives(number, merge)
+        age(tmp_path)
+        merge()
+        assert_same(merged(checkpoint), some_tensors())
+        if alive:
+            break
+    assert number > 20
