@@ -307,8 +307,9 @@ def test_a_base_that_is_replaced_is_noticed_on_demand(tmp_path: Path) -> None:
     trained = unshard.load_state_dict(tmp_path / "trained")
     save_ranks(tmp_path / "adapter", {n: one for n, one in trained.items() if "lora_" in n}, 2)
     shutil.copy(tmp_path / "trained" / "lora_train_meta.json", tmp_path / "adapter")
-    given = {"base": tmp_path / "base", "names": "hub"}
-    with unshard.open_checkpoint(tmp_path / "adapter", **given) as opened:  # type: ignore[arg-type]
+    with unshard.open_checkpoint(
+        tmp_path / "adapter", base=tmp_path / "base", names="hub"
+    ) as opened:
         names = list(opened)
         assert opened["model.norm.weight"].max() == 1
         by_rename(tmp_path / "next", tmp_path / "base")
