@@ -22,7 +22,7 @@ from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
-from unshard.stores.buckets import ChangedError
+from unshard.stores.changes import ChangedError
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from unshard.errors import CorruptError
-from unshard.stores.buckets import changed, gone
+from unshard.stores.changes import changed, gone
 from unshard.stores.remote_path import RemotePath
 
 _TICK_NS = 20_000_000

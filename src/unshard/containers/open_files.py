@@ -13,7 +13,7 @@ from typing import Self
 
 from unshard.containers.file_states import FileStates, noted_here
 from unshard.errors import CorruptError, UsageError
-from unshard.stores.buckets import gone
+from unshard.stores.changes import gone
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 

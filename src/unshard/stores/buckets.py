@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from unshard.errors import CorruptError, StoreError, UnshardError, UsageError, how_to_install
+from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
+from unshard.stores.changes import changed, gone
 from unshard.stores.nodes.files import Copy
 from unshard.stores.nodes.store import NodeStore
 from unshard.stores.other_stores import OTHER_SCHEMES, Answer, HubStore, WebStore
@@ -350,25 +351,6 @@ def quoted(etag: str | None) -> str | None:
 def _is_denied(error: Exception) -> bool:
     is_named = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
     return is_named or "status code: 403" in str(error)[:2000]
-
-
-class ChangedError(CorruptError):
-    """A file or an object was replaced, written to or removed while it was being read."""
-
-
-def changed(where: str) -> ChangedError:
-    """Return the error that a file or an object is not the one that was opened or listed first."""
-    return ChangedError(
-        f"{where}: has changed while it was being read",
-        hint="was the checkpoint saved again? What was read may be half of two steps: begin again "
-        "when it is complete",
-    )
-
-
-def gone(where: str) -> ChangedError:
-    """Return the error that a file or an object is no longer there."""
-    hint = "was the checkpoint removed while it was being read?"
-    return ChangedError(f"{where}: no longer exists", hint=hint)
 
 
 def failure(where: str, error: Exception) -> StoreError:

@@ -14,7 +14,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Self
 
 from unshard.errors import StoreError
-from unshard.stores.buckets import Bucket, changed, quoted
+from unshard.stores.buckets import Bucket, quoted
+from unshard.stores.changes import changed
 from unshard.stores.objects import Stored, etag_now
 from unshard.stores.remote_path import RemotePath
 

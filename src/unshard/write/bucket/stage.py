@@ -23,7 +23,7 @@ from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
 from unshard.stores.at_once import away_from_signals
-from unshard.stores.buckets import ChangedError
+from unshard.stores.changes import ChangedError
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath

@@ -23,7 +23,7 @@ from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
-from unshard.stores.buckets import ChangedError
+from unshard.stores.changes import ChangedError
 from unshard.write.companions import write_files
 from unshard.write.dirfd import opened, try_lock
 from unshard.write.stage import (
