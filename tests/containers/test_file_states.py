@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from unshard.cli.running import error_fields
 from unshard.containers.file_states import FileState, FileStates, noting
 from unshard.containers.open_files import LentFiles, opened, read_whole
 from unshard.errors import CorruptError
+from unshard.stores.changes import changed
 
 CHANGED = "has changed while it was being read"
 
@@ -138,3 +140,7 @@ def test_a_loan_ends_with_a_look(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="no longer exists"):
         states.check()
     files.close()
+
+
+def test_scripts_know_it_as_a_corrupt_file() -> None:
+    assert error_fields(changed("rank_0.pt"))["type"] == "CorruptError"

@@ -94,6 +94,8 @@ class Sources:
         """Check in the end as `unchanged` does, also after an error: it may be the consequence."""
         try:
             yield
+        except ChangedError:  # which may name a node, too
+            raise
         except (UnshardError, OSError):
             try:
                 self.unchanged()
