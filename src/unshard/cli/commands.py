@@ -116,7 +116,7 @@ def merge(
         elif not all_steps:
             report = merge_checkpoint(*what, listener)
         else:
-            steps = merge_steps(checkpoint, what[1], options, listener, skip_existing=skip_existing)
+            steps = merge_steps(*what, listener, skip_existing=skip_existing)
     if not all_steps:
         print_report(report, as_json=as_json, quiet=quiet)
         return

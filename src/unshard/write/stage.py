@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
+from unshard.errors import OutputError
 from unshard.plan.operations import Plan
 from unshard.progress import Chosen, Listener, Warned
+from unshard.stores.changes import ChangedError
 from unshard.stores.copying import Composition
 from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
@@ -27,6 +29,10 @@ Counts = Counter[int]
 
 Finished = Callable[[int, Overflows], None]
 """Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
+
+
+SUSPECT = OutputError | ChangedError
+"""Errors after which nothing is kept for `--resume`: what is finished may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The claim of a place in a store: an object that only one process can create, or take over.
 
-A store has no locks that end with a process. So whoever wants to know whether a place is still his
-reads the claim, and compares it with what he has written.
+A store has no locks that end with a process. A process that must know whether it still
+holds a place reads the claim, and compares it with the one that it wrote.
 """
 
 import json

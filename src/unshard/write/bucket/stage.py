@@ -23,7 +23,6 @@ from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
 from unshard.stores.at_once import away_from_signals
-from unshard.stores.changes import ChangedError
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
@@ -32,6 +31,7 @@ from unshard.write.bucket.ledger import FINISHED_NAME, BucketLedger, open_bucket
 from unshard.write.companions import ADAPTER_CONFIG_NAME
 from unshard.write.record import add_companions, listed_weights
 from unshard.write.stage import (
+    SUSPECT,
     Counts,
     Engine,
     Overflows,
@@ -46,7 +46,6 @@ from unshard.write.staging.stage import say_what_is_left
 
 _SMALL = 8 << 20
 _CONFIGS = ("config.json", ADAPTER_CONFIG_NAME)
-_LOST = OutputError | ChangedError  # after these, what is finished may be wrong
 _NO_OVERWRITE = (
     "two outputs in an object store cannot be exchanged in one step, so nothing there is "
     "overwritten: "
@@ -375,7 +374,7 @@ class BucketStage:
     def _kept(self, error: BaseException | None) -> set[str]:
         """Return what stays for a merge that goes on; an error of the output removes everything."""
         ledger = self._ledger
-        if not self._resume or ledger is None or isinstance(error, _LOST):
+        if not self._resume or ledger is None or isinstance(error, SUSPECT):
             return set()
         return {*ledger.files, FINISHED_NAME, CLAIM_NAME} if ledger.files else set()
 

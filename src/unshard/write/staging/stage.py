@@ -23,10 +23,10 @@ from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
-from unshard.stores.changes import ChangedError
 from unshard.write.companions import write_files
 from unshard.write.dirfd import opened, try_lock
 from unshard.write.stage import (
+    SUSPECT,
     Engine,
     Overflows,
     Work,
@@ -183,8 +183,7 @@ class Staging:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         left = None
-        is_lost = isinstance(error, OutputError | ChangedError)  # or what is finished may be wrong
-        if self._resume and error is not None and not is_lost:
+        if self._resume and error is not None and not isinstance(error, SUSPECT):
             left = None if self._place is None else self._place.path
         try:
             self._clean_up(keep=left is not None)
