@@ -8,6 +8,7 @@
     │   ├── UnknownFormatError           nothing here that unshard can read
     │   ├── IncompleteError              files or ranks are missing, empty or truncated
     │   ├── CorruptError                 a file contradicts its own format, or its neighbours
+    │   │   └── ChangedError                 a file was replaced or written to while it was read
     │   ├── UnsafeError                  a pickle refers to code that runs commands
     │   └── NotMergeableError            readable, but no full tensor follows from it
     ├── ConversionError              4   names or dtypes of the output cannot be resolved
@@ -126,6 +127,10 @@ class IncompleteError(CheckpointError):
 
 class CorruptError(CheckpointError):
     """A file contradicts its own format, or other ranks."""
+
+
+class ChangedError(CorruptError):
+    """A file was replaced, written to or removed while it was being read."""
 
 
 class UnsafeError(CheckpointError):

@@ -12,7 +12,7 @@ from unshard.api.options import MergeOptions, given_path
 from unshard.containers.file_states import noting
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
-from unshard.errors import UnshardError
+from unshard.errors import ChangedError, UnshardError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.base import read_base
 from unshard.read.beside.companions import completed
@@ -22,7 +22,6 @@ from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
-from unshard.stores.changes import ChangedError
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory

@@ -158,15 +158,10 @@ def as_given(argument: object) -> str:
         return "ADDRESS"  # it may contain credentials
 
 
-def _is_public(kind: type) -> bool:
-    """Return whether a class is one of the tree that users know."""
-    return kind.__module__ == UnshardError.__module__
-
-
 def error_fields(error: UnshardError) -> dict[str, object]:
     """Return an error as `--json` prints it."""
     return {
-        "type": next(kind.__name__ for kind in type(error).__mro__ if _is_public(kind)),
+        "type": type(error).__name__,
         "code": error.exit_code,
         "message": error.subject,
         "expected": error.expected,

@@ -1,10 +1,6 @@
 """Errors about files and objects that are no longer those that were opened first."""
 
-from unshard.errors import CorruptError
-
-
-class ChangedError(CorruptError):
-    """A file or an object was replaced, written to or removed while it was being read."""
+from unshard.errors import ChangedError
 
 
 def changed(where: str) -> ChangedError:

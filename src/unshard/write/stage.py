@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
-from unshard.errors import OutputError
+from unshard.errors import ChangedError, OutputError
 from unshard.plan.operations import Plan
 from unshard.progress import Chosen, Listener, Warned
-from unshard.stores.changes import ChangedError
 from unshard.stores.copying import Composition
 from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
