@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,9 @@ def fused(
     config: AdapterConfig | None = PLAIN,
     alpha: float | None = None,
     base: Mapping[str, Recipe] | None = None,
+    types: Collection[str] = (),
 ) -> Noted[dict[str, Recipe]]:
-    return fuse(split_adapter(recipes(shapes)), config, alpha, base)
+    return fuse(split_adapter(recipes(shapes)), config, alpha, base, types)
 
 
 def scales(result: Noted[dict[str, Recipe]]) -> dict[str, float]:
@@ -523,6 +525,71 @@ def test_where_all_are_square_the_config_tells(
     assert isinstance(update, LowRank)
     assert isinstance(update.a, Take)
     assert update.a.entry.fqn.endswith("lora_B.default.weight" if is_turned else "A.default.weight")
+
+
+def turned(result: Noted[dict[str, Recipe]]) -> dict[str, bool]:
+    """Whether each update is transposed before it is added: b, not a, is its left factor."""
+    updates = {name: one for name, one in result.value.items() if isinstance(one, LowRank)}
+    return {
+        name: ".lora_B." in one.a.entry.fqn
+        for name, one in updates.items()
+        if isinstance(one.a, Take)
+    }
+
+
+FALSE = AdapterConfig(alpha=8.0, rank=2, fan_in_fan_out=False, source="adapter_config.json")
+TRUE = replace(FALSE, fan_in_fan_out=True)
+HEAD = linear("lm_head", 50, 4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "openai-gpt", "imagegpt", "decision_transformer"])
+@pytest.mark.parametrize("config", [PLAIN, FALSE, TRUE])
+@pytest.mark.parametrize("more", [{}, HEAD, linear("h.embed_state", 4, 17)])
+def test_a_square_conv1d_of_a_known_family_is_stored_turned(
+    family: str, config: AdapterConfig, more: Shapes
+) -> None:
+    result = fused({**linear("h.c_proj", 4, 4), **more}, config, types=["", family])
+    assert turned(result)["h.c_proj.weight"]
+    assert sum(turned(result).values()) == 1
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", ""])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_bias_shows_how_matrices_are_stored(family: str, *, is_turned: bool) -> None:
+    """GPTBigCode names its Linear modules as GPT-2 does its Conv1D; neither c_fc has an adapter."""
+    shapes = linear("h.c_proj", 4, 4) | HEAD
+    shapes[f"{FRONT}h.c_fc.weight"] = (4, 16) if is_turned else (16, 4)
+    shapes[f"{FRONT}h.c_fc.bias"] = (16,)
+    expected = {"h.c_proj.weight": is_turned, "lm_head.weight": False}
+    assert turned(fused(shapes, FALSE, types=[family])) == expected
+
+
+def test_a_linear_next_to_conv1d_keeps_its_order() -> None:
+    """A ViT that is the encoder of a GPT-2, whose c_proj was adapted last."""
+    shapes = linear("encoder.query", 4, 4) | linear("decoder.c_attn", 12, 4)
+    shapes[f"{FRONT}decoder.c_attn.base_layer.weight"] = (4, 12)
+    shapes |= linear("decoder.c_proj", 4, 4) | linear("encoder.dense", 8, 4)
+    found = turned(fused(shapes, TRUE, types=["vit", "gpt2"]))
+    assert [name for name, one in found.items() if one] == [
+        "decoder.c_attn.weight",
+        "decoder.c_proj.weight",
+    ]
+
+
+@pytest.mark.parametrize("more", [{}, HEAD, linear("m.query", 4, 9)])
+def test_a_conv1d_that_nothing_shows_is_refused(more: Shapes) -> None:
+    with pytest.raises(ConversionError, match=r"h\.c_proj may belong to[\s\S]*\(out, in\) or as"):
+        fused({**linear("h.c_proj", 4, 4), **more}, FALSE, types=["unheard_of"])
+
+
+def test_a_linear_that_nothing_shows_next_to_conv1d_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"m\.query may belong to"):
+        fused(linear("m.query", 4, 4) | linear("h.c_proj", 4, 4), TRUE, types=["gpt2"])
+
+
+def test_a_head_has_no_vote() -> None:
+    shapes = linear("m.mix", 4, 4) | HEAD
+    assert turned(fused(shapes, TRUE)) == {"m.mix.weight": True, "lm_head.weight": False}
 
 
 def test_where_others_are_stored_both_ways_a_square_one_is_refused() -> None:

@@ -37,6 +37,10 @@ CASES = {
     "head": LoraCase("llama", LINEAR | {"modules_to_save": ["lm_head"]}),
     "embedding": LoraCase("llama", CAUSAL | {"target_modules": ["q_proj", "embed_tokens"]}),
     "conv1d": LoraCase("gpt2", CAUSAL | {"target_modules": ["c_attn", "c_proj"]}),
+    "square conv1d": LoraCase("gpt2", CAUSAL | {"target_modules": ["attn.c_proj"]}),
+    "head and conv1d": LoraCase(
+        "gpt2", CAUSAL | {"target_modules": ["attn.c_proj", "lm_head"]}, peft_file=True
+    ),
     "experts": LoraCase(
         "qwen3_moe",
         CAUSAL
@@ -146,6 +150,7 @@ def test_a_model_from_the_shards_has_the_adapter_fused(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")  # peft corrects it
 @pytest.mark.parametrize("kind", CASES)
 def test_peft_loads_the_adapter(trained: Train, tmp_path: Path, kind: str) -> None:
     from peft import PeftModel

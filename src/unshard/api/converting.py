@@ -176,7 +176,8 @@ def fuse_adapter(
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             base = training_names(base, checkpoint.config)
     config = read_adapter_config(checkpoint.location)
-    fused = fuse(split, config, alpha, base)
+    types = () if checkpoint.config is None else checkpoint.config.types
+    fused = fuse(split, config, alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))

@@ -6,7 +6,7 @@ end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pat
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from unshard.convert.lora.names import LoraPair, Split
@@ -40,11 +40,13 @@ def fuse(
     config: AdapterConfig | None,
     alpha: float | None,
     base: Mapping[str, Recipe] | None,
+    types: Iterable[str] = (),
 ) -> Noted[dict[str, Recipe]]:
     """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
     The user's `alpha` overrides that of the config. `base` has the model's weights from elsewhere,
-    by their own names; they are used if the checkpoint has the adapter only.
+    by their own names; they are used if the checkpoint has the adapter only. `types` are the types
+    of the model and of those inside it, as its config has them.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
@@ -52,7 +54,7 @@ def fuse(
     """
     _refuse_variants(config)
     weights, notes = _weights(split, config, base)
-    chosen = find_weights(split.pairs, weights, config)
+    chosen = find_weights(split.pairs, weights, config, types)
     known = known_alpha(config, alpha)
     tensors, problems = dict(weights), []
     for adapted in chosen:

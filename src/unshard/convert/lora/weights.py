@@ -6,16 +6,21 @@ in), or (experts, in, out) in models such as gpt-oss; each expert has its own ra
 Source: Linear, Embedding and ParamWrapper in peft/tuners/lora/layer.py (0.21).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
+from unshard.convert.heads import is_head
 from unshard.convert.lora.names import LoraPair
 from unshard.convert.recipes import Recipe, dtype_of, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
 _MOST_PAIRS, _MOST_WEIGHTS = 4, 8
+# Transformers' models with Conv1D, and its modules there. Other families have Linear modules that
+# are called so (gpt_bigcode, starcoder2).
+_OF_CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+_CONV1D = (["c_attn"], ["q_attn"], ["c_fc"], ["c_proj"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,12 @@ class AdaptedWeight:
 
 
 def find_weights(
-    pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe], config: AdapterConfig | None
+    pairs: Mapping[str, LoraPair],
+    weights: Mapping[str, Recipe],
+    config: AdapterConfig | None,
+    types: Iterable[str] = (),
 ) -> list[AdaptedWeight]:
-    """Return each pair with its weight, in the order of the pairs.
+    """Return each pair with its weight, in the order of the pairs; `types` are the model's.
 
     Raises:
         ConversionError: a pair's weight is missing, has another shape, is quantised, or could be
@@ -65,11 +73,17 @@ def find_weights(
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, f"not all of {len(pairs)} LoRA pairs have a weight", problems)
-    usual = _usual_turn(found.values(), config)
+    usual = {
+        like: _usual_turn(found.values(), weights, config, types, like_conv1d=like)
+        for like in (False, True)
+    }
     chosen: list[AdaptedWeight] = []
     for path in pairs:
+        ways = found[path]
+        name = ways[0].weight
         try:
-            chosen.append(_only(found[path], usually_turned=usual))
+            turn = not is_head(name) and usual[_is_like_conv1d(name)]
+            chosen.append(_only(ways, usually_turned=turn))
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, "LoRA pairs whose weight is not clear", problems)
@@ -150,12 +164,18 @@ def _fitted(
 
 
 def _usual_turn(
-    found: Iterable[Sequence[AdaptedWeight]], config: AdapterConfig | None
+    found: Collection[Sequence[AdaptedWeight]],
+    weights: Mapping[str, Recipe],
+    config: AdapterConfig | None,
+    types: Iterable[str],
+    *,
+    like_conv1d: bool,
 ) -> bool | None:
-    """Return whether this model stores its matrices turned; None if only some of them.
+    """Return whether matrices of modules with or without Conv1D's names are stored turned.
 
-    Matrices that are not square decide it, and only then fan_in_fan_out, because PEFT changes that
-    from layer to layer and saves the last value.
+    None if that is not clear. The matrices that are not square decide it, by their pairs and their
+    biases; heads and embeddings have no vote. fan_in_fan_out is the last resort, because PEFT
+    changes it from layer to layer and saves the last value: false shows nothing about a Conv1D.
     """
     turns = {
         ways[0].is_turned
@@ -163,12 +183,29 @@ def _usual_turn(
         if not ways[0].is_stacked
         and not ways[0].pair.is_embedding
         and len({way.is_turned for way in ways}) == 1
+        and not is_head(ways[0].weight)
+        and _is_like_conv1d(ways[0].weight) is like_conv1d
     }
-    if len(turns) == 1:
-        return turns.pop()
+    for name, weight in weights.items():
+        bias = weights.get(f"{name.removesuffix('.weight')}.bias")
+        if bias is None or is_head(name) or _is_like_conv1d(name) is not like_conv1d:
+            continue
+        sizes = shape_of(weight)
+        if len(sizes) == 2 and sizes[0] != sizes[1] and shape_of(bias) in {sizes[:1], sizes[1:]}:
+            turns.add(shape_of(bias) == sizes[1:])
     if turns:
-        return None
-    return bool(config is not None and config.fan_in_fan_out)
+        return turns.pop() if len(turns) == 1 else None
+    if like_conv1d and _OF_CONV1D.intersection(types):
+        return True
+    if config is not None and config.fan_in_fan_out:
+        is_mixed = len({_is_like_conv1d(ways[0].weight) for ways in found}) > 1
+        return None if is_mixed else True
+    return None if like_conv1d else False
+
+
+def _is_like_conv1d(weight: str) -> bool:
+    """Return whether a weight's module has a name that transformers' Conv1D modules have."""
+    return weight.split(".")[-2:-1] in _CONV1D
 
 
 def _only(ways: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> AdaptedWeight:
