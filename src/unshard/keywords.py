@@ -11,7 +11,7 @@ Rule = Literal["keep", "config", "base"]
 Cast = Literal["bfloat16", "float16", "float32"]
 Alias = Literal["bf16", "fp16", "half", "fp32", "float"]
 Names = Literal["hub", "training"]
-Lora = Literal["fuse", "adapter", "both", "keep"]
+Lora = Literal["fuse", "adapter", "both", "keep", "ignore"]
 Quantize = Literal["fp8-block"]
 Weights = Literal["model", "ema", "module"]
 Verify = Literal["light", "full", "off"]
@@ -111,7 +111,7 @@ class PushKeywords(OpenKeywords, total=False):
     quantize: Quantize | None
     include: str | None
     exclude: str | None
-    lora: Lora
+    lora: Lora | None
     allow_missing: bool
     allow_unexpected: bool
     max_shard_size: str | int | None
@@ -148,5 +148,5 @@ class ReshardKeywords(TypedDict, total=False):
     memory: str | int
 
 
-DEFAULTS = MergeKeywords(dtype="keep", names="hub", lora="fuse", verify="light", memory="64MB")
+DEFAULTS = MergeKeywords(dtype="keep", names="hub", verify="light", memory="64MB")
 """The defaults of all options that have one; other options are left out unless they are given."""

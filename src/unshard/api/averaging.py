@@ -124,7 +124,7 @@ def _check(
 ) -> None:
     if options.optimizer:
         raise UsageError("--optimizer: an average of checkpoints has no optimizer")
-    if options.lora != "fuse" or options.step is not None:
+    if options.lora not in (None, "fuse") or options.step is not None:
         raise UsageError(
             "an average of several steps is one whole model: --lora and --step do not apply"
         )

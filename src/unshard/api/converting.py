@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeGuard
 
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Sources
+from unshard.api.sources import Sources, adapter_beside
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
@@ -141,7 +141,8 @@ def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tu
 
 def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
-    split = split_adapter(_as_stored(checkpoint.catalog))
+    source = checkpoint.adapter or checkpoint
+    split = split_adapter(_as_stored(source.catalog))
     if not split.pairs:
         raise _no_adapter(checkpoint, options.lora)
     # Options that do not apply to an adapter by itself are refused, not ignored.
@@ -153,29 +154,42 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
             hint="leave it out, or write the fused model",
         )
     tensors = finish(adapter_tensors(split), Precision())
-    config = read_adapter_config(checkpoint.location)
+    config = read_adapter_config(source.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields)
     return Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
 
 
 def fuse_adapter(
-    checkpoint: Checkpoint, lora: Lora, alpha: float | None
+    checkpoint: Checkpoint, lora: Lora | None, alpha: float | None
 ) -> Noted[Mapping[str, Recipe]]:
     """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
     if lora == "keep":
         return Noted(_as_stored(checkpoint.catalog))
-    split = split_adapter(_as_stored(checkpoint.catalog))
+    source = checkpoint.adapter or checkpoint
+    split = split_adapter(_as_stored(source.catalog))
     if not split.pairs:
-        if lora == "both":
+        if lora == "both" or checkpoint.adapter is not None:
             raise _no_adapter(checkpoint, lora)
+        if lora is None and (beside := adapter_beside(checkpoint)) is not None:
+            raise ConversionError(
+                f"{checkpoint.location.place}: the weights have no LoRA adapter, but {beside} is "
+                "next to them",
+                hint="merge them with --lora fuse, or leave the adapter out with --lora ignore",
+            )
         return Noted({**split.base, **split.saved})
+    if lora == "ignore":
+        raise UsageError(
+            f"--lora ignore: the adapter is among the weights of {checkpoint.location.place}",
+            hint="--lora ignore leaves out an adapter in a file next to them",
+        )
     base: Mapping[str, Recipe] | None = None
-    if split.adapter_only and checkpoint.base is not None:
-        base = _as_stored(checkpoint.base)
+    model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
+    if split.adapter_only and model is not None:
+        base = _as_stored(model)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             base = training_names(base, checkpoint.config)
-    config = read_adapter_config(checkpoint.location)
+    config = read_adapter_config(source.location)
     types = () if checkpoint.config is None else checkpoint.config.types
     fused = fuse(split, config, alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
@@ -187,7 +201,7 @@ def _as_stored(found: Catalog | Base) -> dict[str, Take]:
     return {name: take(entry) for name, entry in found.tensors.items()}
 
 
-def _no_adapter(checkpoint: Checkpoint, lora: Lora) -> UsageError:
+def _no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UsageError:
     where = checkpoint.location.weights_dir
     return UsageError(f"--lora {lora}: {where} has no LoRA adapter")
 

@@ -90,7 +90,9 @@ def merge(
         include: a regular expression; only tensors whose output names it matches are written.
         exclude: a regular expression; tensors whose output names it matches are left out.
         lora: what to do with adapters: "fuse" them, write the "adapter" alone, or "both"; or
-            "keep" their matrices among the weights as training has them, with `names="training"`.
+            "keep" their matrices among the weights as training has them, with `names="training"`;
+            or "ignore" an adapter in a file next to weights that have none. By default those among
+            the weights are fused, and one next to them is an error.
         lora_alpha: the scale of the adapter, if no file of the checkpoint records it.
         weights: "model" (default), "ema", or "module": of DeepSpeed, the weights in the dtype of
             training, where they are whole (stages 0 to 2).

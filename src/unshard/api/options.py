@@ -86,7 +86,7 @@ class MergeOptions:
     allow_unexpected: bool = False
     include: str | None = None
     exclude: str | None = None
-    lora: Lora = DEFAULTS["lora"]
+    lora: Lora | None = None
     lora_alpha: float | None = None
     weights: Weights | None = None
     role: str | None = None
@@ -117,7 +117,7 @@ class MergeOptions:
             raise UsageError(what, hint="give a path, or leave the option out")
         for option in ("names", "lora", "verify", "weights", "quantize", "engine"):
             value = getattr(self, option)
-            is_default = value is None and option in ("weights", "quantize", "engine")
+            is_default = value is None and option in ("lora", "weights", "quantize", "engine")
             if not is_default and value not in CHOICES[option]:
                 expected = ", ".join(CHOICES[option])
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
@@ -171,7 +171,7 @@ class MergeOptions:
         """Refuse what an optimizer's state cannot be written with."""
         never = ("quantize", "push_to_hub", "ep_size")
         excluded = [name for name in never if getattr(self, name) is not None]
-        excluded += ["lora"] if self.lora != DEFAULTS["lora"] else []
+        excluded += ["lora"] if self.lora not in (None, "fuse", "ignore") else []
         if excluded:
             what = excluded[0].replace("_", "-")
             raise UsageError(f"--optimizer and --{what} exclude each other")

@@ -15,11 +15,13 @@ from unshard.convert.recipes import take
 from unshard.errors import ChangedError, UnshardError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.base import read_base
+from unshard.read.beside.adapter_config import find_adapter
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.items import inflate, inflated_bytes
+from unshard.read.format import ReadOptions
 from unshard.read.megatron.config import config_of, doubts
 from unshard.read.model_config import ConfigFile
-from unshard.read.open import Checkpoint, open_latest
+from unshard.read.open import Checkpoint, open_latest, open_whole
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import path_of
@@ -150,6 +152,8 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     choice = replace(options.choice, pass_over=pass_over)
     checkpoint = open_latest(path, choice, reading, [path_of(one) for one in options.also])
     _log_choice(path, checkpoint)
+    if options.lora in ("fuse", "adapter", "both"):
+        checkpoint = _with_adapter(checkpoint)
     if base is None:
         # transformers would load a model under Megatron's names with random weights.
         return checkpoint if options.names == "training" else _with_recorded_config(checkpoint)
@@ -160,6 +164,23 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     checkpoint.states.include(base.states)
     companions = completed(checkpoint.companions, base.companions)
     return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
+
+
+def adapter_beside(checkpoint: Checkpoint) -> Path | None:
+    """Return the file of a LoRA adapter next to weights that have none among them."""
+    if any(".lora_" in name for name in checkpoint.catalog.tensors):
+        return None
+    return find_adapter(checkpoint.location)
+
+
+def _with_adapter(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the adapter next to its weights."""
+    path = adapter_beside(checkpoint)
+    if path is None:
+        return checkpoint
+    adapter = open_whole(path, ReadOptions())
+    checkpoint.states.include(adapter.states)
+    return replace(checkpoint, adapter=adapter)
 
 
 def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:

@@ -16,7 +16,7 @@ from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
 from unshard.engines.crew import engine_for
 from unshard.errors import UsageError
-from unshard.keywords import DtypeLike, Names, Quantize, VerifyKeywords
+from unshard.keywords import DtypeLike, Lora, Names, Quantize, VerifyKeywords
 from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
@@ -111,12 +111,13 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
     record = JsonFields(path, json_object(path) if path.is_file() else {}).inside("options")
     given, own = MergeOptions(**options), output / "config.json"
     by_default = "hub" if given.base is not None else record.text("names") or "hub"
+    lora = record.text("lora")
     return replace(
         given,
         names=names or cast("Names", by_default),
         include=given.include or record.text("include"),
         exclude=given.exclude or record.text("exclude"),
-        lora="keep" if record.text("lora") == "keep" else given.lora,
+        lora=cast("Lora | None", "fuse" if lora == "both" else lora),
         quantize=given.quantize or cast("Quantize | None", record.text("quantize")),
         lora_alpha=given.lora_alpha or record.number("lora_alpha"),
         config=own if given.config is None and own.is_file() else given.config,
@@ -148,7 +149,7 @@ def _choose_form(
     twice, tied, is not missed.
     """
     merged: Sequence[Converted] = convert(Sources((checkpoint,)), options).tensors
-    if checkpoint.location.format.sharded:
+    if checkpoint.location.format.sharded or checkpoint.adapter is not None:
         return merged
     stored = as_stored(checkpoint.catalog)
     wanted = {one.name for one in merged}

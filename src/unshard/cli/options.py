@@ -167,8 +167,9 @@ _TABLE: dict[str, dict[str, _Row]] = {
         "exclude": _Row(str, "Leave out tensors with these names.", "REGEX"),
         "lora": _Row(
             str,
-            "Fuse adapters into the weights, write the adapter alone, or both, or keep its "
-            "matrices.",
+            "Fuse adapters into the weights, write the adapter alone, or both, keep its matrices, "
+            "or ignore an adapter that is next to the weights.  [default: fuse, but an adapter "
+            "next to the weights is an error]",
         ),
         "lora_alpha": _Row(
             float, "lora_alpha of the adapter, if the checkpoint does not record it.", "ALPHA"

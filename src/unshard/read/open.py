@@ -44,6 +44,7 @@ class Checkpoint:
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
         own_config: the config.json of the checkpoint itself, if the user named another one.
         optimizer: the state of its optimizer, if that was asked for.
+        adapter: the LoRA adapter in a file next to its weights, if that was asked for.
         states: its files as they were when they were opened first.
     """
 
@@ -54,12 +55,14 @@ class Checkpoint:
     passed_over: tuple[PassedOver, ...] = ()
     own_config: Path | None = None
     optimizer: OptimizerState | None = None
+    adapter: "Checkpoint | None" = None
     states: FileStates = field(default_factory=FileStates)
 
     @property
     def catalogs(self) -> tuple[Catalog, ...]:
-        """The tensors of the model, and those of the optimizer's state."""
-        return (self.catalog,) if self.optimizer is None else (self.catalog, self.optimizer.catalog)
+        """The tensors of the model, and those of the optimizer's state and of the adapter."""
+        others = (one.catalog for one in (self.optimizer, self.adapter) if one is not None)
+        return (self.catalog, *others)
 
     @property
     def config(self) -> ModelConfig | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from unshard.api.converting import convert_one
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import inflated, read_checkpoint, with_optimizer
+from unshard.api.sources import adapter_beside, inflated, read_checkpoint, with_optimizer
 from unshard.api.unmerged.loading import Loaded, Opened, fill
 from unshard.containers.strided import Elements
 from unshard.convert.optimizer import convert_optimizer
@@ -329,6 +329,8 @@ def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> 
     with hearing(None) as heard:
         for note in stored.catalog.notes:
             heard(Warned(note))
+        if options.names == "training" and (adapter := adapter_beside(stored)) is not None:
+            heard(Warned(f"the LoRA adapter next to the weights, {adapter}, is not applied"))
     return inflated(stored, stack)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
 from unshard.read.format import Location
+from unshard.read.hub_files import RECORD_NAME
 from unshard.read.model_config import Fields
 
 
@@ -90,6 +91,29 @@ def adapter_files(location: Location) -> tuple[Path | None, Path | None]:
     inside = [root / name for root in roots for name in ("", "lora_adapter", "huggingface")]
     of_run = [] if location.step is None else [step.parent]
     return meta, _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
+
+
+def find_adapter(location: Location) -> Path | None:
+    """Return the adapter in a file next to weights, where transformers or a trainer reads it.
+
+    Not the one in an output of `--lora both`, whose weights have it already.
+    """
+    above = [one for one in location.weights_dir.parents if one.is_relative_to(location.step_dir)]
+    for folder in (*location.roots, *([] if location.role else above)):
+        for place in (folder, folder / "lora_adapter", folder / "huggingface"):
+            names = ("adapter_model.safetensors", "adapter_model.bin") if place.is_dir() else ()
+            for name in names:
+                path = place / name
+                if path.is_file() and path != location.file and not _is_fused(path):
+                    return path
+    return None
+
+
+def _is_fused(adapter: Path) -> bool:
+    record = adapter.parent.parent / RECORD_NAME
+    if adapter.parent.name != "lora_adapter" or not record.is_file():
+        return False
+    return JsonFields(record, json_object(record)).inside("options").text("lora") == "both"
 
 
 def _first(name: str, places: Iterable[Path]) -> Path | None:
