@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +154,27 @@ def test_an_embedding_that_was_resized_and_trained_whole_is_thrice_in_pefts_file
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 41
     unshard.merge(tmp_path / "ckpt", tmp_path / "adapter", lora="adapter")
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == len(tensors) - 4
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
+def test_patterns_that_peft_sorted_when_it_saved_them(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    both: dict[str, Any] = {"q_proj": 3, "model.layers.0.self_attn.q_proj": 5}
+    config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], rank_pattern=both)
+    model = get_peft_model(tiny_model("llama"), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    save_ranks(tmp_path / "ckpt", model.state_dict(), 2)
+    config.save_pretrained(str(tmp_path / "ckpt"))
+    saved = json.loads((tmp_path / "ckpt" / "adapter_config.json").read_text())
+    assert [*saved["rank_pattern"]] == [*both][::-1]
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_close(merged(tmp_path / "out"), dict(model.merge_and_unload().state_dict()))
+    config.alpha_pattern = both
+    config.save_pretrained(str(tmp_path / "ckpt"))
+    choices: tuple[Lora, ...] = ("fuse", "adapter", "both")
+    for lora in choices:
+        with pytest.raises(ConversionError, match=r"layers\.0\.self_attn\.q_proj: 5, q_proj: 3"):
+            unshard.merge(tmp_path / "ckpt", tmp_path / "other", lora=lora)

@@ -313,6 +313,72 @@ def test_a_rank_that_is_not_the_one_written_down_is_refused() -> None:
         fused(linear("m.q", rank=3) | linear("m.k"))
 
 
+ALPHAS = AdapterConfig(alpha=8.0, rank=2, source="adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [{"q": 4.0, "m.q": 16.0}, {r".*\.q": 16.0, "q": 4.0}, {"k": 1.0, "m.q": 4.0, "q": 0.0}],
+)
+def test_two_alphas_of_one_pair_are_refused_with_both(patterns: dict[str, float]) -> None:
+    """PEFT takes the first in the order of training, and sorts the keys when it saves them."""
+    config = replace(ALPHAS, alpha_pattern=patterns)
+    *_, first, second = patterns
+    with pytest.raises(ConversionError) as error:
+        fused(linear("m.q") | linear("m.v"), config)
+    assert "m.q" in str(error.value)
+    for key in (first, second):
+        assert f"{key}: {patterns[key]:g}" in str(error.value)
+    with pytest.raises(ConversionError, match="alpha_pattern"):
+        completed(split_adapter(recipes(linear("m.q"))), replace(config, target_modules=("q",)))
+
+
+def test_alphas_of_one_pair_that_agree_are_one() -> None:
+    config = replace(ALPHAS, alpha_pattern={"q": 4.0, "m.q": 4.0, "v": 1.0})
+    assert scales(fused(linear("m.q"), config)) == {"m.q.weight": 2.0}
+
+
+@pytest.mark.parametrize("rank", [3, 5])
+@pytest.mark.parametrize("keys", [("q", "m.q"), ("m.q", "q")])
+def test_of_two_ranks_of_one_pair_the_matrices_show_which(rank: int, keys: tuple[str, str]) -> None:
+    config = replace(ALPHAS, rank_pattern=dict(zip(keys, (3, 5), strict=True)))
+    assert scales(fused(linear("m.q", rank=rank), config)) == {"m.q.weight": 8.0 / rank}
+    with pytest.raises(ConversionError, match=r"rank 3 or 5\n.*rank 2"):
+        fused(linear("m.q"), config)
+
+
+@pytest.mark.parametrize(
+    "targets", [("k_proj", "v_proj"), "all.*k_proj", r".*\.self_attn\.(k|v)_proj", ("layers.3.q",)]
+)
+def test_a_config_that_names_no_pair_is_of_another_run(targets: tuple[str, ...] | str) -> None:
+    config = replace(ALPHAS, target_modules=targets)
+    for shapes in (linear("m.q_proj"), linear("m.0.q_proj") | linear("m.1.up_proj")):
+        with pytest.raises(ConversionError, match=r"adapter_config\.json[\s\S]*another run"):
+            fused(shapes, config)
+        with pytest.raises(ConversionError, match=r"adapter_config\.json[\s\S]*another run"):
+            completed(split_adapter(recipes(shapes)), config)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear",
+        "All-Linear",
+        ("q_proj", "other"),
+        "q_proj",
+        r".*\.q_proj",
+        r"(?!k).*q_proj",
+        ("m.0.q_proj",),
+        (),
+    ],
+)
+def test_a_config_that_names_a_pair_or_may_do_so_is_taken(targets: tuple[str, ...] | str) -> None:
+    config = replace(ALPHAS, target_modules=targets)
+    assert len(scales(fused(linear("m.0.q_proj") | linear("m.1.up_proj"), config))) == 2
+    parameters = replace(config, target_modules=("k_proj",), target_parameters=("x.q_proj",))
+    assert len(scales(fused(linear("m.q_proj"), parameters))) == 1
+
+
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(" * 300, "[", "a{1000000000}{2}"])
 def test_a_pattern_that_is_not_known_is_refused(pattern: str) -> None:
     config = AdapterConfig(alpha=8.0, alpha_pattern={pattern: 2.0})

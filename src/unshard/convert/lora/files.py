@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from unshard.convert.lora.fuse import check_rank, check_saved_modules
+from unshard.convert.lora.fuse import check_rank, check_saved_modules, check_targets
 from unshard.convert.lora.names import FRONT, LoraPair, Split
 from unshard.convert.lora.weights import find_weights
 from unshard.convert.recipes import Recipe, shape_of
@@ -33,6 +33,7 @@ def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
         ConversionError: neither shows it; or the adapter's files would not have all of it.
     """
     check_saved_modules(split, config)
+    check_targets(split, config)
     _refuse_biases(split, config)
     if config is not None and config.rank and (config.target_modules or config.target_parameters):
         if not config.target_parameters:

@@ -6,6 +6,7 @@ end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pat
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
@@ -53,6 +54,7 @@ def fuse(
         ConversionError: the adapter cannot be fused, or not all of it.
     """
     _refuse_variants(config)
+    check_targets(split, config)
     weights, notes = _weights(split, config, base)
     chosen = find_weights(split.pairs, weights, config, types)
     known = known_alpha(config, alpha)
@@ -79,6 +81,31 @@ def fuse(
         if adapted.pair.is_embedding
     )
     return Noted(tensors, notes)
+
+
+def check_targets(split: Split, config: AdapterConfig | None) -> None:
+    """Check that the config targets at least one of the modules that have pairs.
+
+    Raises:
+        ConversionError: it does not.
+    """
+    if config is None or not config.target_modules or config.target_parameters:
+        return
+    targets = config.target_modules
+    names = [targets] if isinstance(targets, str) else targets
+    patterns = names if names[0] == targets else [re.escape(n.rpartition(".")[2]) for n in names]
+    modules = [pair.module for pair in split.pairs.values()]
+    try:
+        is_named = any(ends_like(one, module) for one in patterns for module in modules)
+    except ConversionError:
+        return  # a pattern that is not matched here
+    if not is_named and patterns[0].lower() != "all-linear":
+        raise ConversionError(
+            f"{config.source}: target_modules has none of the modules with LoRA pairs",
+            expected=modules[0],
+            found=", ".join(names),
+            hint="the file or the tensors belong to another run",
+        )
 
 
 def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
@@ -209,37 +236,51 @@ def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -
     """
     if config is None:
         return alpha / rank
-    own = _matched(config.alpha_pattern, name)
-    if own == 0:
-        raise ConversionError(f"{config.source}: alpha_pattern has 0 for {name}")
-    own = alpha if own is None else own
+    own = _own_alpha(name, config) or alpha
     return own / math.sqrt(rank) if config.use_rslora else own / rank
 
 
+def _own_alpha(name: str, config: AdapterConfig) -> float | None:
+    """Return the alpha that a pattern gives a module; None if no pattern matches."""
+    alphas = _matched(config.alpha_pattern, name)
+    if len({*alphas.values()}) > 1:
+        raise ConversionError(
+            f"{config.source}: alpha_pattern has several alphas for {name}",
+            expected="one",
+            found=", ".join(f"{pattern}: {alpha:g}" for pattern, alpha in alphas.items()),
+            hint="PEFT trains with the first and sorts them when it saves: leave that one only",
+        )
+    if 0 in alphas.values():
+        raise ConversionError(f"{config.source}: alpha_pattern has 0 for {name}")
+    return next(iter(alphas.values()), None)
+
+
 def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
-    """Check that a pair has the rank that the config states.
+    """Check that a pair has a rank that the config states, and at most one alpha.
 
     Raises:
         ConversionError: it does not.
     """
     if config is None:
         return
-    stated = _matched(config.rank_pattern, name)
-    stated = config.rank if stated is None else stated
-    if stated is not None and stated != rank:
+    if len(config.alpha_pattern) > 1:
+        _own_alpha(name, config)
+    # Several patterns may match: PEFT sorts them when it saves, but the matrices show the rank.
+    stated = tuple(_matched(config.rank_pattern, name).values()) or (config.rank,)
+    if rank not in stated and stated != (None,):
         raise ConversionError(
             f"the LoRA pair of {name} does not have the rank that {config.source} states",
-            expected=f"rank {stated}",
+            expected=f"rank {' or '.join(map(str, dict.fromkeys(stated)))}",
             found=f"rank {rank}",
             hint="the file or the tensors belong to another run",
         )
 
 
-def _matched(patterns: Mapping[str, _T], name: str) -> _T | None:
-    """Return the value of the first pattern that matches the end of a module's name."""
+def _matched(patterns: Mapping[str, _T], name: str) -> dict[str, _T]:
+    """Return the patterns that match the end of a module's name, with their values."""
     if len(patterns) > _MANY_PATTERNS:
         raise ConversionError(
             f"rank_pattern or alpha_pattern has {len(patterns)} patterns",
             expected=f"at most {_MANY_PATTERNS}",
         )
-    return next((value for pattern, value in patterns.items() if ends_like(pattern, name)), None)
+    return {pattern: value for pattern, value in patterns.items() if ends_like(pattern, name)}
