@@ -500,3 +500,53 @@ def test_sharding_may_differ_between_checkpoints(tmp_path: Path) -> None:
     unshard.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert bits_of(tmp_path / "out") == mean_of(several)
     assert_same(merged(tmp_path / "out"), {"w": (several[0]["w"] + several[1]["w"]) / 2})
+
+
+def said(run: Path | Sequence[Path], output: Path, **keywords: int) -> list[str]:
+    events: list[Event] = []
+    unshard.average(run, output, listener=events.append, **keywords)
+    return [event.text for event in events if isinstance(event, Warned)]
+
+
+@pytest.mark.parametrize("name", ["global_step_{}", "checkpoint-{}", "epoch_{}"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_step_without_weights_is_named(tmp_path: Path, number: int, name: str) -> None:
+    run = tmp_path / "run"
+    for step, tensors in enumerate(models(3), start=1):
+        save_ranks(run / name.format(step), tensors, 2)
+    empty = run / name.format(number)
+    for file in empty.iterdir():
+        file.unlink()
+    (empty / "optim_world_size_2_rank_0.pt").write_bytes(b"1")
+    expected = f"passed over {empty}: it has no weights"
+    notes = said(run, tmp_path / "all")
+    assert notes.count(expected) == 1
+    # Of the last step only what lies above it is said.
+    assert (expected in said(run, tmp_path / "last", last=1)) is (number == 3)
+
+
+def save_with_config(directory: Path, tensors: Tensors, config: Mapping[str, object]) -> Path:
+    save_ranks(directory, tensors, 2)
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({"rope_theta": 2.0}, "rope_theta"),
+        ({"text_config": {"a": [1, 2, 4]}}, "text_config"),
+        ({"rms_norm_eps": 1e-6, "eos_token_id": [1, 2]}, "eos_token_id, rms_norm_eps"),
+        ({"transformers_version": "5", "_name_or_path": "x", "dtype": "float16"}, ""),
+    ],
+)
+def test_configs_that_differ_are_named(
+    tmp_path: Path, change: Mapping[str, object], keys: str
+) -> None:
+    config = {"model_type": "own", "rope_theta": 1.0, "text_config": {"a": [1, 2, 3]}}
+    first, second = models(2)
+    one = save_with_config(tmp_path / "a" / "checkpoint-1", first, {**config, **change})
+    other = save_with_config(tmp_path / "b" / "checkpoint-2", second, config)
+    notes = [note for note in said([one, other], tmp_path / "out") if "config.json of" in note]
+    assert len(notes) == bool(keys)
+    assert not keys or (notes[0].endswith(f"is taken: {keys}") and "checkpoint-1" in notes[0])

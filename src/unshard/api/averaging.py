@@ -13,7 +13,7 @@ from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.finding.discover import all_steps
+from unshard.read.finding.discover import all_steps, step_folders
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
 from unshard.showing import hearing
@@ -124,7 +124,7 @@ def _check(
 ) -> None:
     if options.optimizer:
         raise UsageError("--optimizer: an average of checkpoints has no optimizer")
-    if options.lora not in (None, "fuse") or options.step is not None:
+    if options.lora not in (None, "fuse", "ignore") or options.step is not None:
         raise UsageError(
             "an average of several steps is one whole model: --lora and --step do not apply"
         )
@@ -179,8 +179,25 @@ def _open_steps(
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
-    newest = passing_over(sources[0], steps[-1].empty, incomplete)
-    return [*sources[:0:-1], newest]
+    lowest = None if last is None else sources[-1].location.step
+    empty = _without_weights(run, steps, lowest)
+    return [*sources[:0:-1], passing_over(sources[0], empty, incomplete)]
+
+
+def _without_weights(run: Path, steps: Sequence[Location], above: int | None) -> list[Path]:
+    """Return the directories of steps that have no weights, of those above a step if one is given.
+
+    Args:
+        run: which has them.
+        steps: all that have weights.
+        above: of those that were asked for, the lowest.
+    """
+    found = {location.step for location in steps}
+    return [
+        folder
+        for step, folder in step_folders(run).items()
+        if step not in found and (above is None or step > above)
+    ]
 
 
 def _choose_weights(

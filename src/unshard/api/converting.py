@@ -1,7 +1,7 @@
 """From checkpoints to the output's tensors: adapters, names, ties, selection, dtypes, mean."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -53,6 +53,7 @@ from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import read_adapter_config
+from unshard.read.format import shortened
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
@@ -71,6 +72,8 @@ from unshard.write.execute import are_equal
 ADAPTER_FOLDER = "lora_adapter"
 """Where an adapter is written that is written by itself too."""
 ADAPTER_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_NAME}"
+_OF_THE_SAVE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+"""Keys of a config.json that differ without another model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -329,12 +332,28 @@ def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
     names = [str(one.location.weights_dir) for one in sources.checkpoints]
     tensors, fixed = average_tensors([one.tensors for one in conversions], names, sources.weights)
     notes = dict.fromkeys(note for one in conversions for note in one.notes)
+    notes |= dict.fromkeys(_differing_configs(sources.checkpoints))
     added = (one for one in tensors if one.name not in fixed)
     if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
         notes["float64 values are averaged in float32, and lose digits"] = None
     if not sources.compressed_bytes:  # otherwise they are compared once decompressed
         notes |= dict.fromkeys(_compare_fixed(list(fixed.values()), names))
     return Conversion(tensors, conversions[-1].config, tuple(notes))
+
+
+def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
+    """Yield a note per checkpoint whose config.json differs from the last one's, with the keys."""
+    *others, last = (one.config for one in checkpoints)
+    for checkpoint, config in zip(checkpoints, others, strict=False):
+        if config is None or last is None:
+            continue
+        ours, theirs = config.fields, last.fields
+        keys = sorted((ours.keys() | theirs.keys()) - _OF_THE_SAVE)
+        if keys := [key for key in keys if ours.get(key) != theirs.get(key)]:
+            yield (
+                f"config.json of {checkpoint.location.title} differs from that of the last "
+                f"checkpoint, which is taken: {shortened(keys, 5)}"
+            )
 
 
 def _compare_fixed(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:

@@ -194,9 +194,14 @@ def all_steps(run: Path, choice: Choice) -> list[Location]:
         return (found or list(in_run(place, choice, depth=NESTED_RUNS)))[::-1]
 
 
-def step_numbers(run: Path) -> list[int]:
-    """Return the steps of which a run has directories, even empty ones, the lowest first."""
+def step_folders(run: Path) -> dict[int, Path]:
+    """Return the directories of a run's steps, even of empty ones, the lowest step first."""
     for folder in (run, *(run / name for name in _RUN_FOLDERS)):
         if steps := steps_in(folder):
-            return sorted({step for step, _ in steps})
-    return []
+            return dict(reversed(steps))
+    return {}
+
+
+def step_numbers(run: Path) -> list[int]:
+    """Return the steps of which a run has directories, even empty ones, the lowest first."""
+    return list(step_folders(run))
