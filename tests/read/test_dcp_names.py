@@ -217,3 +217,26 @@ def test_a_models_own_counter_is_not_an_optimizers() -> None:
         "ema.step",
         "encoder.step",
     ]
+
+
+P = "param_groups.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scalars", "kept"),
+    [
+        # Parameters of these names, with and without moments, and a scalar with them.
+        ([(P,), (f"state.{W}.exp_avg",)], [], [P]),
+        ([(P,), (f"state.{P}.exp_avg",)], [], [P]),
+        ([(f"state.{P}.exp_avg",)], [(P,)], [P]),
+        ([("param_groups.bias",), (f"state.{W}.momentum_buffer",)], [], ["param_groups.bias"]),
+        # What groups have: numbers, and for each parameter with moments whatever it is.
+        ([(f"state.{W}.exp_avg",)], [(f"param_groups.{W}.lr",), ("param_groups.frozen.lr",)], []),
+        ([(f"state.{W}.exp_avg",), (f"param_groups.{W}.betas",)], [], []),
+    ],
+)
+def test_parameters_may_be_called_as_groups_are(
+    tensors: list[Path], scalars: list[Path], kept: list[str]
+) -> None:
+    names = found(metadata((W,), *tensors, scalars=scalars, flat=False))
+    assert sorted(names.names.values()) == sorted([W, *kept])

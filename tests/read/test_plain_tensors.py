@@ -1,12 +1,15 @@
 """Plain tensors in rank files: copies, shards, or unknown."""
 
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import unshard
-from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
+from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
 from unshard import NotMergeableError
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -107,3 +110,63 @@ def test_transposed_copies_are_compared_by_value(tmp_path: Path) -> None:
     parts: Parts = [{"w": tensor}, {"w": tensor.t().contiguous().t()}]
     unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out")
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": tensor})
+
+
+class Scaled:
+    """A weight that its library pickles by a function of its own, as TransformerEngine does."""
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.data, self.scale = data, scale
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Scaled, (self.data, self.scale)
+
+
+class Attributes:
+    """An object that pickle rebuilds by its attributes."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.inner = {"parts": [data]}
+
+
+def packed() -> dict[str, object]:
+    """Return what torch's own quantised Linear has: a tuple of a quantised weight and a bias."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        linear = torch.ao.nn.quantized.Linear(4, 2)
+        return dict(linear.state_dict())
+
+
+@pytest.mark.parametrize("name", ["model.safe.pt", "rank"])
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (lambda: {"w": Scaled(torch.ones(2, 3), torch.ones(1))}, "Scaled"),
+        (lambda: {"w": Attributes(torch.ones(2, 3))}, "reconstruct|Attributes"),
+        (packed, "tuple"),
+    ],
+)
+def test_a_weight_of_another_form_is_an_error(
+    tmp_path: Path, name: str, made: Callable[[], dict[str, object]], found: str
+) -> None:
+    saved = {**some_tensors(), **made()}
+    path = tmp_path / "ckpt" / (rank_path(Path(), 1, 0).name if name == "rank" else name)
+    path.parent.mkdir()
+    torch.save(saved, path)
+    with pytest.raises(NotMergeableError, match=rf"cannot be read: .*({found})"):
+        unshard.merge(path if name != "rank" else path.parent, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_no_weights_are_left_out(tmp_path: Path) -> None:
+    others = {
+        "layer._extra_state": Scaled(torch.ones(3), torch.ones(1)),
+        "rng": [torch.get_rng_state()],
+        "options": Namespace(lr=1.0),
+        "sizes": (1, "two"),
+    }
+    (tmp_path / "ckpt").mkdir()
+    torch.save({**some_tensors(), **others}, tmp_path / "ckpt" / "pytorch_model.bin")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), some_tensors())
+    assert [one.fqn for one in report.skipped] == list(others)

@@ -14,7 +14,7 @@ the others are lost.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from unshard.containers.torch_files.reader import read_torch_file
@@ -57,7 +57,7 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
         NotMergeableError: several sets of tensors may be the model; or they are an optimizer's.
     """
     paths = {name: metadata.paths.get(name, (name,)) for name in metadata.tensors}
-    moments = _of_optimizer(paths)
+    moments = _of_optimizer(metadata, paths)
     prefixes = {name: _prefix(path) for name, path in paths.items()}
     flattened = sorted(name for name in moments if prefixes[name] is not None)
     prefixes |= dict.fromkeys(moments)
@@ -84,7 +84,7 @@ def model_names(metadata: DcpMetadata, where: str) -> ModelNames:
     return ModelNames(prefix, names, tuple(_skipped(metadata, names)))
 
 
-def _of_optimizer(paths: Mapping[str, _KeyPath]) -> frozenset[str]:
+def _of_optimizer(metadata: DcpMetadata, paths: Mapping[str, _KeyPath]) -> frozenset[str]:
     """Return the names that belong to an optimizer's state, outside of what is called a model."""
     outside = {name: path for name, path in paths.items() if not {*MODEL_KEYS} & {*path[:-1]}}
     flat = {name: ".".join(path) for name, path in outside.items()}
@@ -93,8 +93,23 @@ def _of_optimizer(paths: Mapping[str, _KeyPath]) -> frozenset[str]:
     return frozenset(
         name
         for name, whole in flat.items()
-        if stems and (whole.rpartition(".")[0] in stems or whole.startswith("param_groups."))
+        if whole.rpartition(".")[0] in stems
+        or _is_of_group(whole, stems, is_number=not metadata.tensors[name].shape)
     )
+
+
+def _is_of_group(name: str, stems: Collection[str], *, is_number: bool) -> bool:
+    """Return whether a name is that of a group, `param_groups.NAME.lr`, and not a parameter.
+
+    Args:
+        name: all of it.
+        stems: `state.NAME` of parameters with moments.
+        is_number: whether it has no dimensions, as the numbers of a group have none.
+    """
+    start, _, rest = name.partition(".")
+    if start != "param_groups" or f"state.{name}" in stems:
+        return False
+    return f"state.{rest.rpartition('.')[0]}" in stems or (bool(stems) and is_number)
 
 
 def _prefix(path: _KeyPath) -> _KeyPath | None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from math import prod
 from operator import mul
 
 import numpy as np
 
 from unshard.containers.open_files import opened
-from unshard.containers.pickles.records import Record, Value
+from unshard.containers.pickles.records import Persistent, Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
@@ -19,6 +20,8 @@ from unshard.read.wrapper_names import refuse_flat_parameters
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import Piece, PlacementError, Sharding, place
+
+_LOOKED_AT = 1_000
 
 
 def rank_table(archive: TorchFile, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
@@ -61,7 +64,9 @@ def tensors_of(
     refuse_flat_parameters(archive.path, items)
     decoder = TensorDecoder(rank, partial(read_integers, archive), allowed)
     tensors = {
-        name: partial(decoder.decode, value) for name, value in items.items() if is_tensor(value)
+        name: partial(decoder.decode, value)
+        for name, value in items.items()
+        if is_tensor(value) or (_has_storage(value) and not name.endswith("_extra_state"))
     }
     table = table_of(archive, tensors, rank=rank, file_number=file_number)
     table.skipped = {name: _describe(value) for name, value in items.items() if name not in tensors}
@@ -197,6 +202,27 @@ def read_integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
         start = storage.offset + view.offset * width
         ranks = read_strided(file, start, strides, view.sizes, numpy_dtype(view.dtype))
     return tuple(ranks.reshape(-1).tolist())
+
+
+def _has_storage(value: Value) -> bool:
+    """Return whether an object or a tuple has a storage inside, as quantised weights have.
+
+    Only the first values inside are looked at: they may refer to each other, and to themselves.
+    """
+    if not isinstance(value, Record | tuple) or items_of(value) is not None:
+        return False
+    waiting: list[Value] = [value]
+    for one in islice(waiting, _LOOKED_AT):  # the list grows meanwhile
+        match one:
+            case Persistent():
+                return True
+            case Record():
+                waiting += (*one.args, one.state, *(item for _, item in one.items))
+            case dict():
+                waiting += one.values()
+            case list() | tuple():
+                waiting += one
+    return False
 
 
 def _describe(value: Value) -> str:

@@ -156,7 +156,7 @@ def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...
             case Record(callee=Global() as callee, args=args):
                 name = callee.dotted
             case _:
-                raise TensorFormError("not a tensor")
+                raise TensorFormError(f"{named(value)}, with tensors in it")
         if name in _UNREADABLE:
             raise TensorFormError(_UNREADABLE[name])
         if name in _PARAMETERS and args:
