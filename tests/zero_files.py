@@ -3,13 +3,15 @@
 Real files of DeepSpeed are in `data/deepspeed.tar.xz`; these are of any sizes, groups and worlds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
-__all__ = ["ZeroModel", "save_zero", "zero_model"]
+__all__ = ["ZeroModel", "save_universal", "save_zero", "zero_model"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -25,6 +27,8 @@ class ZeroModel:
         shared: other names of parameters.
         order: all names, in the order of the state dict; None for that of the above.
         extra: what the trainer adds.
+        states: what torch's optimizer has of each trained parameter.
+        settings: the hyper-parameters of each group of the optimizer.
     """
 
     groups: Sequence[Tensors]
@@ -33,6 +37,8 @@ class ZeroModel:
     shared: Mapping[str, str] = field(default_factory=dict)
     order: Sequence[str] | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
+    states: Mapping[str, Tensors] = field(default_factory=dict)
+    settings: Sequence[Mapping[str, object]] = ()
 
     @property
     def masters(self) -> dict[str, torch.Tensor]:
@@ -107,8 +113,63 @@ def save_zero(
             optimizer = _stage2(groups, rank, world, align=align, keeps_padding=keeps_padding)
             if not keeps_padding:
                 optimizer["zero_stage"] = stage
+        if model.settings:
+            key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+            lay = partial(_laid, rank=rank, world=world, stage=stage, align=align)
+            flat = [_flat_state(model, group, lay) for group in groups if group]
+            optimizer[key] = {
+                "state": {number: one for number, one in enumerate(flat) if one},
+                "param_groups": _numbered(model, sub_group if stage == 3 else None),
+            }
         saved = {"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}
         torch.save(saved, directory / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return directory
+
+
+def _laid(group: Tensors, *, rank: int, world: int, stage: int, align: int) -> torch.Tensor:
+    """Return a rank's part of the moments of a group: with the padding that masters have lost."""
+    if stage == 3:
+        return torch.cat([_part(value, rank, world) for value in group.values()])
+    made = _stage2([group], rank, world, align=align, keeps_padding=True)
+    (flat,) = cast("list[torch.Tensor]", made["single_partition_of_fp32_groups"])
+    return flat
+
+
+def _flat_state(
+    model: ZeroModel, group: Tensors, lay: Callable[[Tensors], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return torch's state of the flat tensor that stands for a group."""
+    first = model.states.get(next(iter(group)), {})
+    return {
+        key: lay({name: model.states[name][key] for name in group}) if value.ndim else value
+        for key, value in first.items()
+    }
+
+
+def _numbered(model: ZeroModel, sub_group: int | None) -> list[dict[str, object]]:
+    """Return the groups of torch's optimizer, with the numbers of flat tensors."""
+    found: list[dict[str, object]] = []
+    at = 0
+    for group, settings in zip(model.groups, model.settings, strict=True):
+        count = 1 if sub_group is None else len(_divided([group], sub_group))
+        found.append({**settings, "params": list(range(at, at + count))})
+        at += count
+    return found
+
+
+def save_universal(directory: Path, model: ZeroModel) -> Path:
+    """Save what `ds_to_universal` makes of a checkpoint of stage 2 on one rank."""
+    (directory / "zero").mkdir(parents=True)
+    state = _model_state(model, model.groups, 0, world=1, stage=2)
+    torch.save(state, directory / "mp_rank_00_model_states.pt")
+    for name, value in model.masters.items():
+        folder = directory / "zero" / name
+        folder.mkdir()
+        for key, one in {"fp32": value, **model.states.get(name, {})}.items():
+            saved = {"param": one.clone(), "cat_dim": 0} if one.ndim else one
+            torch.save(saved, folder / f"{key}.pt")
+    groups = {"param_groups": _numbered(model, None)}
+    torch.save(groups, directory / "zero/optimizer_state.pt")
     return directory
 
 

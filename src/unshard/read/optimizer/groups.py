@@ -1,6 +1,6 @@
 """Parameter groups as state dicts have them: whole, or flattened per parameter."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
@@ -11,6 +11,7 @@ Group = tuple[list[Key], dict[str, Plain]]
 """The parameters of a group, by number or name, and its hyper-parameters."""
 
 _STATE, _GROUPS = "state.", "param_groups."
+_OF_GROUP = {"lr", "initial_lr", "weight_decay", "param_names"}  # groups of one kind differ in them
 
 
 def saved_groups(value: Plain, where: str) -> list[Group]:
@@ -32,6 +33,21 @@ def saved_groups(value: Plain, where: str) -> list[Group]:
     if len(every) != len(set(every)):
         raise CorruptError(f"{where}: a parameter is in several groups of the optimizer")
     return groups
+
+
+def united_kinds(
+    settings: Iterable[Mapping[str, Plain]], kinds: Sequence[Iterable[str]]
+) -> list[list[str]]:
+    """Return the kinds of moments of each group: of all groups with the same optimizer's settings.
+
+    A kind that one of these groups lacks was lost; other settings have other kinds.
+    """
+    alike = [{key: own[key] for key in own.keys() - _OF_GROUP} for own in settings]
+    found: list[list[str]] = []
+    for ours in alike:
+        of_all = [own for theirs, own in zip(alike, kinds, strict=True) if theirs == ours]
+        found.append(list(dict.fromkeys(key for own in of_all for key in own)))
+    return found
 
 
 def flat_groups(

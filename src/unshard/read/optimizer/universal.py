@@ -9,7 +9,7 @@
 Source: DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, saved_groups
+from unshard.read.optimizer.groups import Group, saved_groups, united_kinds
 from unshard.read.optimizer_state import (
     WITHOUT_IT,
     Key,
@@ -33,7 +33,7 @@ from unshard.read.zero.reader import read_universal
 from unshard.read.zero.states import Shapes
 from unshard.read.zero.steps import number_in
 from unshard.read.zero.universal import FILE, universal_tensors
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 _STEP = "step"
 _GROUPS = "optimizer_state.pt"
@@ -48,8 +48,7 @@ def read_universal_moments(location: Location, options: ReadOptions) -> SavedSta
         CheckpointError: a file cannot be read.
     """
     found = read_universal(location, options)
-    kinds = [] if found is None else _kinds(found[1])
-    if found is None or not kinds:
+    if found is None or not _kinds(found[1].values()):
         return None
     shapes, folders = found
     if shapes is None:
@@ -59,36 +58,51 @@ def read_universal_moments(location: Location, options: ReadOptions) -> SavedSta
             expected="param_shapes of data parallelism alone",
             hint=WITHOUT_IT,
         )
-    trained = {name: shape for group in shapes for name, shape in group.items()}
     zero = location.weights_dir / "zero"
-    refuse_quantised(str(zero), kinds)
-    own = {name: folders[name] for name in trained if name in folders}
-    paths = tuple(folder / f"{kind}.pt" for kind in kinds for folder in own.values())
-    tensors: dict[str, TensorEntry] = {}
-    for number, kind in enumerate(kinds):
-        first = number * len(own)
-        entries = universal_tensors(own, trained, paths, first, file=f"{kind}.pt")
-        tensors |= {
-            flat_name(name, kind): replace(one, fqn=flat_name(name, kind))
-            for name, one in entries.items()
-        }
+    refuse_quantised(str(zero), _kinds(folders.values()))
     if not (zero / _GROUPS).is_file():
         raise IncompleteError(f"{zero / _GROUPS} is missing, which has the parameter groups")
     file = read_torch_file(zero / _GROUPS)
     groups = _groups(file, shapes)
+    of_groups = [_kinds(folders[name] for name in group if name in folders) for group in shapes]
+    kinds = united_kinds((values for _, values in groups.value), of_groups)
+    of_names: dict[Key, list[str]] = {
+        name: own for group, own in zip(shapes, kinds, strict=True) for name in group
+    }
     return SavedState(
         str(zero),
-        Catalog("DeepSpeed", 1, tensors),
-        dict.fromkeys(trained, kinds),
+        _moments(shapes, folders, of_names),
+        of_names,
         groups.value,
-        _steps(own, file),
+        _steps({name: one for name, one in folders.items() if name in of_names}, file),
         left_out_note(_GROUPS, groups.notes),
     )
 
 
-def _kinds(folders: Mapping[str, Path]) -> list[str]:
-    """Return the kinds of moments that any trained parameter has."""
-    files = (path for folder in folders.values() for path in folder.glob("*.pt"))
+def _moments(
+    shapes: Sequence[Shapes], folders: Mapping[str, Path], kinds: Mapping[Key, Sequence[str]]
+) -> Catalog:
+    """Return the moments of all parameters, which have these kinds."""
+    trained = {name: shape for group in shapes for name, shape in group.items()}
+    every = sorted({kind for own in kinds.values() for kind in own})
+    having = {kind: [name for name in folders if kind in kinds.get(name, ())] for kind in every}
+    paths = tuple(folders[name] / f"{kind}.pt" for kind in every for name in having[kind])
+    tensors: dict[str, TensorEntry] = {}
+    for kind, names in having.items():
+        own, first = {name: folders[name] for name in names}, len(tensors)
+        stated = {name: trained[name] for name in names}
+        entries = universal_tensors(own, stated, paths, first, file=f"{kind}.pt")
+        tensors |= {
+            flat_name(name, kind): replace(one, fqn=flat_name(name, kind))
+            for name, one in entries.items()
+        }
+    archives = tuple(ByteRange(path, 0, path.stat().st_size) for path in paths)
+    return Catalog("DeepSpeed", 1, tensors, archives=archives)
+
+
+def _kinds(folders: Iterable[Path]) -> list[str]:
+    """Return the kinds of moments that any of these parameters has."""
+    files = (path for folder in folders for path in folder.glob("*.pt"))
     return sorted({path.stem for path in files} - {Path(FILE).stem, _STEP})
 
 

@@ -8,14 +8,13 @@ Source: DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `stage3.py`, `runtime
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, saved_groups
-from unshard.read.optimizer.rank_files import read_numbers
+from unshard.read.optimizer.groups import Group, saved_groups, united_kinds
 from unshard.read.optimizer.universal import read_universal_moments
 from unshard.read.optimizer_state import (
     WITHOUT_IT,
@@ -24,13 +23,13 @@ from unshard.read.optimizer_state import (
     left_out_note,
     refuse_quantised,
 )
-from unshard.read.torch_save.state_dict import start_of
-from unshard.read.torch_save.values import is_tensor, items_of, read_view
+from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.zero.masters import unflattened
 from unshard.read.zero.reader import read_partitions
 from unshard.read.zero.states import OptimState, Shapes
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.read.zero.steps import number_in
+from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 _STEP, _SHOWN = "step", 200
 
@@ -57,24 +56,24 @@ def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
     states, shapes = read
     bases = [_base_of(state, len(shapes)) for state in states]
     first = bases[0]
-    for base in bases[1:]:
+    for base in bases:
         _compare_groups(first, base)
-    moments = [key for key, value in first.flat[0].items() if is_tensor(value) and key != _STEP]
-    refuse_quantised(str(first.state.path), first.flat[0])
+        refuse_quantised(str(base.state.path), chain(*base.flat))
+    kinds = _kinds(bases)
     paths = tuple(state.path for state in states)
     tensors: dict[str, TensorEntry] = {}
-    for key in moments:
-        cut = [replace(base.state, flat=_values(base, key)) for base in bases]
-        for name, entry in unflattened(cut, shapes, paths, 0).items():
+    for key in dict.fromkeys(chain(*kinds)):
+        numbers = [number for number, own in enumerate(kinds) if key in own]
+        cut = [_part_of(base, key, numbers) for base in bases]
+        for name, entry in unflattened(cut, [shapes[one] for one in numbers], paths, 0).items():
             tensors[flat_name(name, key)] = replace(entry, fqn=flat_name(name, key))
-    names = [name for group in shapes for name in group]
-    catalog = Catalog("DeepSpeed", len(states), tensors)
+    archives = tuple(ByteRange(path, 0, path.stat().st_size) for path in paths)
     return SavedState(
         str(first.state.path),
-        catalog,
-        dict.fromkeys(names, moments),
+        Catalog("DeepSpeed", len(states), tensors, archives=archives),
+        {name: own for group, own in zip(shapes, kinds, strict=True) for name in group},
         _groups_of(first, shapes),
-        _steps(first, shapes),
+        _numbers(first, shapes),
         first.notes,
     )
 
@@ -97,9 +96,10 @@ def _base_of(state: OptimState, count: int) -> _Base:
     plain, notes = noted.value, left_out_note(state.path.name, noted.notes)
     groups = saved_groups(plain["groups"] if isinstance(plain, dict) else None, str(state.path))
     numbers = [number for params, _ in groups for number in params]
-    flat = [items_of(numbered.get(one)) if isinstance(one, int) else None for one in numbers]
+    # Without momentum a group has no state.
+    flat = [items_of(numbered.get(one, {})) if isinstance(one, int) else None for one in numbers]
     kept = [one for one in flat if one is not None]
-    if len(kept) != count or len(flat) != count or not all(kept):
+    if len(kept) != count or len(flat) != count or not any(kept):
         raise CorruptError(
             f"{state.path}: the optimizer does not have the state of every flat tensor",
             expected=f"of {count}",
@@ -122,10 +122,37 @@ def _compare_groups(first: _Base, base: _Base) -> None:
                 )
 
 
-def _values(base: _Base, key: str) -> tuple[Value, ...]:
-    if not all(key in one for one in base.flat):
-        raise CorruptError(f"{base.state.path}: {key} of a flat tensor is missing")
-    return tuple(one[key] for one in base.flat)
+def _kinds(bases: Sequence[_Base]) -> list[list[str]]:
+    """Return the kinds of moments of each flat tensor."""
+    settings = [values for params, values in bases[0].groups for _ in params]
+    of_ranks = zip(*(base.flat for base in bases), strict=True)
+    each = [chain.from_iterable(flat.items() for flat in ranks) for ranks in of_ranks]
+    return united_kinds(
+        settings, [[key for key, one in own if _is_moment(key, one)] for own in each]
+    )
+
+
+def _is_moment(key: str, value: Value) -> bool:
+    try:
+        return is_tensor(value) and key != _STEP and len(read_view(value).sizes) > 0
+    except TensorFormError:
+        return True  # `unflattened` refuses it
+
+
+def _part_of(base: _Base, key: str, numbers: Sequence[int]) -> OptimState:
+    """Return what a rank has of a kind of moments: flat tensors, in place of the weights."""
+    lost = [number for number in numbers if key not in base.flat[number]]
+    if lost:
+        raise CorruptError(
+            f"{base.state.path}: {key} of a flat tensor is missing",
+            expected=f"that of flat tensor {lost[0]}: other ranks, or groups like its own, have it",
+            hint="take another checkpoint",
+        )
+    paddings = base.state.paddings
+    if paddings is not None and len(paddings) == len(base.flat):
+        paddings = tuple(paddings[number] for number in numbers)
+    flat = tuple(base.flat[number][key] for number in numbers)
+    return replace(base.state, flat=flat, paddings=paddings)
 
 
 def _groups_of(base: _Base, shapes: Sequence[Shapes]) -> list[Group]:
@@ -137,15 +164,12 @@ def _groups_of(base: _Base, shapes: Sequence[Shapes]) -> list[Group]:
     return found
 
 
-def _steps(base: _Base, shapes: Sequence[Shapes]) -> dict[int | str, Mapping[str, Plain]]:
-    """Return how many steps each parameter was trained."""
+def _numbers(base: _Base, shapes: Sequence[Shapes]) -> dict[int | str, Mapping[str, Plain]]:
+    """Return what each parameter has besides moments: its step, NAdam's `mu_product`."""
     found: dict[int | str, Mapping[str, Plain]] = {}
     for group, flat in zip(shapes, base.flat, strict=True):
-        value = flat.get(_STEP)
-        if is_tensor(value):
-            view = read_view(value)
-            with opened(base.state.path) as file:
-                (value,) = read_numbers(file, [(view.dtype, start_of(base.state.file, view))])
-        if isinstance(value, int | float):
-            found |= {name: {_STEP: value} for name in group}
+        others = [(key, value) for key, value in flat.items() if not _is_moment(key, value)]
+        read = {key: number_in(base.state.file, value) for key, value in others}
+        numbers: dict[str, Plain] = {key: one for key, one in read.items() if one is not None}
+        found |= dict.fromkeys(group, numbers) if numbers else {}
     return found

@@ -78,8 +78,9 @@ def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
 
 def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Check]:
     """Yield what there is to check about the sources."""
+    # Model and optimizer may be in the same files.
+    yield from dict.fromkeys(archive for one in catalogs for archive in one.archives)
     for catalog in catalogs:
-        yield from catalog.archives
         yield from (one for one in catalog.tensors.values() if len(one.chunks) > 1)
 
 
@@ -87,17 +88,14 @@ def without_checksums(catalogs: Sequence[Catalog], verify: str) -> list[str]:
     """Return a note about source files in which `full` cannot notice every damage, if there are."""
     if verify != "full":
         return []
-    files = sorted({path for one in catalogs for path in one.weight_files - _with_records(one)})
+    known = {archive.path for one in catalogs for archive in one.archives}
+    files = sorted({path for one in catalogs for path in one.weight_files - known})
     if not files:
         return []
     named = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
     them = "this file has" if len(files) == 1 else f"these {len(files)} files have"
     what = f"bytes that were damaged after they were saved in {named}: {them} no checksums"
     return [f"--verify full cannot notice {what}"]
-
-
-def _with_records(catalog: Catalog) -> set[Path]:
-    return {archive.path for archive in catalog.archives}
 
 
 class Checker:
