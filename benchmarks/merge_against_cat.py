@@ -136,6 +136,8 @@ def contenders_of(checkpoint: Path, before: Path | None) -> dict[str, Contender]
             contenders[f"{dtype}, {files}"] = partial(run, None)
             if before is not None:
                 contenders[f"{dtype}, {files}, before"] = partial(run, before)
+    full = ["--max-shard-size", "1TB", "--verify", "full"]
+    contenders["keep, one file, verify full"] = partial(merge, checkpoint, full, None)
     return contenders
 
 
