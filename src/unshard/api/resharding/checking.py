@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
+from unshard.api.resharding.beside import open_ema
 from unshard.api.resharding.formats import ReshardFormat, keeps_keys
+from unshard.api.resharding.writing import Writing
 from unshard.engines.crew import Crew
 from unshard.errors import OutputError
 from unshard.plan.planner import make_plan
-from unshard.plan.resharding import Resharded
 from unshard.progress import Stage
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
@@ -19,14 +20,14 @@ from unshard.tensors.catalog import Catalog
 
 def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
     source: Checkpoint,
-    made: Resharded,
+    writing: Writing,
     kind: ReshardFormat,
     directory: Path,
     options: MergeOptions,
     engine: Crew,
 ) -> None:
     """Read the output again from disk, and compare it with the source."""
-    full = options.verify == "full"
+    full, made = options.verify == "full", writing.made
     engine.listener(
         Stage("verifying", sum(one.data_bytes for one in made.layout.files) if full else 0)
     )
@@ -40,6 +41,9 @@ def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
             raise OutputError(f"{directory}: the optimizer's state is not what was planned")
         _compare(source.optimizer.catalog, optimizer.catalog, directory)
         catalogs.append(optimizer.catalog)
+    for ours, theirs in zip(writing.ema, open_ema(again), strict=True):
+        _compare(ours.catalog, theirs.catalog, directory)
+        catalogs += [ours.catalog, theirs.catalog]
     if full:
         catalogs.append(again.catalog)
         engine.verify(make_plan(made.layout), catalogs, directory)

@@ -4,7 +4,6 @@ Nothing is interpreted, so what only the trainer knows stays where it looks for 
 """
 
 import re
-from collections.abc import Collection
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,7 @@ from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_direct
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.dcp.metadata import Item, read_metadata
 from unshard.read.dcp.reader import metadata_files, read_tensors
-from unshard.read.format import Location, shortened
+from unshard.read.format import Location
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import place_of, places_of
 from unshard.tensors.catalog import Catalog
@@ -58,7 +57,6 @@ def dcp_again(source: Checkpoint, target: Target, output: Path, stack: ExitStack
     made, metadata = lay_out_directories(directories, world, target.version, place)
     files = Addition(data=metadata)
     _add_small(source, root, world, files)
-    _note_others(root, {place.weights_dir.name for place in places}, files)
     return Writing(made, files)
 
 
@@ -97,21 +95,6 @@ def _data(path: Path, item: Item, name: str) -> bytes:
         data = bytearray(item.length)
         read_exactly(file, item.offset, memoryview(data))
         return bytes(data)
-
-
-def _note_others(root: Path, read: Collection[str], files: Addition) -> None:
-    """Note what else is next to the weights; `read` are the directories of DCP there."""
-    known = {*read, *(name.partition("/")[0] for name in files.copied)}
-    others = [
-        path.name
-        for path in sorted(root.iterdir())
-        if path.name not in known
-        and not (
-            path.suffix == ".distcp" or path.name.startswith(".") or _OF_RANK.fullmatch(path.name)
-        )
-    ]
-    if others:
-        files.notes.append(f"not copied from {root.name}: {shortened(others, 5)}")
 
 
 def _add_small(source: Checkpoint, root: Path, world: int, files: Addition) -> None:

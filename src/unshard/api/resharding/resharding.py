@@ -11,6 +11,7 @@ from unshard.api.options import MergeOptions, accepting, given_output, given_pat
 from unshard.api.resharding.anew.dcp import dcp_anew
 from unshard.api.resharding.anew.placing import placed, unplaced
 from unshard.api.resharding.anew.ranks import ranks_anew
+from unshard.api.resharding.beside import add_beside, open_ema
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp_again import dcp_again
 from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_keys
@@ -140,6 +141,7 @@ def reshard(
                 source = _prepared(source, kind, world_size, chosen, stack)
                 target = Target.of(source, world_size, mesh, mesh_names, device, torch)
                 writing = _writing(source, target, kind, goal, stack)
+            add_beside(source, writing)
             for path in writing.others.copied.values():
                 source.states.add(path)
             notes = _write(source, writing, kind, goal, chosen, heard)
@@ -193,16 +195,16 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
         names=[file.filename for file in made.layout.files],
     )
     notes = [*others.notes, *_notes_of(source, kind)]
-    notes += without_checksums(source.catalogs, options.verify)
+    sources = Sources((*writing.ema, source))
+    notes += without_checksums(sources.catalogs, options.verify)
     with engine_for(None, options.resources, listener) as engine, stage:
         work = Work("", digest_of(plan))  # nobody goes on with it
-        sources = Sources((source,))
         with sources.steady():
             stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
             stage.add(dict(others.files(stage.scratch)))
         with sources.steady():
             if options.verify != "off":
-                check_output(source, made, kind, stage.readable(), options, engine)
+                check_output(source, writing, kind, stage.readable(), options, engine)
         listener(Stage("committing"))
         notes += stage.commit()
     return warn(listener, notes)
@@ -230,9 +232,14 @@ def _writing(
     files = SourceFiles.of(source)
     if len(target.meshes) == 1 and is_fsdp1(source):
         source = unplaced(source)
-    ranks = files_of_ranks(source, target, files, source.catalog.stored_names)
-    made = lay_out_ranks([*ranks], target.version)
-    return Writing(made, other_files(source, target, files))
+    ranks = [*files_of_ranks(source, target, files, source.catalog.stored_names)]
+    ema = open_ema(source)
+    for one in ema:
+        refuse_parts(one)
+        average = placed(one) if is_whole(one) and len(target.meshes) > 1 else one
+        own = replace(files, model=min(one.catalog.weight_files), optimizer=None)
+        ranks += files_of_ranks(average, target, own, one.catalog.stored_names)
+    return Writing(lay_out_ranks(ranks, target.version), other_files(source, target, files), ema)
 
 
 def _report(  # noqa: PLR0917 (all that was made)

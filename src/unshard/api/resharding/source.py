@@ -93,6 +93,7 @@ class SourceFiles:
         loaders = {rank: _loader_beside(path) for rank, path in extra.items()}
         found = [model, *extra.values(), *([] if optimizer is None else [optimizer])]
         near = all(path.parent == location.weights_dir for path in found)
+        near = near and not location.weights_dir.name.startswith("pytorch_model_fsdp_")
         root = location.weights_dir if near else location.step_dir
         own = source.companions
         config = [] if own.config is None else [own.config]

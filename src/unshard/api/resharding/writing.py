@@ -7,6 +7,7 @@ from pathlib import Path
 from unshard.containers.file_states import FileStates
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
+from unshard.read.open import Checkpoint
 from unshard.showing import counted
 
 
@@ -52,10 +53,11 @@ class Addition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """What a reshard writes: the files with tensors, and all others."""
+    """What a reshard writes: the files with tensors, and all others; `ema` is read for it, too."""
 
     made: Resharded
     others: Addition
+    ema: tuple[Checkpoint, ...] = ()
 
 
 def trainer_rng(rank: int, world: int) -> str:

@@ -1,6 +1,7 @@
 """Parameter groups as state dicts have them: whole, or flattened per parameter."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
@@ -38,16 +39,11 @@ def saved_groups(value: Plain, where: str) -> list[Group]:
 def united_kinds(
     settings: Iterable[Mapping[str, Plain]], kinds: Sequence[Iterable[str]]
 ) -> list[list[str]]:
-    """Return the kinds of moments of each group: of all groups with the same optimizer's settings.
-
-    A kind that one of these groups lacks was lost; other settings have other kinds.
-    """
+    """Return each group's kinds of moments: those of all groups with equal settings."""
     alike = [{key: own[key] for key in own.keys() - _OF_GROUP} for own in settings]
-    found: list[list[str]] = []
-    for ours in alike:
-        of_all = [own for theirs, own in zip(alike, kinds, strict=True) if theirs == ours]
-        found.append(list(dict.fromkeys(key for own in of_all for key in own)))
-    return found
+    both = list(zip(alike, kinds, strict=True))
+    of_all = ((own for theirs, own in both if theirs == ours) for ours in alike)
+    return [list(dict.fromkeys(chain.from_iterable(each))) for each in of_all]
 
 
 def flat_groups(

@@ -11,6 +11,7 @@ Source: DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
@@ -64,17 +65,16 @@ def read_universal_moments(location: Location, options: ReadOptions) -> SavedSta
         raise IncompleteError(f"{zero / _GROUPS} is missing, which has the parameter groups")
     file = read_torch_file(zero / _GROUPS)
     groups = _groups(file, shapes)
-    of_groups = [_kinds(folders[name] for name in group if name in folders) for group in shapes]
+    of_groups = [_kinds(folders[name] for name in group) for group in shapes]
     kinds = united_kinds((values for _, values in groups.value), of_groups)
-    of_names: dict[Key, list[str]] = {
-        name: own for group, own in zip(shapes, kinds, strict=True) for name in group
-    }
+    both = zip(shapes, kinds, strict=True)
+    of_names: dict[Key, list[str]] = {name: own for group, own in both for name in group}
     return SavedState(
         str(zero),
         _moments(shapes, folders, of_names),
         of_names,
         groups.value,
-        _steps({name: one for name, one in folders.items() if name in of_names}, file),
+        _steps({str(name): folders[str(name)] for name in of_names}, file),
         left_out_note(_GROUPS, groups.notes),
     )
 
@@ -84,20 +84,16 @@ def _moments(
 ) -> Catalog:
     """Return the moments of all parameters, which have these kinds."""
     trained = {name: shape for group in shapes for name, shape in group.items()}
-    every = sorted({kind for own in kinds.values() for kind in own})
-    having = {kind: [name for name in folders if kind in kinds.get(name, ())] for kind in every}
-    paths = tuple(folders[name] / f"{kind}.pt" for kind in every for name in having[kind])
     tensors: dict[str, TensorEntry] = {}
-    for kind, names in having.items():
-        own, first = {name: folders[name] for name in names}, len(tensors)
-        stated = {name: trained[name] for name in names}
-        entries = universal_tensors(own, stated, paths, first, file=f"{kind}.pt")
-        tensors |= {
-            flat_name(name, kind): replace(one, fqn=flat_name(name, kind))
-            for name, one in entries.items()
-        }
-    archives = tuple(ByteRange(path, 0, path.stat().st_size) for path in paths)
-    return Catalog("DeepSpeed", 1, tensors, archives=archives)
+    archives: list[ByteRange] = []
+    for kind in sorted(set(chain(*kinds.values()))):
+        own = {name: shape for name, shape in trained.items() if kind in kinds[name]}
+        paths = tuple(folders[name] / f"{kind}.pt" for name in own)
+        having = {name: folders[name] for name in own}
+        for name, one in universal_tensors(having, own, paths, 0, file=f"{kind}.pt").items():
+            tensors[flat_name(name, kind)] = replace(one, fqn=flat_name(name, kind))
+        archives += [ByteRange(path, 0, path.stat().st_size) for path in paths]
+    return Catalog("DeepSpeed", 1, tensors, archives=tuple(archives))
 
 
 def _kinds(folders: Iterable[Path]) -> list[str]:

@@ -148,11 +148,9 @@ def _part_of(base: _Base, key: str, numbers: Sequence[int]) -> OptimState:
             expected=f"that of flat tensor {lost[0]}: other ranks, or groups like its own, have it",
             hint="take another checkpoint",
         )
-    paddings = base.state.paddings
-    if paddings is not None and len(paddings) == len(base.flat):
-        paddings = tuple(paddings[number] for number in numbers)
+    paddings = [one for at, one in enumerate(base.state.paddings or ()) if at in numbers]
     flat = tuple(base.flat[number][key] for number in numbers)
-    return replace(base.state, flat=flat, paddings=paddings)
+    return replace(base.state, flat=flat, paddings=tuple(paddings) or None)
 
 
 def _groups_of(base: _Base, shapes: Sequence[Shapes]) -> list[Group]:
@@ -168,8 +166,8 @@ def _numbers(base: _Base, shapes: Sequence[Shapes]) -> dict[int | str, Mapping[s
     """Return what each parameter has besides moments: its step, NAdam's `mu_product`."""
     found: dict[int | str, Mapping[str, Plain]] = {}
     for group, flat in zip(shapes, base.flat, strict=True):
-        others = [(key, value) for key, value in flat.items() if not _is_moment(key, value)]
-        read = {key: number_in(base.state.file, value) for key, value in others}
+        others = {key: value for key, value in flat.items() if not _is_moment(key, value)}
+        read = {key: number_in(base.state.file, value) for key, value in others.items()}
         numbers: dict[str, Plain] = {key: one for key, one in read.items() if one is not None}
         found |= dict.fromkeys(group, numbers) if numbers else {}
     return found
