@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors

@@ -12,8 +12,6 @@ from unshard.read.beside.adapter_config import adapter_files
 from unshard.read.format import Choice, ReadOptions, shortened
 from unshard.read.open import Checkpoint, open_latest
 
-_DIGITS = re.compile(r"\d+")
-
 
 def open_ema(source: Checkpoint) -> tuple[Checkpoint, ...]:
     """Return lmms-engine's EMA weights of a step, if any: the tensors that are stored there."""
@@ -30,17 +28,16 @@ def open_ema(source: Checkpoint) -> tuple[Checkpoint, ...]:
 def add_beside(source: Checkpoint, writing: Writing) -> None:
     """Add the files that state an adapter's alpha, and note all that is not carried."""
     location, others = source.location, writing.others
+    has_lora = any(".lora_" in name for name in source.catalog.tensors)
     for path in filter(None, adapter_files(location)):
-        if location.step_dir in path.parents or any(
-            ".lora_" in one for one in source.catalog.tensors
-        ):
+        if has_lora or location.step_dir in path.parents:
             others.copied.setdefault(path.name, path)
     if location.place != location.weights_dir:  # a file, next to anything
         return
     read = chain(*(one.states.states for one in (source, *writing.ema)))
     known = {*others.copied.values(), *(one for one in read if one.name != "config.json")}
     top = location.step_dir if location.role is None else location.weights_dir
-    every = {*known, *((one.parent / _DIGITS.sub("#", one.name)) for one in known)}
+    every = {*known, *((one.parent / re.sub(r"\d+", "#", one.name)) for one in known)}
     inside = {folder for one in known for folder in one.parents}
     names = [one.relative_to(top).as_posix() for one in _left(top, every, inside)]
     if names:
@@ -52,5 +49,5 @@ def _left(folder: Path, known: set[Path], inside: set[Path]) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
         if path in inside:
             yield from _left(path, known, inside)
-        elif known.isdisjoint({path, folder / _DIGITS.sub("#", path.name)}):
+        elif known.isdisjoint({path, folder / re.sub(r"\d+", "#", path.name)}):
             yield from [] if path.name.startswith((".", FSDP_CONFIG)) else [path]

@@ -29,7 +29,7 @@ from unshard.read.zero.masters import unflattened
 from unshard.read.zero.reader import read_partitions
 from unshard.read.zero.states import OptimState, Shapes
 from unshard.read.zero.steps import number_in
-from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
+from unshard.tensors.catalog import Catalog, TensorEntry
 
 _STEP, _SHOWN = "step", 200
 
@@ -67,10 +67,9 @@ def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
         cut = [_part_of(base, key, numbers) for base in bases]
         for name, entry in unflattened(cut, [shapes[one] for one in numbers], paths, 0).items():
             tensors[flat_name(name, key)] = replace(entry, fqn=flat_name(name, key))
-    archives = tuple(ByteRange(path, 0, path.stat().st_size) for path in paths)
     return SavedState(
         str(first.state.path),
-        Catalog("DeepSpeed", len(states), tensors, archives=archives),
+        Catalog("DeepSpeed", len(states), tensors),
         {name: own for group, own in zip(shapes, kinds, strict=True) for name in group},
         _groups_of(first, shapes),
         _numbers(first, shapes),
@@ -127,9 +126,8 @@ def _kinds(bases: Sequence[_Base]) -> list[list[str]]:
     settings = [values for params, values in bases[0].groups for _ in params]
     of_ranks = zip(*(base.flat for base in bases), strict=True)
     each = [chain.from_iterable(flat.items() for flat in ranks) for ranks in of_ranks]
-    return united_kinds(
-        settings, [[key for key, one in own if _is_moment(key, one)] for own in each]
-    )
+    kinds = [[key for key, one in own if _is_moment(key, one)] for own in each]
+    return united_kinds(settings, kinds)
 
 
 def _is_moment(key: str, value: Value) -> bool:

@@ -78,9 +78,8 @@ def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
 
 def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Check]:
     """Yield what there is to check about the sources."""
-    # Model and optimizer may be in the same files.
-    yield from dict.fromkeys(archive for one in catalogs for archive in one.archives)
     for catalog in catalogs:
+        yield from catalog.archives
         yield from (one for one in catalog.tensors.values() if len(one.chunks) > 1)
 
 
@@ -88,6 +87,7 @@ def without_checksums(catalogs: Sequence[Catalog], verify: str) -> list[str]:
     """Return a note about source files in which `full` cannot notice every damage, if there are."""
     if verify != "full":
         return []
+    # An optimizer may be in the model's files.
     known = {archive.path for one in catalogs for archive in one.archives}
     files = sorted({path for one in catalogs for path in one.weight_files - known})
     if not files:
