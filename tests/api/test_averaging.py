@@ -502,9 +502,9 @@ def test_sharding_may_differ_between_checkpoints(tmp_path: Path) -> None:
     assert_same(merged(tmp_path / "out"), {"w": (several[0]["w"] + several[1]["w"]) / 2})
 
 
-def said(run: Path | Sequence[Path], output: Path, **keywords: int) -> list[str]:
+def said(run: Path | Sequence[Path], output: Path, last: int | None = None) -> list[str]:
     events: list[Event] = []
-    unshard.average(run, output, listener=events.append, **keywords)
+    unshard.average(run, output, listener=events.append, last=last)
     return [event.text for event in events if isinstance(event, Warned)]
 
 

@@ -133,7 +133,7 @@ def packed() -> dict[str, object]:
     """Return what torch's own quantised Linear has: a tuple of a quantised weight and a bias."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        linear = torch.ao.nn.quantized.Linear(4, 2)
+        linear = torch.ao.nn.quantized.Linear(4, 2)  # type: ignore[no-untyped-call]
         return dict(linear.state_dict())
 
 
