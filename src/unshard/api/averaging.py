@@ -185,12 +185,12 @@ def _open_steps(
 
 
 def _without_weights(run: Path, steps: Sequence[Location], above: int | None) -> list[Path]:
-    """Return the directories of steps that have no weights, of those above a step if one is given.
+    """Return the directories of a run's steps that have no weights.
 
     Args:
-        run: which has them.
-        steps: all that have weights.
-        above: of those that were asked for, the lowest.
+        run: the directory with the steps.
+        steps: all steps that have weights.
+        above: only directories of higher steps are returned; None: of all steps.
     """
     found = {location.step for location in steps}
     return [

@@ -72,8 +72,8 @@ from unshard.write.execute import are_equal
 ADAPTER_FOLDER = "lora_adapter"
 """Where an adapter is written that is written by itself too."""
 ADAPTER_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_NAME}"
-_OF_THE_SAVE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of a config.json that differ without another model."""
+_INCIDENTAL_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+"""Keys of config.json that may differ between saves of one model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -343,12 +343,12 @@ def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
 
 def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
     """Yield a note per checkpoint whose config.json differs from the last one's, with the keys."""
-    *others, last = (one.config for one in checkpoints)
-    for checkpoint, config in zip(checkpoints, others, strict=False):
-        if config is None or last is None:
+    *others, last = checkpoints
+    for checkpoint in others:
+        if checkpoint.config is None or last.config is None:
             continue
-        ours, theirs = config.fields, last.fields
-        keys = sorted((ours.keys() | theirs.keys()) - _OF_THE_SAVE)
+        ours, theirs = checkpoint.config.fields, last.config.fields
+        keys = sorted((ours.keys() | theirs.keys()) - _INCIDENTAL_KEYS)
         if keys := [key for key in keys if ours.get(key) != theirs.get(key)]:
             yield (
                 f"config.json of {checkpoint.location.title} differs from that of the last "

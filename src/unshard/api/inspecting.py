@@ -16,6 +16,7 @@ from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import CheckpointError, ConversionError, UsageError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
+from unshard.read.beside.adapter_config import lora_names
 from unshard.read.finding.markers import find_markers, run_of
 from unshard.read.finding.places import at_same_step
 from unshard.read.open import Checkpoint
@@ -232,7 +233,7 @@ def _describe(
         size_bytes=sum(entry.size_bytes for entry in entries),
         latest=dict(find_markers(run_of(location))),
         has_ema=at_same_step(location, "ema") is not None,
-        lora_tensors=sum(".lora_" in name for name in catalog.tensors),
+        lora_tensors=len(lora_names(catalog.tensors)),
         shared=_find_shared(catalog),
         compressed=any(entry.chunks.compressed.any() for entry in entries),
         missing=tuple(path.name for path in catalog.missing),

@@ -15,7 +15,7 @@ from unshard.convert.recipes import take
 from unshard.errors import ChangedError, UnshardError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.base import read_base
-from unshard.read.beside.adapter_config import find_adapter
+from unshard.read.beside.adapter_config import find_adapter, lora_names
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.format import ReadOptions
@@ -168,7 +168,7 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
 
 def adapter_beside(checkpoint: Checkpoint) -> Path | None:
     """Return the file of a LoRA adapter next to weights that have none among them."""
-    if any(".lora_" in name for name in checkpoint.catalog.tensors):
+    if lora_names(checkpoint.catalog.tensors):
         return None
     return find_adapter(checkpoint.location)
 

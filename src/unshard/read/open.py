@@ -17,7 +17,7 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.read.base import Base
-from unshard.read.beside.adapter_config import adapter_files
+from unshard.read.beside.adapter_config import adapter_files, lora_names
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import note_markers, note_tag
@@ -203,7 +203,7 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
             catalog = _completed(catalog, _weights(regular, options))
         check_coverage(catalog)
         later = catalog.weight_files  # of a file of compressed items nothing has been read
-        if any(".lora_" in name for name in catalog.tensors):
+        if lora_names(catalog.tensors):
             later |= set(filter(None, adapter_files(location)))
         for path in later:
             states.add(path)

@@ -84,7 +84,7 @@ def fuse(
 
 
 def check_targets(split: Split, config: AdapterConfig | None) -> None:
-    """Check that the config targets at least one of the modules that have pairs.
+    """Check that `target_modules` names a module with a LoRA pair.
 
     Raises:
         ConversionError: it does not.
@@ -92,8 +92,11 @@ def check_targets(split: Split, config: AdapterConfig | None) -> None:
     if config is None or not config.target_modules or config.target_parameters:
         return
     targets = config.target_modules
-    names = [targets] if isinstance(targets, str) else targets
-    patterns = names if names[0] == targets else [re.escape(n.rpartition(".")[2]) for n in names]
+    if isinstance(targets, str):
+        names = patterns = [targets]
+    else:
+        names = list(targets)
+        patterns = [re.escape(name.rpartition(".")[2]) for name in names]
     modules = [pair.module for pair in split.pairs.values()]
     try:
         is_named = any(ends_like(one, module) for one in patterns for module in modules)

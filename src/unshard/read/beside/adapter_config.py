@@ -93,6 +93,11 @@ def adapter_files(location: Location) -> tuple[Path | None, Path | None]:
     return meta, _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
 
 
+def lora_names(names: Iterable[str]) -> list[str]:
+    """Return the names of a LoRA adapter's matrices among those of tensors."""
+    return [name for name in names if ".lora_" in name]
+
+
 def find_adapter(location: Location) -> Path | None:
     """Return the adapter in a file next to weights, where transformers or a trainer reads it.
 

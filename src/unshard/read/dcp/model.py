@@ -99,10 +99,10 @@ def _of_optimizer(metadata: DcpMetadata, paths: Mapping[str, _KeyPath]) -> froze
 
 
 def _is_of_group(name: str, stems: Collection[str], *, is_number: bool) -> bool:
-    """Return whether a name is that of a group, `param_groups.NAME.lr`, and not a parameter.
+    """Return whether a tensor is a setting of the optimizer, `param_groups.NAME.lr`.
 
     Args:
-        name: all of it.
+        name: its whole name, which a parameter may have, too.
         stems: `state.NAME` of parameters with moments.
         is_number: whether it has no dimensions, as the numbers of a group have none.
     """
