@@ -1,7 +1,6 @@
 """Which tensors a cast leaves alone, and how large values that float16 cannot hold are reported."""
 
-import pkgutil
-import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
-from unshard.convert import outputs as rules
 from unshard.convert.outputs import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
 from unshard.keywords import DtypeLike
 from unshard.read.model_config import ModelConfig
@@ -79,28 +77,64 @@ def test_a_base_dtype_needs_a_base() -> None:
 
 
 def modeling_sources() -> dict[str, str]:
+    """Return the text of each module of transformers with models, by the module's name."""
     import transformers.models
 
-    found = {}
-    for module in pkgutil.iter_modules(transformers.models.__path__):
-        directory = Path(transformers.models.__path__[0]) / module.name
-        texts = [path.read_text() for path in directory.glob("modeling_*.py")]
-        found[module.name] = "\n".join(texts)
+    root = Path(transformers.models.__path__[0])
+    return {
+        f"transformers.models.{path.parent.name}.{path.stem}": path.read_text()
+        for path in sorted(root.glob("*/modeling_*.py"))
+    }
+
+
+def kept_by_transformers(attribute: str) -> dict[str, set[str]]:
+    """Return what the classes of a model type keep, together; they are asked, and none is left."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, set[str]] = {}
+    for name, source in modeling_sources().items():
+        if "_keep_in_fp32_modules" not in source:
+            continue
+        for one in vars(import_module(name)).values():
+            is_own = isinstance(one, type) and one.__module__ == name
+            if is_own and issubclass(one, PreTrainedModel) and getattr(one, attribute, None):
+                types = found.setdefault(one.config_class.model_type, set())
+                types |= set(getattr(one, attribute))
     return found
 
 
-def test_the_tables_are_those_of_the_installed_transformers() -> None:
-    sources = modeling_sources()
-    for table, attribute in (
+@pytest.mark.parametrize(
+    ("table", "attribute"),
+    [
         (KEPT_IN_16_BITS, "_keep_in_fp32_modules_strict"),
         (KEPT_IN_FLOAT16, "_keep_in_fp32_modules"),
-    ):
-        for model_type, parts in table.items():
-            lists = re.findall(attribute + r"\s*=\s*\[([^\]]*)\]", sources[model_type])
-            stated = {word for text in lists for word in re.findall(r'"([^"]+)"', text)}
-            assert stated == set(parts), (attribute, model_type)
-    assert set(KEPT_IN_16_BITS) >= {"deepseek_v3", "glm4_moe", "ernie4_5_moe"}
-    assert rules.KEPT_IN_FLOAT16["gpt_oss"]
+    ],
+)
+def test_the_tables_are_those_of_the_installed_transformers(
+    table: dict[str, tuple[str, ...]], attribute: str
+) -> None:
+    stated = kept_by_transformers(attribute)
+    for model_type, parts in stated.items():
+        known = [one for one in table if f"{model_type}_".startswith(f"{one}_")]
+        assert {part for one in known for part in table[one]} == parts, model_type
+    assert not [one for one in table if not any(f"{of}_".startswith(f"{one}_") for of in stated)]
+
+
+@pytest.mark.parametrize("model_type", ["glm4v_moe_text", "inkling_mm_model", "muse_spark_audio"])
+def test_a_type_stands_for_those_of_its_parts(model_type: str) -> None:
+    assert rule("bfloat16", model_type).dtype(BIAS, FLOAT32) is FLOAT32
+    assert rule("bfloat16", "glm4").dtype(BIAS, FLOAT32) is BFLOAT16
+
+
+def test_what_recurrences_compute_in_float32_is_kept_in_every_family() -> None:
+    found = [name for name, text in modeling_sources().items() if "self.A_log.float()" in text]
+    assert len(found) >= 14
+    for name in found:
+        cast = rule("bfloat16", name.split(".")[2])
+        for part in ("A_log", "D", "dt_bias"):
+            assert cast.dtype(f"backbone.layers.0.mixer.{part}", FLOAT32) is FLOAT32
+        assert cast.dtype("backbone.layers.0.mixer.out_proj.weight", FLOAT32) is BFLOAT16
+        assert cast.dtype("backbone.layers.0.mixer.norm_D", FLOAT32) is BFLOAT16
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float64, torch.bfloat16])

@@ -34,6 +34,7 @@ from unshard.convert.outputs import (
     average_tensors,
     finish,
     precision,
+    scales_of_kept,
     select_names,
     select_tensors,
 )
@@ -239,6 +240,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         for head, embedding in ties.different.items()
     )
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
+    rule = replace(rule, scales=scales_of_kept(tensors))
     tensors = select_tensors(tensors, options.include, options.exclude)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))

@@ -1,8 +1,8 @@
 """The output's tensors: selected by name, each with its dtype; of several models the mean.
 
-Tensors are cast only on request, and integers, booleans and 8-bit floats never. Some tensors lose
-too much in 16 bits (a router's bias is added to scores that differ in the last digits):
-transformers keeps them in float32, and so does a cast here.
+Tensors are cast only on request, and integers, booleans and 8-bit floats never, nor what scales
+them. Some tensors lose too much in 16 bits (a router's bias is added to scores that differ in the
+last digits): transformers keeps them in float32, and so does a cast here.
 """
 
 import re
@@ -10,6 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 
 from unshard.convert.recipes import (
@@ -24,7 +25,7 @@ from unshard.convert.recipes import (
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.keywords import CHOICES, DtypeLike
 from unshard.read.model_config import ModelConfig
-from unshard.tensors.dtypes import BY_NAME, CASTS, DType
+from unshard.tensors.dtypes import BY_NAME, CASTS, DType, DTypeKind
 
 # Other names of dtypes: torch's, and those of trainers' options.
 _ALIASES = {
@@ -41,34 +42,62 @@ def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return {one: tuple(kept.split()) for kept, types in table.items() for one in types.split()}
 
 
-# Parts of names that stay float32 under a cast to 16 bits, by model type. Source:
-# `_keep_in_fp32_modules_strict` of transformers 5.23; a test compares.
+# Parts of names that stay float32 under a cast to 16 bits, by model type, which stands for those
+# of its parts, too (`inkling` for `inkling_text`). Source: `_keep_in_fp32_modules_strict` of
+# transformers 5.23; a test compares.
 KEPT_IN_16_BITS = _by_type(
     {
-        "e_score_correction_bias": "axk1 axk2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe "
-        "glm4_moe_lite glm4v_moe glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open",
+        "e_score_correction_bias": "axk1 axk2 deepseek_v3 deepseek_v32 dots1 dots3_note exaone_moe "
+        "glm4_moe glm4v_moe glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open",
         "A_log conv1d dt_bias e_score_correction_bias": "bailing_hybrid",
+        "A_log conv1d dt_bias e_score_correction_bias attn_hc.base attn_hc.scale ffn_hc.base "
+        "ffn_hc.scale": "glm5_next",
+        "attn_hc ffn_hc hc_head sinks position_bias e_score_correction_bias q_a_norm kv_norm norm "
+        "input_layernorm post_attention_layernorm": "deepseek_v4",
+        "attn_sconv mlp_sconv k_sconv v_sconv e_score_correction_bias gate.global_scale": "inkling",
+        "e_score_correction_bias mlp.gate.weight post_attention_convolution post_mlp_convolution "
+        "k_sconv.conv1d v_sconv.conv1d attention_input mlp_input final_input": "inkling2",
+        "e_score_correction_bias mlp.gate.weight post_attention_residual_gate "
+        "post_feedforward_residual_gate": "muse_spark",
+        "e_score_correction_bias fn scale base hc_fn hc_scale hc_base weights_proj k_norm sinks "
+        "lm_head": "hy_v4",
         "e_score_correction_bias mlp.gate.weight": "beam",
         "gate.weight moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
         "gate.weight sinks": "flint",
+        "sinks": "openai_privacy_filter",
         "conv.norm": "granite_speech5",
         "codec_model": "kyutai_speech_to_text",
+        "audio_tower multi_modal_projector": "nemo_speechlm",
         "rotary_emb mlp.gate.weight": "mistral_large4",
         "embed_positions": "voxtral",
+        "latent_mean latent_std freqs": "gradium_phonon_tts pocket_tts",
+        "structure_attention_cell structure_generator": "slanext",
+        "fourier norm.weight norm.bias norm_mix norm_start norm_single boundaries "
+        "distogram_head": "esmfold2",
     }
 )
 # The same for casts to float16 only: `_keep_in_fp32_modules`.
 KEPT_IN_FLOAT16 = _by_type(
     {
         "indexer.weights_proj": "axk2 deepseek_v32 glm_moe_dsa mistral_large4",
-        "query_tokens qformer": "blip_2",
+        "self_attn.compressor.kv_proj self_attn.compressor.gate_proj "
+        "self_attn.compressor.indexer.kv_proj self_attn.compressor.indexer.gate_proj "
+        "self_attn.compressor.indexer.scorer.weights_proj": "deepseek_v4",
+        "query_tokens qformer": "blip-2",
         "input_layernorm post_attention_layernorm norm": "gpt_oss",
+        "input_layernorm post_attention_layernorm pre_mlp_layernorm post_mlp_layernorm q_norm "
+        "k_norm norm expert_bias": "afmoe",
         "query_tokens": "instructblip instructblipvideo",
         "classifier.weight": "longcat_flash",
         "wo": "mt5 pop2piano t5 udop umt5",
         "time_decay time_first": "rwkv",
     }
 )
+# The same for every model: what Mamba, NemotronH and other recurrences raise to powers (they
+# compute with it in float32), and the scales of activations and of the cache, whose 8-bit values
+# are made while a model runs, so that nothing next to them shows it.
+_KEPT_ANYWHERE = r"(?:^|\.)(?:A_log|D|dt_bias|(?:[qkv]|prob|input|output)_scale)$"
+_NO_SCALE = re.compile(r"weight|(?!weight_).*bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +117,13 @@ class Precision:
         target: the dtype of floating point tensors of 16 bits and more; None: their own.
         base: dtypes of single tensors instead, by name (`--dtype base`).
         kept: tensors whose names match keep their dtype.
+        scales: tensors that keep their dtype, too (`scales_of_kept`).
     """
 
     target: DType | None = None
     base: Mapping[str, DType] = field(default_factory=dict)
     kept: re.Pattern[str] | None = None
+    scales: frozenset[str] = frozenset()
 
     def casts(self, name: str) -> bool:
         """Return whether a tensor of block FP8 is to become another dtype."""
@@ -104,9 +135,30 @@ class Precision:
         target = self.base.get(name, self.target)
         if target is None or not (stored.castable and target.castable):
             return stored
-        if self.kept is not None and self.kept.search(name):
+        if name in self.scales or (self.kept is not None and self.kept.search(name)):
             return stored
         return target
+
+
+def scales_of_kept(tensors: Mapping[str, Recipe]) -> frozenset[str]:
+    """Return the names of what scales elements that no cast changes.
+
+    Elements are 8-bit floats or integers, of up to 32 bits where several are packed; those of 64
+    bits number something. What scales them is next to them or under their own name, has fewer
+    elements, and is no bias. Formats differ in all else, also in its name.
+    """
+    elements: dict[str, int] = {}
+    for name, recipe in tensors.items():
+        dtype, count = stored_dtype(recipe), prod(shape_of(recipe))
+        if not dtype.castable and dtype.kind is not DTypeKind.BOOL and dtype.itemsize <= 4:
+            for place in (name, name.rpartition(".")[0]):
+                elements[place] = max(count, elements.get(place, 0))
+    return frozenset(
+        name
+        for name, recipe in tensors.items()
+        for module, _, last in [name.rpartition(".")]
+        if prod(shape_of(recipe)) < elements.get(module, 0) and not _NO_SCALE.fullmatch(last)
+    )
 
 
 def select_tensors(
@@ -239,8 +291,10 @@ def precision(
     if target is not None and target.itemsize == 2:
         tables = (KEPT_IN_16_BITS, *([KEPT_IN_FLOAT16] if target.name == "float16" else []))
         types = () if config is None else config.types
-        parts = dict.fromkeys(p for table in tables for one in types for p in table.get(one, ()))
-        patterns += (rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts)
+        for known, parts in chain.from_iterable(table.items() for table in tables):
+            if any(f"{one}_".startswith(f"{known}_") for one in types):
+                patterns += (rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts)
+        patterns.append(_KEPT_ANYWHERE)
     return Precision(target, {}, _union(patterns))
 
 
