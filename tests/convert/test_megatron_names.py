@@ -184,6 +184,95 @@ def test_a_config_that_the_training_contradicts_is_refused(
         unshard.merge(case, config=str(tmp_path), dry_run=True)
 
 
+CONTRADICTED: dict[str, list[tuple[str, object]]] = {
+    "llama_tp1": [
+        ("rotary_interleaved", True),
+        ("attention_output_gate", True),
+        ("swiglu", False),
+        ("qk_layernorm", True),
+        ("multi_latent_attention", True),
+        ("rotary_percent", 0.5),
+        ("window_size", (8, 0)),
+        ("no_rope_freq", 4),
+        ("softmax_type", "learnable"),
+        ("use_rope_scaling", True),
+        ("position_embedding_type", "none"),
+        ("normalization", "LayerNorm"),
+    ],
+    "qwen3_tp2": [("qk_layernorm", False), ("quick_geglu", True)],
+    "qwen3_moe_ep2": [("moe_mlp_glu_interleave_size", 32), ("moe_router_pre_softmax", True)],
+    "mixtral_tp2": [("moe_router_score_function", "sigmoid"), ("moe_apply_probs_on_input", True)],
+    "glm4_moe_ep2": [("rotary_percent", 1.0), ("moe_router_topk_scaling_factor", 2.5)],
+    "deepseek_v3_tp2": [("qk_head_dim", 2), ("multi_latent_attention", False), ("v_head_dim", 8)],
+}
+
+
+def recording(case: Path, directory: Path, **changed: object) -> Path:
+    """Copy a case with other arguments of the training."""
+    step = Path(shutil.copytree(case / "iter_0000003", directory / "iter_0000003"))
+    recorded = {**read_arguments(step / "common.pt"), **changed}
+    torch.save({"args": Namespace(**recorded)}, step / "common.pt")
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [(name, *one) for name, several in CONTRADICTED.items() for one in several],
+)
+def test_a_training_that_the_config_contradicts_is_refused(
+    cases: Path, tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    step, config = recording(cases / name, tmp_path), str(cases / name / "hf_config")
+    unshard.merge(step, config=config, dry_run=True)
+    shutil.rmtree(step)
+    recording(cases / name, tmp_path, **{key: value})
+    with pytest.raises(ConversionError, match=f"but the training had {key} "):
+        unshard.merge(step, config=config, dry_run=True)
+    unshard.merge(step, names="training", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "recorded"),
+    [
+        ("llama_tp1", {"sliding_window": 9}, {"window_size": (8, 0)}),
+        ("llama_tp1", {"rope_scaling": {"rope_type": "llama3"}}, {"use_rope_scaling": True}),
+        ("llama_tp1", {"rope_parameters": {"partial_rotary_factor": 0.5}}, {"rotary_percent": 0.5}),
+        ("qwen3_moe_ep2", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        ("qwen3_tp2", {}, {"spec": ["a", "b"], "moe_router_score_function": "sigmoid"}),
+        ("deepseek_v3_tp2", {"rope_scaling": {"type": "yarn"}}, {"rope_type": "yarn"}),
+    ],
+)
+def test_a_training_that_the_config_describes_is_merged(
+    cases: Path, tmp_path: Path, name: str, fields: dict[str, Any], recorded: dict[str, object]
+) -> None:
+    step = recording(cases / name, tmp_path, **recorded)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(cases / name) | fields))
+    unshard.merge(step, config=str(tmp_path / "config.json"), dry_run=True)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("softmax_scale", 0.125), ("moe_expert_order", [1, 0]), ("rotary_direction", "left")],
+)
+def test_an_argument_that_is_not_known_is_named(
+    cases: Path, tmp_path: Path, key: str, value: object, *, is_given: bool
+) -> None:
+    case = cases / "qwen3_moe_ep2"
+    config = str(case / "hf_config") if is_given else None
+    step = recording(case, tmp_path, moe_of_no_effect=False, **{key: value})
+    notes = unshard.merge(step, config=config, dry_run=True).notes
+    (note,) = [one for one in notes if "not known here" in one]
+    assert f"the training had {key} " in note
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_argument_of_a_genuine_training_is_named(cases: Path, name: str) -> None:
+    case = cases / name
+    notes = unshard.merge(case, config=str(case / "hf_config"), dry_run=True).notes
+    assert not [one for one in notes if "the training had" in one]
+
+
 def test_the_base_of_the_positions_may_be_where_transformers_5_has_it(
     cases: Path, tmp_path: Path
 ) -> None:

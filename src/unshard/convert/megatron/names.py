@@ -22,7 +22,7 @@ from unshard.convert.megatron.layout import (
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.megatron.config import why_no_config
+from unshard.read.megatron.config import contradictions, unknown, why_no_config
 from unshard.read.model_config import Fields, ModelConfig
 from unshard.showing import counted
 
@@ -30,12 +30,16 @@ _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"
 )
 _KEEP = "or keep Megatron's names with --names training"
-_SIZES = (
-    ("num_layers", "num_hidden_layers"),
-    ("hidden_size", "hidden_size"),
-    ("norm_epsilon", "rms_norm_eps"),
-)
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_OWN = f"give the config of the model that was trained: --config FILE|DIR, {_KEEP}"
+# Recorded numbers, and where config.json has the same.
+_NUMBERS = """
+    num_layers=num_hidden_layers hidden_size=hidden_size norm_epsilon=rms_norm_eps
+    num_experts=num_experts num_experts=num_local_experts num_experts=n_routed_experts
+    moe_router_topk=num_experts_per_tok moe_router_topk_scaling_factor=routed_scaling_factor
+    moe_router_num_groups=n_group moe_router_group_topk=topk_group qk_head_dim=qk_nope_head_dim
+    qk_pos_emb_head_dim=qk_rope_head_dim v_head_dim=v_head_dim
+"""
+_SAME = [tuple(pair.split("=")) for pair in _NUMBERS.split()]
 _WIDTHS = {  # of a matrix's rows, by its name; the first that config.json has
     "mlp.down_proj.weight": ("intermediate_size",),
     "mlp.experts.down_proj": ("moe_intermediate_size", "intermediate_size"),
@@ -107,8 +111,9 @@ def without_megatron_names(
     if config is None or family is None:
         raise _unknown_family(own, config, recorded)
     model = _Model(family, config.fields, recorded)
-    _compare_with_recorded(model)
-    return _renamed(with_whole_matrices(own), model, config.types[0])
+    _compare_with_recorded(model, config)
+    renamed = _renamed(with_whole_matrices(own), model, config.types[0])
+    return Noted(renamed.value, (*renamed.notes, *unknown(recorded)))
 
 
 def _unknown_family(
@@ -140,7 +145,7 @@ def _shown(names: Iterator[str] | Mapping[str, Recipe]) -> str:
     return ", ".join(kinds[:_LISTED]) + more
 
 
-def _compare_with_recorded(model: _Model) -> None:
+def _compare_with_recorded(model: _Model, of: ModelConfig) -> None:
     """Compare the config with the recorded arguments: a wrong one could fit the shapes by chance.
 
     Raises:
@@ -155,12 +160,9 @@ def _compare_with_recorded(model: _Model) -> None:
                 expected="weights that are moved; adding 1 to them is arithmetic",
                 hint=f"convert the checkpoint with Megatron-Bridge, {_KEEP}",
             )
-    pairs = [(key, config.get(other), other) for key, other in _SIZES]
+    pairs = [(key, config.get(other), other) for key, other in _SAME]
     if recorded.get("position_embedding_type") == "rope":
         pairs.append(("rotary_base", _rope_theta(config), "rope_theta"))
-    if recorded.get("num_experts") is not None:
-        pairs += [("num_experts", config.get(one), one) for one in _EXPERTS]
-        pairs.append(("moe_router_topk", config.get("num_experts_per_tok"), "num_experts_per_tok"))
     if any(row.how is How.GROUPS for row in model.family.layers.values()):
         heads = model.heads
         grouped = recorded.get("group_query_attention") is not False
@@ -176,6 +178,10 @@ def _compare_with_recorded(model: _Model) -> None:
         for key, stated, other in pairs
         if stated is not None and type(recorded.get(key)) in {int, float}
         if recorded[key] != stated
+    ]
+    kind = f"config.json: is of a {of.types[0]} model, but the training had"
+    problems += [
+        ConversionError(f"{kind} {what}", hint=_OWN) for what in contradictions(recorded, of)
     ]
     stated, known = config.get("vocab_size"), recorded.get("vocab_size")
     if type(stated) is int and type(known) is int and known > stated:

@@ -7,6 +7,7 @@ is not known to leave the model as it is makes the result None: nothing is guess
 Source: `megatron.training.arguments` and `TransformerConfig` of megatron-core 0.16.1.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -38,48 +39,42 @@ _STATED = {  # must be recorded, with these values
     "position_embedding_type": "rope",
     "add_bias_linear": False,
 }
-_NEUTRAL = {  # may be recorded, with these values or None
-    "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_output_gate": False,
-    "activation_func_clamp_value": None,
-    "experimental_attention_variant": None,
-    "glu_linear_offset": 0.0,
-    "heterogeneous_layers_config_encoded_json": None,
-    "heterogeneous_layers_config_path": None,
-    "hybrid_override_pattern": None,
-    "is_hybrid_model": False,
-    "layernorm_zero_centered_gamma": False,
-    "linear_attention_freq": None,
-    "moe_latent_size": None,
-    "mrope_section": None,
-    "mtp_num_layers": 0,
-    "multi_latent_attention": False,
-    "no_rope_freq": None,
-    "openai_gelu": False,
-    "qk_l2_norm": False,
-    "quick_geglu": False,
-    "rotary_interleaved": False,
+# May be recorded, but not be set: each changes what a model computes, or what its rows mean.
+_UNSET = """
+    apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
+    activation_func_clamp_value experimental_attention_variant glu_linear_offset
+    heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
+    hybrid_override_pattern is_hybrid_model layernorm_zero_centered_gamma linear_attention_freq
+    mrope_section mtp_num_layers multi_latent_attention no_rope_freq openai_gelu qk_l2_norm
+    quick_geglu rotary_interleaved rotary_seq_len_interpolation_factor spec squared_relu
+    use_rope_scaling window_attn_skip_freq window_size moe_apply_probs_on_input moe_latent_size
+    moe_mlp_glu_interleave_size moe_router_enable_expert_bias moe_router_group_topk
+    moe_router_num_groups moe_router_pre_softmax moe_router_topk_limited_devices
+    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+"""
+_NEUTRAL: Fields = {  # may be recorded, with these values or None
+    **dict.fromkeys(_UNSET.split(), False),
     "rotary_percent": 1.0,
-    "rotary_seq_len_interpolation_factor": None,
     "softmax_type": "vanilla",
-    "spec": None,
-    "squared_relu": False,
-    "use_rope_scaling": False,
-    "window_attn_skip_freq": None,
-    "window_size": None,
-}
-_NEUTRAL_EXPERTS = {
     "moe_layer_freq": 1,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_group_topk": None,
-    "moe_router_num_groups": None,
-    "moe_router_pre_softmax": False,
     "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_apply_probs_on_input": False,
 }
+# What is not compared with a config.json: what the tensors show, and what may be set where the
+# config has such a routing, scaled positions, or a window.
+_SHOWN = r"spec|mtp_num_layers|moe_(layer_freq|router_enable_expert_bias|shared_expert_\w+size)"
+_ROUTING = r"|moe_router_(group_topk|num_groups|pre_softmax|topk_\w+)"
+_SCALING = r"|position_embedding_type|rotary_seq_len_interpolation_factor|use_rope_scaling"
+_WINDOW = r"|window_\w+"
+# Names that fields of a model have, but for those on which no output depends, or that are compared.
+_OF_MODEL = re.compile(
+    r"(?!attention_(backend|dropout|softmax_in_fp32)$|activation_func_fp8|layernorm_epsilon"
+    r"|mlp_chunks|norm_epsilon|qk_(clip|head_dim|layernorm|pos_emb)|rope_(scaling_factor|type)$"
+    r"|rotary_(base|scaling_factor)$|moe_(aux_loss|deepep|enable_(deepep|routing_replay)|ffn|flex"
+    r"|expert_capacity|extended_tp|grouped_gemm|hybridep|input_jitter|layer_recompute|pad_|per_layer"
+    r"|permute_fusion|router_(bias_update|dtype|force|fusion|load_bal|padding|topk$)|token_|upcycl"
+    r"|shared_expert_overlap|use_legacy|use_upcycling|z_loss))"
+    r"(activation_func|attention|glu|layernorm|mla|mlp|moe|norm|qk|rope|rotary|softmax|window)_"
+)
 
 
 def config_of(arguments: Fields, path: Path) -> ModelConfig | None:
@@ -141,6 +136,40 @@ def doubts(arguments: Fields) -> Iterator[str]:
         )
 
 
+def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
+    """Yield the arguments that the training of a model of this config cannot have had."""
+    fields, kind = config.fields, config.types[0]
+    found = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = found if isinstance(found, dict) else {}
+    part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
+    is_glm, is_latent = kind == "glm4_moe", kind == "deepseek_v3"
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    has_window = fields.get("sliding_window") and fields.get("use_sliding_window") is not False
+    skipped = _SHOWN + (_ROUTING if is_glm or is_latent else "")
+    skipped += (_SCALING if is_scaled else "") + (_WINDOW if has_window else "")
+    expected = _STATED | {
+        **_NEUTRAL,
+        "moe_router_pre_softmax": fields.get("norm_topk_prob") is False,
+        "moe_router_score_function": "sigmoid" if is_glm or is_latent else "softmax",
+        "multi_latent_attention": is_latent,
+        "qk_layernorm": is_latent or "qwen3" in kind or fields.get("use_qk_norm") is True,
+        "rotary_percent": part or (0.5 if is_glm else 1.0),
+    }
+    for key in _others(arguments, expected):
+        if re.fullmatch(skipped, key) is None:
+            yield f"{key} {arguments[key]!r}"
+
+
+def unknown(arguments: Fields) -> Iterator[str]:
+    """Yield, for the user, what a version of Megatron that is not known here may have added."""
+    for key, value in arguments.items():
+        if _OF_MODEL.match(key) and key not in _NEUTRAL and value not in (None, False, ""):
+            yield (
+                f"the training had {key} {value!r}, an argument that is not known here: if it "
+                "changes what the model computes, or what rows mean, the output is not that model"
+            )
+
+
 def _experts(model_type: str, arguments: Fields) -> dict[str, object]:
     width, topk = arguments["moe_ffn_hidden_size"], arguments["moe_router_topk"]
     count = arguments["num_experts"]
@@ -168,12 +197,18 @@ def _open(arguments: Fields) -> Iterator[str]:
         value = arguments.get(key)
         if type(value) not in types or (bool not in types and not _is_positive(value)):
             yield f"{key} is {value!r}"
-    for key, value in (_NEUTRAL | (_NEUTRAL_EXPERTS if has_experts else {})).items():
-        if arguments.get(key) is not None and arguments[key] != value:
-            yield f"{key} is {arguments[key]!r}"
+    yield from (f"{key} is {arguments[key]!r}" for key in _others(arguments, _NEUTRAL))
     for key, value in _STATED.items():
         if arguments.get(key) != value:
             yield f"{key} is {arguments.get(key)!r}, not {value!r}"
+
+
+def _others(arguments: Fields, expected: Fields) -> Iterator[str]:
+    """Yield what is recorded with another value, unless it is of experts and there are none."""
+    is_dense = arguments.get("num_experts") is None
+    for key, value in expected.items():
+        if arguments.get(key) not in (None, value) and not (is_dense and key.startswith("moe_")):
+            yield key
 
 
 def _is_positive(value: object) -> bool:
