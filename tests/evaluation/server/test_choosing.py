@@ -55,8 +55,10 @@ def test_what_engines_can_give_back_is_waited_for_and_not_given_to_others() -> N
     assert chosen(waiting(4, 2), Free(0, lent=2, engines=own)) == ("1", ("0",))
 
 
-def test_a_job_that_can_never_begin_is_chosen_so_that_it_fails() -> None:
-    assert chosen(waiting(2, None, 1), Free(1)) == ("1", ())
+def test_a_job_that_the_configuration_does_not_allow_holds_up_nobody_and_is_not_passed() -> None:
+    assert chosen(waiting(None, 1, None, 0), Free(1), 0) == ("1", ())
+    assert chosen(waiting(2, None, 1), Free(1)) == ("2", ("0",))
+    assert chosen(waiting(None, None), Free(1)) is None
 
 
 @dataclass
@@ -170,9 +172,11 @@ def test_a_small_job_passes_a_large_one_as_often_as_is_allowed(tmp_path: Path, m
             wait_until(lambda: began(3), "the job that passes")
             end(3)
             wait_for(store, third.id, Status.COMPLETED)
-        # A GPU is free now, but held: the loop has looked again when a later job has failed.
-        unknown = store.submit(request(model, 5, num_gpus=9), pin=None)[0]
-        wait_for(store, unknown.id, Status.FAILED)
+        # A GPU is free now, but held: the loop has looked again when a later job has begun.
+        on_cpu = submit(5, 0)
+        wait_until(lambda: began(5), "the job on the CPU")
+        end(5)
+        wait_for(store, on_cpu.id, Status.COMPLETED)
         assert job_of(store, fourth.id).status is Status.QUEUED
         assert job_of(store, third.id).status is (Status.COMPLETED if most else Status.QUEUED)
         assert len(server._allotment._passed) == most

@@ -74,6 +74,8 @@ def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[st
 
 def _details(job: Row) -> list[str]:
     """Return the lines below a job: what it measured, and what is wrong."""
+    from unshard.evaluate.jobs import WAITS
+
     lines = list[str]()
     if job.get("pinned") is False and job["completed_at"] is None:
         lines.append("    not pinned: the checkpoint must stay where it is until it is merged")
@@ -84,6 +86,8 @@ def _details(job: Row) -> list[str]:
         lines.append(f"    {on_one_line(name)} = {_round(value)}{spread}")
     if job["error"]:
         again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
+        if str(job["error"]).startswith(WAITS):
+            again = ""  # it is about none
         lines.append(f"    {again}{job['error']}".replace("\n", "\n    "))
     return lines
 

@@ -49,8 +49,7 @@ def check_request(request: Request, config: ServerConfig) -> None:
         )
     problems = [
         *_installed(base_of(request.profile), profile),
-        *_tasks(request, profile),
-        *_arguments(request.arguments, profile),
+        *list_unfitting(request, profile),
     ]
     wanted, there = request.arguments.num_gpus or 0, len(config.gpus)
     if wanted > there:
@@ -59,6 +58,12 @@ def check_request(request: Request, config: ServerConfig) -> None:
         form = f"letters, digits, `_.+=@-` and blanks inside, at most {_LONGEST_RUN} bytes"
         problems.append(not_accepted("run", request.run, expected=f"like a file's name: {form}"))
     raise_all(UsageError, "The request cannot be accepted", problems)
+
+
+def list_unfitting(request: Request, profile: Profile) -> Iterator[UsageError]:
+    """Yield what a profile does not allow, or no longer allows, of a request."""
+    yield from _tasks(request, profile)
+    yield from _arguments(request.arguments, profile)
 
 
 def _installed(name: str, profile: Profile) -> Iterator[UsageError]:

@@ -11,7 +11,8 @@ from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
 from unshard.evaluate.logs import LOG_MARK
-from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED
+from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
+from unshard.evaluate.server.evaluators.installed import why_cannot_run
 from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
@@ -21,6 +22,9 @@ SHOWN_LINES = 20
 
 _KILLS = (signal.SIGKILL, *STOPS)
 _PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
+_ABSENT = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOEXEC}
+)
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -100,6 +104,13 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """The evaluator is not there, so the jobs of its profile wait for it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """The result is no longer needed; the processes have ended."""
 
@@ -109,7 +120,7 @@ class Left:
     """The attempt continues without this server; the next server adopts it."""
 
 
-Outcome = Completed | Failed | Postponed | Expired | Lost | Cancelled | Left
+Outcome = Completed | Failed | Postponed | Expired | Lost | Absent | Cancelled | Left
 
 
 def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
@@ -124,7 +135,9 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
             return Postponed(add_log(done.error, work.directory), _CAUSES[reason])
         case "not started":
             why = f"the evaluator cannot be started: {done.error}"
-            return Postponed(why) if done.errno in _PASSING else Failed(why, may_retry=False)
+            if done.errno in _PASSING:
+                return Postponed(why)
+            return Absent(why) if done.errno in _ABSENT else Failed(why, may_retry=False)
     try:
         found = evaluator.measured(work, done.returncode)
         results = evaluator.results_file(work)
@@ -136,6 +149,9 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
     # A full disk or a signal from elsewhere is not the evaluator's mistake.
     if full := _why_full(work.directory):
         return Postponed(f"{full}\n{failed.error}")
+    is_placed_there = unknown is None and not is_placed(work.directory)
+    if is_placed_there and (absent := why_cannot_run(work.profile, work.directory)):
+        return Absent(absent)
     is_killed = is_ended_by(_KILLS, done.returncode)
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
 

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.endings import Completed, Failed, Lost, Outcome, Postponed
+from unshard.evaluate.server.endings import Absent, Completed, Failed, Lost, Outcome, Postponed
 from unshard.stores.remote_path import is_url
 
 _SHORT = 8
@@ -64,7 +64,7 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
             tell(job, f"retried: {number} failed: {why}", outcome=how)
         case Status.QUEUED, Postponed(why):
             tell(job, f"postponed: {number}: {why}", outcome=how)
-        case Status.QUEUED, Lost(why):
+        case Status.QUEUED, Lost(why) | Absent(why):
             tell(job, f"queued again: {number}: {why}", outcome=how)
         case ((Status.FAILED | Status.EXPIRED), _):
             why = now.error or "no reason is recorded"

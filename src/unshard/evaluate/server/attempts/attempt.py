@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 
 _MARGIN_S = 30.0
 _READING = "reading"  # a byte for every server that reads the results
+_KIND = "kind"  # of the evaluator; attempts of older servers do not have it
 _MOST_FATAL = 2
 
 
@@ -141,6 +142,7 @@ class Runner:
     def _run(self, attempt: Attempt) -> Outcome:
         job = attempt.job
         (attempt.directory / "output").mkdir(parents=True)
+        (attempt.directory / _KIND).write_text(attempt.profile.kind)
         if is_url(job.request.checkpoint) and (why := self._fail_if_rewritten(attempt)):
             return why  # nothing is downloaded in vain
         model = self._merger.prepare(
@@ -170,6 +172,10 @@ class Runner:
 
     def resume(self, attempt: Attempt, process: Process) -> Outcome:
         """Continue an attempt of an earlier server, as if this one had begun it."""
+        with suppress(OSError):
+            if (attempt.directory / _KIND).read_text() != attempt.profile.kind:
+                gone = self.end(attempt.job.id, process)
+                return Lost("its profile is now of another kind") if gone else Left()
         was_alive = is_alive(process)
         work = attempt.make_work(self._merger.model_of(attempt.job))
         outcome = self._catch(attempt.job, lambda: self._conclude(attempt, work, process))

@@ -83,6 +83,12 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
     return None
 
 
+def why_cannot_run(profile: Profile, directory: Path) -> str | None:
+    """Return why no job of a harness can run, if that is certain; a command is not asked."""
+    why = None if isinstance(profile, CommandProfile) else _why_no_module(profile, directory)
+    return why if why is not None and why.startswith(_CANNOT) else None
+
+
 def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
     """Return the modules that a profile's interpreter must have."""
     of_shards = ("unshard", "torch") if is_direct(profile) else ()

@@ -189,7 +189,7 @@ def job(service: Served, job_id: str) -> Response:
     found = _find(service, job_id)
     position = service.store.position(found.id)
     files = service.sample_files(found)
-    return answer(_info_of(found, position, service.results_file(found), files))
+    return answer(_info_of(service.shown(found), position, service.results_file(found), files))
 
 
 @router.delete("/jobs/{job_id}")

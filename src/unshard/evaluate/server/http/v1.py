@@ -201,7 +201,7 @@ def _find(service: Service, job_id: str) -> Job:
 
 
 def _view(service: Service, job: Job) -> JobView:
-    return JobView.of(job, service.store.position(job.id))
+    return JobView.of(service.shown(job), service.store.position(job.id))
 
 
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
@@ -222,7 +222,9 @@ def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
 
     def shown(job: Job) -> JobView:
         # It may have left the queue since the places were read.
-        return JobView.of(job, places.get(job.id) if job.status is Status.QUEUED else None)
+        return JobView.of(
+            service.shown(job), places.get(job.id) if job.status is Status.QUEUED else None
+        )
 
     found = service.store.newest(filters, before)
     written = ((job.id, shown(job).model_dump_json()) for job in found)

@@ -1,10 +1,17 @@
-"""Who gets the slots of the server: the job that begins next, and engines that make room for it."""
+"""Who gets the slots of the server: the job that begins next, and engines that make room for it.
 
-from collections.abc import Callable
+A job whose profile, evaluator or GPUs the server lacks is left in the queue, with its pin: its
+checkpoint may be gone elsewhere, and the next configuration may be right.
+"""
+
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 
-from unshard.errors import UnshardError
-from unshard.evaluate.server.config.profiles import Profile, keeps_engine
+from unshard.errors import UnshardError, UsageError, raise_all
+from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.server.admission import list_unfitting
+from unshard.evaluate.server.config.profiles import Profile, base_of, keeps_engine
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Evaluator
 from unshard.evaluate.server.gpus import Slots
@@ -13,6 +20,21 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
 
 _LOOKED_AT = 1000  # jobs of the queue at a time: a look is short, however long the queue
+_HELD_S = 600.0  # until an evaluator that could not be started is tried again
+
+
+def find_work(profiles: Profiles, slots: Slots, request: Request) -> tuple[Profile, Evaluator, int]:
+    """Return the profile of a request, its evaluator, and how many GPUs its job gets.
+
+    Raises:
+        UnshardError: the job cannot begin as the server is configured.
+    """
+    profile, evaluator = profiles.find(request.profile)
+    raise_all(UsageError, "The request does not fit", list(list_unfitting(request, profile)))
+    asked = request.arguments.num_gpus
+    count = profile.gpus if asked is None else asked
+    slots.check(count)
+    return profile, evaluator, count
 
 
 class Allotment:
@@ -44,15 +66,26 @@ class Allotment:
         self._pass_at_most = pass_at_most
         self._retire = retire
         self._passed: dict[str, int] = {}
+        self._skipped = 0
+        self._unfit: set[str] = set()
+        self._held: dict[str, tuple[float, str]] = {}
 
     def choose(self, now: float) -> Choice | None:
         """Return the job that begins next, if one can."""
         needs = cache(self._needs)  # of a long queue most are alike
-        queue = (
-            Waiting(job_id, name, needs(name, asked))
-            for job_id, name, asked in self._store.due(now, _LOOKED_AT)
-        )
-        return choose(queue, self._free(), self._passed, self._pass_at_most)
+        skipped = 0
+
+        def read() -> Iterator[Waiting]:
+            nonlocal skipped
+            # Those that cannot begin do not count: the next look gets beyond them.
+            for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
+                count = None if job_id in self._unfit else needs(name, asked)
+                skipped += count is None
+                yield Waiting(job_id, name, count)
+
+        choice = choose(read(), self._free(), self._passed, self._pass_at_most)
+        self._skipped = max(self._skipped, skipped)
+        return choice
 
     def count(self, choice: Choice) -> None:
         """Count the jobs that the chosen one has passed, now that it begins."""
@@ -63,17 +96,24 @@ class Allotment:
     def forget(self, job_id: str) -> None:
         """Forget a job that waits no longer."""
         self._passed.pop(job_id, None)
+        self._unfit.discard(job_id)
 
-    def find(self, name: str, asked: int | None) -> tuple[Profile, Evaluator, int]:
-        """Return a profile, its evaluator, and how many GPUs a job gets that asks for so many.
+    def pass_over(self, job_id: str) -> None:
+        """Leave a job in the queue that `find` refuses for what it asks of its profile."""
+        self._unfit.add(job_id)
+
+    def hold(self, name: str, why: str) -> None:
+        """Begin no job of a profile for a while: its evaluator is not there."""
+        self._held[base_of(name)] = time.monotonic() + _HELD_S, why
+
+    def find(self, request: Request) -> tuple[Profile, Evaluator, int]:
+        """Return the profile of a request, its evaluator, and how many GPUs its job gets.
 
         Raises:
-            UnshardError: the job can never begin.
+            UnshardError: the job cannot begin now, as the server is configured.
         """
-        profile, evaluator = self._profiles.find(name)
-        count = profile.gpus if asked is None else asked
-        self._slots.check(count)
-        return profile, evaluator, count
+        self._check_held(request.profile)
+        return find_work(self._profiles, self._slots, request)
 
     def take(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
@@ -99,12 +139,20 @@ class Allotment:
             self._slots.give_back(gpus)
 
     def _needs(self, name: str, asked: int | None) -> int | None:
-        """Return how many GPUs a job needs, 0 for the CPU; None if it can never begin."""
+        """Return how many GPUs a job needs, 0 for the CPU; None if it cannot begin."""
         try:
-            count = self.find(name, asked)[2]
+            self._check_held(name)
+            profile, _ = self._profiles.find(name)
+            count = profile.gpus if asked is None else asked
+            self._slots.check(count)
         except UnshardError:
             return None
         return 0 if self._slots.are_cpu(count) else count
+
+    def _check_held(self, name: str) -> None:
+        until, why = self._held.get(base_of(name), (0.0, ""))
+        if time.monotonic() < until:
+            raise EvaluationError(why)
 
     def _free(self) -> Free:
         lent = self._engines.list_lent()

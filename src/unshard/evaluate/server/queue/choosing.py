@@ -17,7 +17,8 @@ class Waiting:
     Attributes:
         job_id: its id.
         profile: the name of its profile, whose idle engine it may use.
-        gpus: how many it needs, 0 for the slot of the CPU; None: it cannot run and is to fail.
+        gpus: how many it needs, 0 for the slot of the CPU; None: it cannot run as the server is
+            configured, and waits; jobs behind it do not count as passing it.
     """
 
     job_id: str
@@ -45,7 +46,7 @@ class Free:
     def is_enough_for(self, job: Waiting) -> bool:
         """Return whether a job can begin, at the latest when idle engines have ended."""
         if not job.gpus:
-            return job.gpus is None or self.cpu
+            return self.cpu
         return job.gpus <= self.gpus + self.lent or (job.profile, job.gpus) in self.engines
 
 
@@ -73,7 +74,9 @@ def choose(
     for job in queue:
         if is_held and not free.cpu:
             return None
-        needs_gpus = bool(job.gpus)
+        if job.gpus is None:
+            continue
+        needs_gpus = job.gpus > 0
         if needs_gpus and is_held:
             continue
         if free.is_enough_for(job):

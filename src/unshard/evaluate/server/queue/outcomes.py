@@ -15,6 +15,7 @@ from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.endings import (
+    Absent,
     Cancelled,
     Cause,
     Completed,
@@ -87,7 +88,7 @@ class Outcomes:
         now = self._job(job_id)
         if now is not None:
             tell_outcome(attempt.job, outcome, now)
-        was_interrupted = isinstance(outcome, Postponed | Lost)
+        was_interrupted = isinstance(outcome, Postponed | Lost | Absent)
         if not was_interrupted or now is None or now.status.is_final:
             forget_answers(attempt.directory.parent)
 
@@ -97,12 +98,6 @@ class Outcomes:
             return self._store.get(job_id)
         except sqlite3.Error:
             return None
-
-    def fail(self, job_id: str, error: str) -> None:
-        """Record that a job failed for good, if it runs."""
-        self._persist(lambda: self._store.fail(job_id, error, None))
-        self._persist(lambda: self.release_pin(job_id))
-        self.tell(job_id, f"failed: {error}")
 
     def requeue(self, job_id: str, why: str) -> None:
         """Record that an attempt was lost."""
@@ -154,7 +149,7 @@ class Outcomes:
                 self._postpone(job.id, cause, why)
             case Expired(why):
                 store.expire(job.id, why)
-            case Lost(why):
+            case Lost(why) | Absent(why):
                 store.requeue(job.id, why)
             case Cancelled():
                 store.release(job.id)

@@ -15,7 +15,7 @@ from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.config.profiles import base_of, keeps_engine
-from unshard.evaluate.server.endings import Completed, Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.endings import Absent, Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
@@ -203,6 +203,15 @@ class Scheduler:
             forget_answers(self._work_dir / JOBS / job_id)
         return True
 
+    def why_waiting(self, job: Job) -> str | None:
+        """Return why a queued job cannot begin as the server is configured; None if it can."""
+        if job.status is Status.QUEUED:
+            try:
+                self._allotment.find(job.request)
+            except UnshardError as error:
+                return str(error)
+        return None
+
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; it contains the log."""
         return self._work_dir / JOBS / job.id / str(job.attempts)
@@ -264,13 +273,12 @@ class Scheduler:
         if self._halt is not None or job is None:
             return False
         try:
-            name, asked = job.request.profile, job.request.arguments.num_gpus
-            profile, evaluator, count = self._allotment.find(name, asked)
+            profile, evaluator, count = self._allotment.find(job.request)
         except UnshardError as error:
-            if self._store.claim(time.time(), job.id) is not None:
-                self._outcomes.fail(job.id, str(error))
+            tell(job, f"waits: {error}")
+            self._allotment.pass_over(job.id)
             return True
-        gpus = self._allotment.take(name, profile, count)
+        gpus = self._allotment.take(job.request.profile, profile, count)
         if gpus is None:
             return False
         claimed = None
@@ -316,7 +324,7 @@ class Scheduler:
             return
         has_slots = self._slots.adopt(process.gpus)
         try:
-            profile, evaluator = self._profiles.find(job.request.profile)
+            profile, evaluator, _ = self._allotment.find(job.request)
         except UnshardError as error:
             tell(job, f"not adopted: {error}")
         else:
@@ -362,6 +370,8 @@ class Scheduler:
         Its engine, if it has one, keeps them after a job that is completed, and else is ended: it
         may be what went wrong, or may still be working on the job.
         """
+        if isinstance(outcome, Absent):
+            self._allotment.hold(attempt.job.request.profile, outcome.why)
         if isinstance(outcome, Failed) and outcome.unknown is not None:
             self._settings.unknown.add(base_of(attempt.job.request.profile), outcome.unknown)
         try:

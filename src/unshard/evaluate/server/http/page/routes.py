@@ -130,7 +130,10 @@ Views = Annotated[_Views, Depends(_views_of)]
 
 def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
     # One by one: a view has few rows, and the queue may be long.
-    return [_Row(job, service.store.position(job.id), _progress(service, job)) for job in jobs]
+    return [
+        _Row(service.shown(job), service.store.position(job.id), _progress(service, job))
+        for job in jobs
+    ]
 
 
 def _progress(service: Service, job: Job) -> Progress | None:
@@ -251,7 +254,7 @@ def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
 def job(views: Views, job_id: str) -> HTMLResponse:
     """Show a job: its state, its numbers, what it was made from, and the end of its log."""
     service = views.service
-    found = _found(service, job_id)
+    found = service.shown(_found(service, job_id))
     end = log_end(service.scheduler.directory_of(found) / LOG_NAME)
     return views.show(
         "job.html",
