@@ -10,6 +10,8 @@ import yaml
 
 from evaluation.running import whole_model
 from evaluation.servers import Fields, Live, unshard
+from unshard.evaluate.jobs import Filters, Request
+from unshard.evaluate.server.store.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +129,21 @@ def test_a_trial_needs_both_options(server: Live, given: tuple[str, ...]) -> Non
     done = unshard("eval", "doctor", "--config", config, *given, check=False)
     assert done.returncode == 2
     assert "given together" in done.stderr
+
+
+def test_jobs_that_would_wait_for_the_configuration_are_told(server: Live) -> None:
+    model = whole_model(server.root / "run" / "checkpoint-5")
+    store = Store(server.work / "jobs.sqlite")
+    asked = {"script": 1, "renamed": 2, "script:qwen": 3}
+    for profile, step in asked.items():
+        store.submit(Request(str(model), profile, ("score",), step, "run"), pin=None)
+    assert list(wrong(examined(server, code=1))) == ["jobs that wait"]
+    text = wrong(examined(server, code=1))["jobs that wait"]
+    assert "1 job of profile renamed: unknown profile 'renamed'" in text
+    assert "1 job of profile script:qwen: " in text
+    assert "eval cancel --profile NAME" in text
+    for job in store.jobs(Filters()):
+        if job.request.profile != "script":
+            store.cancel(job.id)
+    store.close()
+    assert examined(server)["jobs that wait"]["text"] == "1 job, which can begin"

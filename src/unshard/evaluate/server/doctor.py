@@ -6,22 +6,30 @@ its own that is removed afterwards.
 
 import os
 import shutil
+import sqlite3
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Arguments, Request, Status
+from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.config.profiles import CommandProfile, Profile
 from unshard.evaluate.server.config.server_yaml import RAY, ServerConfig
 from unshard.evaluate.server.evaluators.installed import versions_of
-from unshard.evaluate.server.gpus import find_gpus
+from unshard.evaluate.server.evaluators.programs import Profiles
+from unshard.evaluate.server.gpus import Slots, find_gpus
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.supervise import LOG_NAME
-from unshard.evaluate.server.serve import Given, configure, make_service
+from unshard.evaluate.server.queue.allotment import find_work
+from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service
+from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
 
@@ -72,6 +80,7 @@ def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
     for root in config.roots:
         yield _look_at_root(root)
     yield _look_at_gpus(config)
+    yield from _look_at_queue(config)
     if config.on_result is not None and config.on_result.command:
         yield _look_at_command(config.on_result)
     with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
@@ -136,6 +145,30 @@ def _look_at_gpus(config: ServerConfig) -> Finding:
         text = f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus"
         return Finding(f"GPUs {names}", is_fine=False, text=text)
     return Finding(f"GPUs {names}", is_fine=True, text=f"{len(there)} on this machine")
+
+
+def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
+    """Look for jobs of an earlier server that would wait for this configuration to be mended."""
+    database = (config.work_directory or Path()) / DATABASE
+    if not database.is_file():
+        return
+    profiles, slots, why = Profiles(config.profiles), Slots(config.gpus), Counter[str]()
+    address = f"file:{quote(str(database))}?mode=ro"
+    try:
+        with closing(sqlite3.connect(address, uri=True)) as connection:
+            rows = connection.execute("SELECT request FROM jobs WHERE status = 'queued'").fetchall()
+    except sqlite3.Error as error:
+        yield Finding("jobs that wait", is_fine=False, text=f"{database}: cannot be read: {error}")
+        return
+    for (text,) in rows:
+        try:
+            find_work(profiles, slots, request := as_request(text))
+        except UnshardError as error:
+            why[f"profile {request.profile}: {one_line(str(error))}"] += 1
+    shown = "; ".join(f"{counted(number, 'job')} of {text}" for text, number in why.items())
+    hint = "; correct the configuration, or end them: unshard eval cancel --profile NAME"
+    text = f"{shown}{hint}" if why else f"{counted(len(rows), 'job')}, which can begin"
+    yield Finding("jobs that wait", is_fine=not why, text=text)
 
 
 def _look_at_command(on_result: OnResult) -> Finding:

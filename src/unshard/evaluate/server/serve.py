@@ -44,7 +44,8 @@ from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 
 _WORK_DIR = Path("unshard-eval")
-_DATABASE = "jobs.sqlite"
+DATABASE = "jobs.sqlite"
+"""Of the jobs, in the work directory."""
 _GRACE_S = 3
 _THREADS = 12
 _log = logging.getLogger(__name__)
@@ -125,13 +126,13 @@ def make_service(config: ServerConfig) -> Service:
     slots = Slots(config.gpus)
     scheduler = Scheduler(store, slots, Profiles(config.profiles), pins, settings)
     return Service(
-        store, scheduler, config, pins, HealthCheck(work / _DATABASE), unknown, slots, work
+        store, scheduler, config, pins, HealthCheck(work / DATABASE), unknown, slots, work
     )
 
 
 def _open_store(work: Path) -> Store:
     """Open the database; another server, of an earlier version, may be using one to be updated."""
-    database = work / _DATABASE
+    database = work / DATABASE
     with locked(work) if is_outdated(database) else nullcontext():
         return Store(database)
 
@@ -143,7 +144,7 @@ def _make_private(work: Path) -> Path:
         status = work.stat()
         if status.st_uid != os.geteuid():
             raise UsageError(f"--work-dir {work} belongs to another user")
-        is_ours = (work / _DATABASE).is_file() or not any(work.iterdir())
+        is_ours = (work / DATABASE).is_file() or not any(work.iterdir())
         if status.st_mode & 0o077 and not is_ours:
             raise UsageError(
                 f"--work-dir {work} contains other files, and other users may read it",
