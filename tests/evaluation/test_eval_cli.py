@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.running import child_environment
+from evaluation.running import child_environment, whole_model
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, Stub, cli, free_port, live, serving
 from unshard.cli.main import main
+from unshard.evaluate.jobs import Request
+from unshard.evaluate.server.store.store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-cli")]  # one server for all
 
@@ -373,3 +375,36 @@ def test_what_cannot_be_sent_or_written_is_reported(
     monkeypatch.setattr(EvalClient, "results", lambda *_, **__: [{**one, "value": 1.0, "step": 1}])
     assert ended("export", "--to=jsonl", f"--directory={file}/x") == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profile(
+    tmp_path: Path,
+) -> None:
+    place = str(whole_model(tmp_path / "root" / "run" / "checkpoint-5"))
+    store = Store(tmp_path / "work" / "jobs.sqlite")
+    asked = ("renamed", "renamed:qwen", "renamed-too")
+    jobs = [store.submit(Request(place, one, ("score",), 5, "run"), pin=None)[0] for one in asked]
+    store.close()
+    with live(tmp_path) as server:
+        why = "waits for the server's configuration: unknown profile 'renamed'"
+        out = cli(server.url, "status", jobs[0].id).stdout
+        assert f"    {why}" in out  # it is not about an attempt
+        assert server.v1("GET", f"/jobs/{jobs[0].id}")["error"].startswith(why)
+        assert server.v1("GET", "/jobs")["jobs"][2]["error"].startswith(why)
+        for page in ("/", f"/view/jobs/{jobs[0].id}"):
+            assert (
+                "waits for the server&#39;s configuration: unknown" in server.call("GET", page).text
+            )
+        assert "Why it waits" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
+        assert (
+            "no jobs of profile script" in cli(server.url, "cancel", "--profile", "script").stdout
+        )
+        done = cli(server.url, "cancel", "--profile", "renamed", "--json")
+        ended = json.loads(done.stdout)["jobs"]
+        assert {one["id"]: one["status"] for one in ended} == dict.fromkeys(
+            [jobs[0].id, jobs[1].id], "cancelled"
+        )
+        assert server.job({"id": jobs[2].id})["status"] == "queued"
+        for wrong in ((), (jobs[0].id, "--profile", "renamed")):
+            refused = cli(server.url, "cancel", *wrong)
+            assert (refused.returncode, "--profile NAME" in refused.stderr) == (2, True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
 URL = "http://127.0.0.1:8000"
+_ALL = 1_000_000  # jobs
 FAILED = 1
 """The exit code if a job did not complete, or a checkpoint was not accepted."""
 
@@ -221,11 +222,33 @@ def status(
 @app.command()
 @guarded
 def cancel(
-    job: JobId, server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead of a job: all that wait for this profile."),
+    ] = None,
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
 ) -> None:
-    """Cancel a job, queued or running."""
+    """Cancel a job, queued or running, or all jobs of a profile that wait."""
+    if (job is None) == (profile is None):
+        raise UsageError("cancel takes a job, or --profile NAME", expected="one of the two")
     with connect(server, token_file) as client:
-        print_jobs([client.cancel(job)], as_json=as_json)
+        waiting = [] if profile is None else client.jobs(status="queued", limit=_ALL)
+        names = [str(one["id"]) for one in waiting if profile in _names_of(one["profile"])]
+        jobs = [client.cancel(name) for name in ([job] if job else names)]
+        if jobs or as_json:
+            print_jobs(jobs, as_json=as_json)
+        else:
+            print(f"no jobs of profile {profile} wait")
+
+
+def _names_of(profile: object) -> tuple[str, str]:
+    """Return the names by which a job's profile is known: "profile:type", and "profile"."""
+    return str(profile), str(profile).partition(":")[0]
 
 
 @app.command()
