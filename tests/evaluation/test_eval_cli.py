@@ -389,8 +389,8 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
         why = "waits for the server's configuration: unknown profile 'renamed'"
         out = cli(server.url, "status", jobs[0].id).stdout
         assert f"    {why}" in out  # it is not about an attempt
-        assert server.v1("GET", f"/jobs/{jobs[0].id}")["error"].startswith(why)
-        assert server.v1("GET", "/jobs")["jobs"][2]["error"].startswith(why)
+        assert str(server.job({"id": jobs[0].id})["error"]).startswith(why)
+        assert str(server.client().jobs(limit=3)[2]["error"]).startswith(why)
         for page in ("/", f"/view/jobs/{jobs[0].id}"):
             assert (
                 "waits for the server&#39;s configuration: unknown" in server.call("GET", page).text
