@@ -389,13 +389,16 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
         why = "waits for the server's configuration: unknown profile 'renamed'"
         out = cli(server.url, "status", jobs[0].id).stdout
         assert f"    {why}" in out  # it is not about an attempt
-        assert str(server.job({"id": jobs[0].id})["error"]).startswith(why)
-        assert str(server.client().jobs(limit=3)[2]["error"]).startswith(why)
+        for one in (server.job({"id": jobs[0].id}), server.client().jobs(limit=3)[2]):
+            assert f"waits for {one['waits_for']}".startswith(why)
+            assert one["error"] is None
+        theirs = server.call("GET", f"/jobs/{jobs[0].id}").json()
+        assert (theirs["status"], theirs["error"].startswith(why)) == ("queued", True)
         for page in ("/", f"/view/jobs/{jobs[0].id}"):
             assert (
                 "waits for the server&#39;s configuration: unknown" in server.call("GET", page).text
             )
-        assert "Why it waits" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
+        assert "What it waits for" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
         assert (
             "no jobs of profile script" in cli(server.url, "cancel", "--profile", "script").stdout
         )

@@ -20,9 +20,6 @@ from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 BASE_STEP = 0
 """The step of the results of the model that training began with."""
 
-WAITS = "waits for the server's configuration: "
-"""How the error of a queued job begins that cannot begin as its server is configured."""
-
 _LONGEST = 4000
 _AUTO = r"^auto(:[1-9][0-9]{0,3})?$"
 _IN_EVERY_KEY = ("num_fewshot", "batch_size", "limit", "gen_kwargs")

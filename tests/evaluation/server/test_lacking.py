@@ -110,8 +110,8 @@ def test_what_the_configuration_lacks_is_waited_for_and_holds_up_nobody(
     time.sleep(LOOKS_S)
     assert is_kept(store, waits)
     assert job_of(store, waits.id).attempts == 0
-    assert reason in str(server.why_waiting(job_of(store, waits.id)))
-    assert server.why_waiting(job_of(store, behind.id)) is None
+    assert reason in str(server.waits_for(job_of(store, waits.id)))
+    assert server.waits_for(job_of(store, behind.id)) is None
     server.stop(end=True)
     fitting = {"script": script_profile(), "renamed": script_profile()}
     if "model_args" in asked or str(asked.get("profile")).endswith("qwen"):
@@ -171,7 +171,7 @@ done(acc=1)
     wait_until(lambda: not store.running(), "the end of its processes")
     assert is_kept(store, job)
     if lacks != "kind":
-        assert second.why_waiting(job_of(store, job.id))
+        assert second.waits_for(job_of(store, job.id))
     second.stop(end=True)
     _, third = scheduler(work, script, gpus="0,1")
     third.start()
@@ -203,7 +203,7 @@ def test_a_program_that_is_gone_is_waited_for(tmp_path: Path, checkpoint: Path, 
     assert job_of(store, first.id).attempts == 1  # not again and again
     assert job_of(store, second.id).attempts == 0
     for job in (first, second):
-        assert "cannot be started" in str(server.why_waiting(job_of(store, job.id)))
+        assert "cannot be started" in str(server.waits_for(job_of(store, job.id)))
     server.stop(end=True)
     program.unlink(missing_ok=True)
     program.symlink_to(sys.executable)
@@ -243,10 +243,10 @@ def test_an_evaluator_that_is_not_installed_any_more_is_waited_for(
     store, server, pins = server_of(tmp_path / "work", {"harness": profile}, "")
     job = submit(store, pins, replace(request(checkpoint), profile="harness"))
     server.start()
-    wait_until(lambda: server.why_waiting(job_of(store, job.id)) is not None, "the reason")
+    wait_until(lambda: server.waits_for(job_of(store, job.id)) is not None, "the reason")
     time.sleep(LOOKS_S)
     assert is_kept(store, job)
     expected = "is not installed for" if how == "no module" else "cannot be started"
-    assert expected in str(server.why_waiting(job_of(store, job.id)))
+    assert expected in str(server.waits_for(job_of(store, job.id)))
     assert job_of(store, job.id).attempts == 1
     server.stop(end=True)

@@ -866,7 +866,7 @@ def test_an_unforeseen_mistake_fails_its_job_only_and_an_unknown_profile_none(
     server.start()
     assert "unforeseen" in str(wait_for(store, odd.id, Status.FAILED).error)
     wait_for(store, good.id, Status.COMPLETED)
-    assert "unknown" in str(server.why_waiting(job_of(store, unknown.id)))
+    assert "unknown" in str(server.waits_for(job_of(store, unknown.id)))
     server.stop(end=True)
 
 

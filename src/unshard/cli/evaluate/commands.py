@@ -233,7 +233,7 @@ def cancel(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Cancel a job, queued or running, or all jobs of a profile that wait."""
+    """Cancel a job, or all that wait for a profile."""
     if (job is None) == (profile is None):
         raise UsageError("cancel takes a job, or --profile NAME", expected="one of the two")
     with connect(server, token_file) as client:

@@ -74,8 +74,6 @@ def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[st
 
 def _details(job: Row) -> list[str]:
     """Return the lines below a job: what it measured, and what is wrong."""
-    from unshard.evaluate.jobs import WAITS
-
     lines = list[str]()
     if job.get("pinned") is False and job["completed_at"] is None:
         lines.append("    not pinned: the checkpoint must stay where it is until it is merged")
@@ -86,9 +84,9 @@ def _details(job: Row) -> list[str]:
         lines.append(f"    {on_one_line(name)} = {_round(value)}{spread}")
     if job["error"]:
         again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
-        if str(job["error"]).startswith(WAITS):
-            again = ""  # it is about none
         lines.append(f"    {again}{job['error']}".replace("\n", "\n    "))
+    if job.get("waits_for"):
+        lines.append(f"    waits for {job['waits_for']}".replace("\n", "\n    "))
     return lines
 
 
@@ -219,6 +217,7 @@ class _Followed:
             say(f"{name}: attempt {over} did not complete, the job is tried again: {why}")
         again = f", attempt {attempts}" if job.get("status") == "running" and over else ""
         now = f"{name}: {_describe_state(job)}{again}"
+        now += f", waits for {job['waits_for']}" if job.get("waits_for") else ""
         if now != self._said:
             say(now)
         self._said = now

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.jobs import BASE_STEP, WAITS, Job, Request, Status, WeightsName
+from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status, WeightsName
 from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
@@ -250,14 +250,6 @@ class Service:
             order = MergeOrder(str(path), str(target), asdict(options))
             merge_in_process(order, directory=Path(directory), is_given_up=self.stopping.is_set)
         return target
-
-    def shown(self, job: Job) -> Job:
-        """Return a job as clients see it: its error is why it waits, if the server lacks something.
-
-        The configuration may be mended before the next look, so the database does not have it.
-        """
-        why = self.scheduler.why_waiting(job)
-        return job if why is None else replace(job, error=f"{WAITS}{why}")
 
     def results_file(self, job: Job) -> str | None:
         """Return a file of a job's results in the form of lmms-eval's; None if it has none.

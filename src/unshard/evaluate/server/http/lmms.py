@@ -6,6 +6,7 @@ it ignores silently, is honoured here, and so are keys that its documentation mi
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -189,7 +190,9 @@ def job(service: Served, job_id: str) -> Response:
     found = _find(service, job_id)
     position = service.store.position(found.id)
     files = service.sample_files(found)
-    return answer(_info_of(service.shown(found), position, service.results_file(found), files))
+    waits_for = service.scheduler.waits_for(found)
+    shown = replace(found, error=f"waits for {waits_for}") if waits_for else found
+    return answer(_info_of(shown, position, service.results_file(found), files))
 
 
 @router.delete("/jobs/{job_id}")

@@ -69,6 +69,7 @@ class JobView(BaseModel):
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since;
     a superseded job without one was skipped, because newer steps wait (`max_lag`).
+    `waits_for`: what the server's configuration lacks of what a queued job needs.
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
     """
 
@@ -90,19 +91,21 @@ class JobView(BaseModel):
     superseded_by: str | None
     pinned: bool
     position: int | None
+    waits_for: str | None
     metrics: dict[str, float]
     stderr: dict[str, float]
 
     @classmethod
-    def of(cls, job: Job, position: int | None) -> "JobView":
+    def of(cls, job: Job, position: int | None, waits_for: str | None) -> "JobView":
         """Return what clients see of a job."""
         given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
+        given["waits_for"] = waits_for
         given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
         given |= {name: getattr(job, name) for name in _OF_JOB}
         return cls.model_validate(given)
 
 
-_OF_JOB = JobView.model_fields.keys() - _OF_REQUEST - {"position", "pinned"}
+_OF_JOB = JobView.model_fields.keys() - _OF_REQUEST - {"position", "pinned", "waits_for"}
 
 
 class ResultPage(BaseModel):
@@ -201,7 +204,7 @@ def _find(service: Service, job_id: str) -> Job:
 
 
 def _view(service: Service, job: Job) -> JobView:
-    return JobView.of(service.shown(job), service.store.position(job.id))
+    return JobView.of(job, service.store.position(job.id), service.scheduler.waits_for(job))
 
 
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
@@ -222,9 +225,8 @@ def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
 
     def shown(job: Job) -> JobView:
         # It may have left the queue since the places were read.
-        return JobView.of(
-            service.shown(job), places.get(job.id) if job.status is Status.QUEUED else None
-        )
+        position = places.get(job.id) if job.status is Status.QUEUED else None
+        return JobView.of(job, position, service.scheduler.waits_for(job))
 
     found = service.store.newest(filters, before)
     written = ((job.id, shown(job).model_dump_json()) for job in found)

@@ -38,7 +38,9 @@ def find_work(profiles: Profiles, slots: Slots, request: Request) -> tuple[Profi
 
 
 class Allotment:
-    """Chooses the next job, and gives it its slots. One thread uses it, but for `forget`.
+    """Chooses the next job, and gives it its slots.
+
+    One thread uses it, but for `find`, `forget` and `hold`.
 
     Args:
         store: with the queue.

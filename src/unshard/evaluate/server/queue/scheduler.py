@@ -203,13 +203,16 @@ class Scheduler:
             forget_answers(self._work_dir / JOBS / job_id)
         return True
 
-    def why_waiting(self, job: Job) -> str | None:
-        """Return why a queued job cannot begin as the server is configured; None if it can."""
+    def waits_for(self, job: Job) -> str | None:
+        """Return what a queued job waits for that the server lacks; None if it can begin.
+
+        The database does not have it, because the next server may be configured otherwise.
+        """
         if job.status is Status.QUEUED:
             try:
                 self._allotment.find(job.request)
             except UnshardError as error:
-                return str(error)
+                return f"the server's configuration: {error}"
         return None
 
     def directory_of(self, job: Job) -> Path:

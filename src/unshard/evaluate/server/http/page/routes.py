@@ -45,10 +45,11 @@ PageNumber = Annotated[int, Field(ge=1, le=10_000)]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A job in a list: its place in the queue, and how far its evaluator is."""
+    """A job in a list: its place in the queue, what it waits for there, and its progress."""
 
     job: Job
     position: int | None
+    waits_for: str | None
     progress: Progress | None
 
 
@@ -130,10 +131,12 @@ Views = Annotated[_Views, Depends(_views_of)]
 
 def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
     # One by one: a view has few rows, and the queue may be long.
-    return [
-        _Row(service.shown(job), service.store.position(job.id), _progress(service, job))
-        for job in jobs
-    ]
+    return [_row(service, job) for job in jobs]
+
+
+def _row(service: Service, job: Job) -> _Row:
+    position, waits_for = service.store.position(job.id), service.scheduler.waits_for(job)
+    return _Row(job, position, waits_for, _progress(service, job))
 
 
 def _progress(service: Service, job: Job) -> Progress | None:
@@ -254,12 +257,12 @@ def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
 def job(views: Views, job_id: str) -> HTMLResponse:
     """Show a job: its state, its numbers, what it was made from, and the end of its log."""
     service = views.service
-    found = service.shown(_found(service, job_id))
+    found = _found(service, job_id)
     end = log_end(service.scheduler.directory_of(found) / LOG_NAME)
     return views.show(
         "job.html",
         f"Job {found.id[:8]}",
-        row=_Row(found, service.store.position(found.id), _progress(service, found)),
+        row=_row(service, found),
         results=results_of(service.store.connection, found.id),
         log_start=max(0, end - _TAIL_BYTES),
         model=service.merged_model(found),
