@@ -135,8 +135,9 @@ def test_transformers_dequantises_to_what_a_cast_gives(output: Path, tmp_path: P
     assert_same(theirs.state_dict(), ours.state_dict())
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
 def test_blocks_of_another_size_are_those_of_the_checkpoint_and_not_of_the_output(
-    output: Path, tmp_path: Path
+    output: Path, tmp_path: Path, *, is_nested: bool
 ) -> None:
     model, cast = tmp_path / "model", tmp_path / "cast"
     model.mkdir()
@@ -148,16 +149,35 @@ def test_blocks_of_another_size_are_those_of_the_checkpoint_and_not_of_the_outpu
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     fields = config(output)
     fields["quantization_config"]["weight_block_size"] = [64, 128]
+    if is_nested:  # as the text models of Kimi have it
+        fields["text_config"] = {"quantization_config": fields.pop("quantization_config")}
     (model / "config.json").write_text(json.dumps(fields))
     unshard.merge(model, cast, dtype="bfloat16")
     for name in matrices:
         values = dequantised(tensors[name], tensors[f"{name}_scale_inv"], (64, 128))
         assert torch.equal(merged(cast)[name], values.bfloat16())
-    assert "quantization_config" not in config(cast)
+    assert "quantization_config" not in json.dumps(config(cast))
     assert unshard.verify(cast, model).equal
     again = tmp_path / "again"
     unshard.merge(model, again, dtype="bfloat16", config=cast / "config.json")
     assert_same(merged(again), merged(cast))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_the_config_says_fp8_of_elements_of_another_kind(
+    output: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    tensors = {
+        name: one.float().to(dtype) if one.dtype is torch.float8_e4m3fn else one
+        for name, one in merged(output).items()
+    }
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    (model / "config.json").write_text(json.dumps(config(output)))
+    unshard.merge(model, tmp_path / "copy")
+    assert config(tmp_path / "copy")["quantization_config"]["quant_method"] == "fp8"
+    assert_same(merged(tmp_path / "copy"), tensors)
 
 
 def test_block_fp8_is_copied_as_it_is_without_a_dtype(output: Path, tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_what_recurrences_compute_in_float32_is_kept_in_every_family() -> None:
     assert len(found) >= 14
     for name in found:
         cast = rule("bfloat16", name.split(".")[2])
-        for part in ("A_log", "D", "dt_bias"):
+        for part in ("A_log", "D", "dt_bias", "A_log.0", "D.1"):  # Hymba has lists of them
             assert cast.dtype(f"backbone.layers.0.mixer.{part}", FLOAT32) is FLOAT32
         assert cast.dtype("backbone.layers.0.mixer.out_proj.weight", FLOAT32) is BFLOAT16
         assert cast.dtype("backbone.layers.0.mixer.norm_D", FLOAT32) is BFLOAT16

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -339,7 +340,9 @@ def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
     if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
         notes["float64 values are averaged in float32, and lose digits"] = None
     if not sources.compressed_bytes:  # otherwise they are compared once decompressed
-        notes |= dict.fromkeys(_compare_fixed(list(fixed.values()), names))
+        scales = scales_of_kept({one.name: one.recipe for one in conversions[-1].tensors})
+        scaled = {name.rpartition(".")[0] for name in scales}
+        notes |= dict.fromkeys(_compare_fixed(list(fixed.values()), names, scaled))
     return Conversion(tensors, conversions[-1].config, tuple(notes))
 
 
@@ -358,22 +361,30 @@ def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
             )
 
 
-def _compare_fixed(fixed: Sequence[tuple[Converted, ...]], names: Sequence[str]) -> list[str]:
-    """Compare tensors that have no mean; return a note about those that differ."""
+def _compare_fixed(
+    fixed: Sequence[tuple[Converted, ...]], names: Sequence[str], scaled: AbstractSet[str]
+) -> list[str]:
+    """Compare tensors that have no mean; return a note about those that differ.
+
+    Integers in or under the names `scaled` are quantised: with a mean of their scales, they would
+    be no model's.
+    """
     problems, taken = [], []
     with OpenFiles(os.O_RDONLY, limit=32) as files:
         for first, *others in fixed:
             if all(are_equal(make_pair(first, other), files) for other in others):
                 continue
             dtype = stored_dtype(first.recipe)
-            if dtype.kind in {DTypeKind.INTEGER, DTypeKind.BOOL}:
+            above, _, _ = (module := first.name.rpartition(".")[0]).rpartition(".")
+            is_scaled = not scaled.isdisjoint({first.name, module, above})
+            if dtype.kind in {DTypeKind.INTEGER, DTypeKind.BOOL} and not is_scaled:
                 taken.append(first.name)
             else:
                 problems.append(
                     ConversionError(
                         f"tensor {first.name}: differs, and {dtype} values cannot be averaged",
                         hint="average the model before it is quantised"
-                        if dtype.kind is DTypeKind.FLOAT
+                        if is_scaled or dtype.kind is DTypeKind.FLOAT
                         else "",
                     )
                 )

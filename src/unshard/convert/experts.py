@@ -114,8 +114,15 @@ def split_experts(
     """Yield the tensors of every expert from one of all: byte ranges of it.
 
     Raises:
-        ConversionError: the shape is not that of the config's experts, or is ambiguous.
+        ConversionError: the shape is not that of the config's experts, or is ambiguous; or their
+            elements are quantised.
     """
+    if not dtype_of(recipe).castable:
+        raise ConversionError(
+            f"tensor {name}: has all experts in one tensor of {dtype_of(recipe)}, and what scales "
+            "them cannot be split with it",
+            hint="leave the names as they are with --names training",
+        )
     whole = _oriented(name, recipe, part, sizes)
     count, rows, columns = shape_of(whole)
     if part.name != _GATE_UP:

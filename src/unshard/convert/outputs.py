@@ -8,13 +8,12 @@ last digits): transformers keeps them in float32, and so does a cast here.
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 
 from unshard.convert.recipes import (
-    BlockScales,
     Dequantized,
     LowRank,
     Recipe,
@@ -96,8 +95,12 @@ KEPT_IN_FLOAT16 = _by_type(
 # The same for every model: what Mamba, NemotronH and other recurrences raise to powers (they
 # compute with it in float32), and the scales of activations and of the cache, whose 8-bit values
 # are made while a model runs, so that nothing next to them shows it.
-_KEPT_ANYWHERE = r"(?:^|\.)(?:A_log|D|dt_bias|(?:[qkv]|prob|input|output)_scale)$"
-_NO_SCALE = re.compile(r"weight|(?!weight_).*bias")
+_KEPT_ANYWHERE = (
+    r"(?:^|\.)(?:(?:A_logs?|Ds?|dt_bias)(?:\.\d+)?|(?:\w+_)?(?:[qkv]|kv|prob|input|output)_scale)$"
+)
+_SCALE = re.compile(r"scale|scb|zero|shift|absmax|amax|quant|codebook|centroid|lut", re.IGNORECASE)
+_NO_SCALE = re.compile(r".*weight|(?!weight_).*bias")
+_NO_ELEMENTS = re.compile(r".*(?:index|indexes|ids|mask)|_extra_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +147,33 @@ def scales_of_kept(tensors: Mapping[str, Recipe]) -> frozenset[str]:
     """Return the names of what scales elements that no cast changes.
 
     Elements are 8-bit floats or integers, of up to 32 bits where several are packed; those of 64
-    bits number something. What scales them is next to them or under their own name, has fewer
-    elements, and is no bias. Formats differ in all else, also in its name.
+    bits number something. What scales them is next to them, under their own name, or a level above
+    (quanto's `weight._scale` of `weight._data._data`). Some name it so, of any size (the codebook
+    of a few codes); others have fewer elements, under a name that is not that of a weight or bias.
     """
     elements: dict[str, int] = {}
+    above = set[str]()
     for name, recipe in tensors.items():
         dtype, count = stored_dtype(recipe), prod(shape_of(recipe))
-        if not dtype.castable and dtype.kind is not DTypeKind.BOOL and dtype.itemsize <= 4:
-            for place in (name, name.rpartition(".")[0]):
+        module, _, last = name.rpartition(".")
+        if dtype.castable or dtype.kind is DTypeKind.BOOL or dtype.itemsize > 4 or not module:
+            continue
+        if not _NO_ELEMENTS.fullmatch(last):
+            above |= {name, module, module.rpartition(".")[0]} - {""}
+            for place in (name, module):
                 elements[place] = max(count, elements.get(place, 0))
     return frozenset(
         name
         for name, recipe in tensors.items()
         for module, _, last in [name.rpartition(".")]
-        if prod(shape_of(recipe)) < elements.get(module, 0) and not _NO_SCALE.fullmatch(last)
+        if (prod(shape_of(recipe)) < elements.get(module, 0) and not _NO_SCALE.fullmatch(last))
+        or _is_named_scale(name, above)
     )
+
+
+def _is_named_scale(name: str, above: Collection[str]) -> bool:
+    module, _, last = name.removesuffix(".weight").rpartition(".")  # VPTQ's `centroids.weight`
+    return module in above and _SCALE.search(last) is not None
 
 
 def select_tensors(
@@ -257,11 +272,13 @@ def _name_of(dtype: DtypeLike) -> str:
 def main_dtype(tensors: Iterable[Converted]) -> str | None:
     """Return the dtype of most of the floating point bytes; None if there are none.
 
-    Block FP8 is not counted: engines compute in the dtype of what is next to it.
+    Quantised matrices are not, nor what scales them: engines compute in the dtype of the rest.
     """
+    found = {one.name: one for one in tensors}
+    scales = scales_of_kept({name: one.recipe for name, one in found.items()})
     sizes: Counter[str] = Counter()
-    for one in tensors:
-        if one.dtype.castable and not isinstance(one.recipe, BlockScales):
+    for one in found.values():
+        if one.dtype.castable and one.name not in scales:
             sizes[one.dtype.name] += prod(shape_of(one.recipe)) * one.dtype.itemsize
     return sizes.most_common(1)[0][0] if sizes else None
 

@@ -23,7 +23,7 @@ from unshard.convert.recipes import (
 )
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.model_config import ModelConfig
+from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.dtypes import BY_NAME
 
 _ELEMENTS, _SCALES = BY_NAME["float8_e4m3fn"], BY_NAME["float32"]
@@ -153,23 +153,30 @@ def dequantise(
 
 def true_config(config: ModelConfig, tensors: Iterable[Converted]) -> ModelConfig:
     """Return a config that does not say FP8 of a model that is not: cast, or trained from one."""
-    stated = config.fields.get(_CONFIG)
-    is_fp8 = isinstance(stated, dict) and stated.get("quant_method") == "fp8"
-    if not is_fp8 or any(one.dtype is _ELEMENTS for one in tensors):
+    if any(one.dtype.name.startswith("float8") for one in tensors):
         return config
-    fields = {key: value for key, value in config.fields.items() if key != _CONFIG}
-    return replace(config, fields=fields)
+    fields = {
+        key: _without_fp8(value) if isinstance(value, dict) else value
+        for key, value in config.fields.items()
+    }
+    return replace(config, fields=_without_fp8(fields))
+
+
+def _without_fp8(fields: Fields) -> Fields:
+    stated = fields.get(_CONFIG)
+    is_fp8 = isinstance(stated, dict) and stated.get("quant_method") == "fp8"
+    return {key: value for key, value in fields.items() if key != _CONFIG} if is_fp8 else fields
 
 
 def _block_of(config: ModelConfig | None) -> tuple[int, int] | None:
     """Return rows and columns of a block, if the config states them."""
-    stated = None if config is None else config.fields.get(_CONFIG)
-    sizes = stated.get("weight_block_size") if isinstance(stated, dict) else None
-    match sizes:
-        case [int(rows), int(columns)] if rows > 0 and columns > 0:
-            return rows, columns
-        case _:
-            return None
+    fields = {} if config is None else config.fields
+    for section in (fields, *fields.values()):  # also that of the text model
+        stated = section.get(_CONFIG) if isinstance(section, dict) else None
+        match stated.get("weight_block_size") if isinstance(stated, dict) else None:
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return rows, columns
+    return None
 
 
 def _fit(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> bool:
