@@ -162,7 +162,7 @@ def _compare_with_recorded(model: _Model, of: ModelConfig) -> None:
             )
     pairs = [(key, config.get(other), other) for key, other in _SAME]
     if recorded.get("position_embedding_type") == "rope":
-        pairs.append(("rotary_base", _rope_theta(config), "rope_theta"))
+        pairs.append(("rotary_base", _rope_theta(config, of.types[0]), "rope_theta"))
     if any(row.how is How.GROUPS for row in model.family.layers.values()):
         heads = model.heads
         grouped = recorded.get("group_query_attention") is not False
@@ -191,11 +191,12 @@ def _compare_with_recorded(model: _Model, of: ModelConfig) -> None:
     raise_all(ConversionError, "config.json is not that of the model that was trained", problems)
 
 
-def _rope_theta(config: Fields) -> object:
+def _rope_theta(config: Fields, model_type: str) -> object:
     """Return the base of the positions: transformers 5 has it in `rope_parameters`."""
     parameters = config.get("rope_parameters")
     inner = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    return config.get("rope_theta") if inner is None else inner
+    default = 1e6 if model_type == "mixtral" else 1e4  # where config.json has none
+    return next((one for one in (inner, config.get("rope_theta")) if one is not None), default)
 
 
 def _renamed(

@@ -46,34 +46,64 @@ _UNSET = """
     heterogeneous_layers_config_encoded_json heterogeneous_layers_config_path
     hybrid_override_pattern is_hybrid_model layernorm_zero_centered_gamma linear_attention_freq
     mrope_section mtp_num_layers multi_latent_attention no_rope_freq openai_gelu qk_l2_norm
-    quick_geglu rotary_interleaved rotary_seq_len_interpolation_factor spec squared_relu
-    use_rope_scaling window_attn_skip_freq window_size moe_apply_probs_on_input moe_latent_size
-    moe_mlp_glu_interleave_size moe_router_enable_expert_bias moe_router_group_topk
-    moe_router_num_groups moe_router_pre_softmax moe_router_topk_limited_devices
-    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
+    quick_geglu rotary_interleaved spec squared_relu use_rope_scaling window_attn_skip_freq
+    window_size moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size
+    moe_router_enable_expert_bias moe_router_pre_softmax moe_router_topk_limited_devices
+    moe_shared_expert_gate moe_shared_expert_intermediate_size
 """
 _NEUTRAL: Fields = {  # may be recorded, with these values or None
     **dict.fromkeys(_UNSET.split(), False),
     "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": 1,
     "softmax_type": "vanilla",
     "moe_layer_freq": 1,
+    "moe_router_group_topk": 1,
+    "moe_router_num_groups": 1,
     "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": 1,
 }
-# What is not compared with a config.json: what the tensors show, and what may be set where the
-# config has such a routing, scaled positions, or a window.
+# What is not compared with a config.json here: what the tensors show, what `_scaling` compares, and
+# what may be set where the config has such a routing, or a window.
 _SHOWN = r"spec|mtp_num_layers|moe_(layer_freq|router_enable_expert_bias|shared_expert_\w+size)"
+_SHOWN += r"|rotary_seq_len_interpolation_factor|use_rope_scaling"
 _ROUTING = r"|moe_router_(group_topk|num_groups|pre_softmax|topk_\w+)"
-_SCALING = r"|position_embedding_type|rotary_seq_len_interpolation_factor|use_rope_scaling"
 _WINDOW = r"|window_\w+"
-# Names that fields of a model have, but for those on which no output depends, or that are compared.
+_SCALED_BY = {  # types of scaled positions in config.json, and what Megatron records of each
+    "llama3": "use_rope_scaling",
+    "linear": "rotary_seq_len_interpolation_factor",
+    "yarn": "rotary_scaling_factor",
+}
+# Words in the names of a model's fields, and the names with one on which no output depends, or that
+# are compared elsewhere: any other is of a version that is not known here.
 _OF_MODEL = re.compile(
-    r"(?!attention_(backend|dropout|softmax_in_fp32)$|activation_func_fp8|layernorm_epsilon"
-    r"|mlp_chunks|norm_epsilon|qk_(clip|head_dim|layernorm|pos_emb)|rope_(scaling_factor|type)$"
-    r"|rotary_(base|scaling_factor)$|moe_(aux_loss|deepep|enable_(deepep|routing_replay)|ffn|flex"
-    r"|expert_capacity|extended_tp|grouped_gemm|hybridep|input_jitter|layer_recompute|pad_|per_layer"
-    r"|permute_fusion|router_(bias_update|dtype|force|fusion|load_bal|padding|topk$)|token_|upcycl"
-    r"|shared_expert_overlap|use_legacy|use_upcycling|z_loss))"
-    r"(activation_func|attention|glu|layernorm|mla|mlp|moe|norm|qk|rope|rotary|softmax|window)_"
+    r"(^|_)(activation_func|attention|attn|glu|gate|hyper|layernorm|logits?|mla|mlp|moe"
+    r"|mscale|mup|multiplier|norms?|parallel_residual|qk|query|residual|rope|rotary|scale_embeddings|sinks?"
+    r"|softcap\w*|softmax|window)(_|$)"
+)
+_KNOWN = frozenset(
+    """
+    apply_query_key_layer_scaling apply_rope_fusion apply_wd_to_qk_layernorm attention_backend
+    attention_dropout attention_softmax_in_fp32 biencoder_shared_query_context_model
+    cache_mla_latents create_attention_mask_in_dataloader dino_norm_last_layer
+    ep_overlap_early_attn_memory_release fp32_residual_connection group_query_attention
+    hybrid_attention_ratio hybrid_mlp_ratio kitchen_attention_backend layernorm_epsilon
+    log_max_attention_logit log_params_norm loss_scale_window masked_softmax_fusion
+    mlp_chunks_for_prefill moe_aux_loss_coeff moe_deepep_num_sms moe_enable_deepep
+    moe_enable_routing_replay moe_expert_capacity_factor moe_extended_tp moe_ffn_hidden_size
+    moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms moe_input_jitter_eps
+    moe_layer_recompute moe_pad_expert_input_to_capacity moe_pad_experts_for_cuda_graph_inference
+    moe_per_layer_logging moe_permute_fusion moe_router_bias_update_rate moe_router_dtype
+    moe_router_force_load_balancing moe_router_fusion moe_router_load_balancing_type
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_topk
+    moe_shared_expert_overlap moe_token_dispatcher_type moe_token_drop_policy
+    moe_upcycling_granularity moe_use_legacy_grouped_gemm moe_use_upcycling moe_z_loss_coeff mscale
+    mscale_all_dim multi_latent_attention no_persist_layer_norm norm_epsilon num_attention_heads
+    num_moe_experts num_query_groups overlap_moe_expert_parallel_comm qk_clip qk_clip_alpha
+    qk_clip_threshold qk_head_dim qk_layernorm qk_pos_emb_head_dim query_in_block_prob
+    relative_attention_max_distance relative_attention_num_buckets reset_attention_mask
+    rope_scaling_factor rope_type rotary_base rotary_scaling_factor use_flash_attn
+    use_kitchen_attention use_rotary_position_embeddings use_te_activation_func
+    """.split()
 )
 
 
@@ -139,14 +169,12 @@ def doubts(arguments: Fields) -> Iterator[str]:
 def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
     """Yield the arguments that the training of a model of this config cannot have had."""
     fields, kind = config.fields, config.types[0]
-    found = fields.get("rope_parameters") or fields.get("rope_scaling")
-    rope = found if isinstance(found, dict) else {}
+    rope = _rope(fields)
     part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
     is_glm, is_latent = kind == "glm4_moe", kind == "deepseek_v3"
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    has_window = fields.get("sliding_window") and fields.get("use_sliding_window") is not False
-    skipped = _SHOWN + (_ROUTING if is_glm or is_latent else "")
-    skipped += (_SCALING if is_scaled else "") + (_WINDOW if has_window else "")
+    window = fields.get("use_sliding_window") is not False and fields.get("sliding_window")
+    activation = fields.get("hidden_act") or fields.get("hidden_activation")
+    skipped = _SHOWN + (_ROUTING if is_glm or is_latent else "") + (_WINDOW if window else "")
     expected = _STATED | {
         **_NEUTRAL,
         "moe_router_pre_softmax": fields.get("norm_topk_prob") is False,
@@ -158,16 +186,61 @@ def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
     for key in _others(arguments, expected):
         if re.fullmatch(skipped, key) is None:
             yield f"{key} {arguments[key]!r}"
+    if isinstance(window, int) and _window(arguments) not in (None, window, window - 1):
+        yield f"window_size {arguments['window_size']!r}, not the sliding_window {window}"
+    if arguments.get("swiglu") is True and activation not in (None, "silu", "swish"):
+        yield f"swiglu True, not the hidden_act {activation}"
+    yield from _scaling(arguments, rope)
+
+
+def _rope(fields: Fields) -> Fields:
+    found = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return found if isinstance(found, dict) else {}
+
+
+def _window(arguments: Fields) -> object:
+    """Return how many tokens before its own a token sees; None for all, or if it is not known."""
+    size = arguments.get("window_size")
+    return size[0] if isinstance(size, tuple) and size[:1] != (-1,) else None
+
+
+def _scaling(arguments: Fields, rope: Fields) -> Iterator[str]:
+    """Yield how the positions were scaled in training, if the config scales them otherwise."""
+    stated = str(rope.get("rope_type") or rope.get("type") or "default")
+    factors = {"llama3": arguments.get("rope_scaling_factor")}
+    factors |= {kind: arguments.get(key) for kind, key in _SCALED_BY.items() if kind != "llama3"}
+    is_on = {kind: factors[kind] not in (None, 1) for kind in ("linear", "yarn")}
+    is_on["llama3"] = arguments.get("use_rope_scaling") is True
+    is_on["yarn"] &= arguments.get("multi_latent_attention") is True
+    is_on["yarn"] &= arguments.get("rope_type") in (None, "yarn")
+    trained = next((kind for kind, value in is_on.items() if value), "default")
+    recorded = _SCALED_BY.get(stated if trained == "default" else trained)
+    if recorded is None or arguments.get(recorded) is None:
+        return  # unscaled both, or nothing is recorded of such positions
+    factor = rope.get("factor")
+    if trained != stated:
+        was = f"positions scaled by {trained}" if trained in _SCALED_BY else "plain positions"
+        yield f"{was} ({recorded} {arguments[recorded]!r}), not those of rope_type {stated}"
+    elif None not in (factor, factors[stated]) and factor != factors[stated]:
+        yield f"positions scaled by {factors[stated]!r}, not by {factor!r}"
+    for key in ("mscale", "mscale_all_dim") if trained == stated == "yarn" else ():
+        if None not in (values := (arguments.get(key), rope.get(key))) and values[0] != values[1]:
+            yield f"{key} {values[0]!r}, not {values[1]!r}"
 
 
 def unknown(arguments: Fields) -> Iterator[str]:
     """Yield, for the user, what a version of Megatron that is not known here may have added."""
-    for key, value in arguments.items():
-        if _OF_MODEL.match(key) and key not in _NEUTRAL and value not in (None, False, ""):
-            yield (
-                f"the training had {key} {value!r}, an argument that is not known here: if it "
-                "changes what the model computes, or what rows mean, the output is not that model"
-            )
+    known = {*_KNOWN, *_NEUTRAL, *_STATED}
+    named = [
+        f"{key} {value!r}"
+        for key, value in arguments.items()
+        if _OF_MODEL.search(key) and key not in known and value not in (None, False, "")
+    ]
+    if named:
+        yield (
+            f"the training had {', '.join(named)}, which is not known here: if it changes what the "
+            "model computes, or what rows mean, the output is not that model"
+        )
 
 
 def _experts(model_type: str, arguments: Fields) -> dict[str, object]:
@@ -204,10 +277,12 @@ def _open(arguments: Fields) -> Iterator[str]:
 
 
 def _others(arguments: Fields, expected: Fields) -> Iterator[str]:
-    """Yield what is recorded with another value, unless it is of experts and there are none."""
-    is_dense = arguments.get("num_experts") is None
+    """Yield what is recorded with another value, if there are experts or windows it is of."""
+    parts = {"moe_": arguments.get("num_experts"), "window_": _window(arguments)}
+    absent = tuple(start for start, one in parts.items() if one is None)
     for key, value in expected.items():
-        if arguments.get(key) not in (None, value) and not (is_dense and key.startswith("moe_")):
+        neutral = (None, value, False) if key in _NEUTRAL and not value else (None, value)
+        if arguments.get(key) not in neutral and not key.startswith(absent):
             yield key
 
 
