@@ -16,9 +16,9 @@ from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
 from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.plan.layout import Layout, OutputFile, OutputTensor
-from unshard.tensors.boxes import Box, row_major_strides
+from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import ByteRange, TensorEntry
-from unshard.tensors.chunk_rows import ChunkRows
+from unshard.tensors.chunk_rows import TensorDraft
 from unshard.tensors.placements import (
     DeviceMesh,
     Placement,
@@ -169,18 +169,9 @@ def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
 
 def _take_of(tensor: SavedTensor, source: ByteRange) -> Take:
     """Return all of a tensor among plain values, whose elements are in a file, row by row."""
-    rows, none = ChunkRows(len(tensor.shape)), (0,) * len(tensor.shape)
-    rows.add(
-        rank=0,
-        file=0,
-        start=source.offset,
-        itemsize=tensor.dtype.itemsize,
-        offsets=none,
-        sizes=tensor.shape,
-        strides=row_major_strides(tensor.shape),
-    )
-    name = f"{source.path.name}: byte {source.offset}"
-    return take(TensorEntry(name, tensor.dtype, tensor.shape, rows.table((source.path,))))
+    draft = TensorDraft(f"{source.path.name}: byte {source.offset}", tensor.dtype, tensor.shape)
+    draft.add(rank=0, file=0, start=source.offset)
+    return take(draft.entry((source.path,)))
 
 
 def optimizer_value(

@@ -82,7 +82,7 @@ class ChunkTable:
     def __iter__(self) -> Iterator[Chunk]:
         return (self[row] for row in range(len(self)))
 
-    def take(self, rows: Ints) -> "ChunkTable":
+    def take(self, rows: Ints | slice) -> "ChunkTable":
         """Return the table of these rows, in this order."""
         return ChunkTable(
             self.paths,

@@ -19,21 +19,6 @@ from unshard.tensors.placements import Sharding
 _FIXED = 4  # rank, file, start, length
 
 
-def chunk_row(  # noqa: PLR0913, PLR0917 (one argument per column; called for every chunk)
-    rank: int,
-    file: int,
-    start: int,
-    itemsize: int,
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    strides: Sequence[int],
-) -> tuple[int, ...]:
-    """Return a chunk's row: rank, file, start and length (bytes), offsets, sizes (elements)."""
-    last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    length = 0 if 0 in sizes else (last + 1) * itemsize
-    return (rank, file, start, length, *offsets, *sizes)
-
-
 @dataclass(slots=True)
 class ChunkRows:
     """The growing chunks of a tensor of `ndim` dimensions.
@@ -67,15 +52,11 @@ class ChunkRows:
         strides: Sequence[int],
     ) -> None:
         """Add a chunk whose first element is at byte `start`; strides in elements."""
-        odd = {} if is_row_major(sizes, strides) else {0: tuple(strides)}
-        self.extend(chunk_row(rank, file, start, itemsize, offsets, sizes, strides), odd)
-
-    def extend(self, rows: Sequence[int], odd_strides: dict[int, tuple[int, ...]]) -> None:
-        """Add chunks; `odd_strides` by number among them."""
-        base = len(self)
-        for number, strides in odd_strides.items():
-            self.odd_strides[base + number] = strides
-        self.rows.extend(rows)
+        if not is_row_major(sizes, strides):
+            self.odd_strides[len(self)] = tuple(strides)
+        last = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        length = 0 if 0 in sizes else (last + 1) * itemsize
+        self.rows.extend((rank, file, start, length, *offsets, *sizes))
 
     def table(self, paths: tuple[Path, ...]) -> ChunkTable:
         """Return the finished columns."""
@@ -158,7 +139,7 @@ class TensorDraft:
     ) -> None:
         """Add a compressed chunk; `row` is rank, file, and start and length of its item, bytes."""
         self.compressed.append(len(self.rows))
-        self.rows.extend((*row, *offsets, *sizes), {})
+        self.rows.rows.extend((*row, *offsets, *sizes))
 
     def entry(self, paths: tuple[Path, ...]) -> TensorEntry:
         """Return the tensor; `paths` are the files that its chunks refer to by number."""

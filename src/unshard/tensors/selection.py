@@ -166,20 +166,11 @@ def _divided(table: ChunkTable, ends: Sequence[int], is_odd: NDArray[np.bool_]) 
     known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
     tables = []
     for begin, end, odd in zip([0, *ends[:-1]], ends, is_odd.tolist(), strict=True):
-        rows = slice(begin, end)
-        boxes = table.offsets[rows], table.sizes[rows]
-        tables.append(
-            ChunkTable(
-                table.paths,
-                *known.setdefault((boxes[0].tobytes(), boxes[1].tobytes()), boxes),
-                table.strides[rows] if odd and table.strides is not None else None,
-                table.file[rows],
-                table.start[rows],
-                table.length[rows],
-                table.rank[rows],
-                table.compressed[rows],
-            )
-        )
+        part = table.take(slice(begin, end))
+        boxes = part.offsets, part.sizes
+        offsets, sizes = known.setdefault((boxes[0].tobytes(), boxes[1].tobytes()), boxes)
+        strides = part.strides if odd else None
+        tables.append(replace(part, offsets=offsets, sizes=sizes, strides=strides))
     return tables
 
 
