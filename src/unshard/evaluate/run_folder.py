@@ -26,6 +26,7 @@ from pathlib import Path
 from unshard.containers.json_file import is_text, parsed_object
 from unshard.read.step_names import STATE_FOLDER
 from unshard.write.dirfd import (
+    closing,
     open_inside,
     open_regular,
     read_with_status,
@@ -150,18 +151,14 @@ class RunFolder:
 @contextmanager
 def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
     """Yield the descriptor of a directory inside another; see `RunFolder.opened`."""
-    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        folder = open_inside(names, within=fd, make=make)
-    except OSError as error:
-        error.filename = str(top / str(error.filename))
-        raise
-    finally:
-        os.close(fd)
-    try:
+    with closing(os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
+        try:
+            folder = open_inside(names, within=fd, make=make)
+        except OSError as error:
+            error.filename = str(top / str(error.filename))
+            raise
+    with closing(folder):
         yield folder
-    finally:
-        os.close(folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -67,13 +67,17 @@ def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int
 
 
 @contextmanager
-def opened(*names: str, within: int, make: bool = False) -> Iterator[int]:
-    """Yield the descriptor of a directory, as `open_inside` opens it."""
-    fd = open_inside(names, within=within, make=make)
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor, and close it in the end."""
     try:
         yield fd
     finally:
         os.close(fd)
+
+
+def opened(*names: str, within: int, make: bool = False) -> AbstractContextManager[int]:
+    """Yield the descriptor of a directory, as `open_inside` opens it."""
+    return closing(open_inside(names, within=within, make=make))
 
 
 @contextmanager
@@ -155,12 +159,17 @@ def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file durably in one step: readers find all of it, or what was there before."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with whole_file(path.name, within=folder, durable=True) as file:
-            file.write(data)
-    finally:
-        os.close(folder)
+    with (
+        closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder,
+        whole_file(path.name, within=folder, durable=True) as file,
+    ):
+        file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    with closing(os.open(path, os.O_RDONLY)) as fd:
+        os.fsync(fd)
 
 
 def sync_tree(root: Path) -> None:
@@ -168,11 +177,7 @@ def sync_tree(root: Path) -> None:
     for folder, _, names in os.walk(root, topdown=False):
         paths = [Path(folder, name) for name in names]
         for path in (*(one for one in paths if not one.is_symlink()), Path(folder)):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(path)
 
 
 def exchange(first: int, first_name: str, second: int, second_name: str) -> bool:

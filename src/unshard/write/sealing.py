@@ -7,6 +7,7 @@ from unshard.containers.open_files import opened
 from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.dcp_files import DcpFile
 from unshard.containers.torch_files.zip_layout import ZipLayout
+from unshard.write.dirfd import closing
 
 _BLOCK = 256 * 1024
 """It stays in the processor's cache, and its memory is not fresh: both are several times faster."""
@@ -16,9 +17,6 @@ def seal(path: Path, made: ZipLayout | DcpFile) -> None:
     """Write the CRC-32 of every storage into a file, which is read once from the page cache."""
     with opened(path) as file:
         crcs = [crc_of(file, start, size, block=_BLOCK) for start, size in made.storages]
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
         for at, piece in made.fixed(crcs):
             os.pwrite(fd, piece, at)
-    finally:
-        os.close(fd)

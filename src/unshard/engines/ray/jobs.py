@@ -4,7 +4,6 @@ A file is made in a directory of its own next to the output, and moved there whe
 flushed it. So what a node writes that was taken for lost can never come between.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.catalog import Catalog
 from unshard.write.bucket.stage import BucketStage
+from unshard.write.dirfd import sync
 from unshard.write.stage import Finished, Overflows, Uploads, Written
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
@@ -172,7 +172,7 @@ class _Making:
             found.update(lost)
 
         run_plan(self.plan.only([number]), place, self.resources, listener, finished)
-        _flush(place / self.plan.layout.files[number].filename)
+        sync(place / self.plan.layout.files[number].filename)
         return found
 
 
@@ -262,15 +262,6 @@ def _paths_of(taken: Take) -> Sequence[Path]:
 
 def _place_of(attempt: int, staging: Path) -> Path:
     return staging / f"attempt-{attempt}"
-
-
-def _flush(path: Path) -> None:
-    """Flush a file to disk: another node cannot."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _move(made: Path, target: Path) -> None:

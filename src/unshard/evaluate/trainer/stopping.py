@@ -18,7 +18,7 @@ from pathlib import Path
 from unshard.errors import printable
 from unshard.evaluate.run_folder import STOP, RunFolder
 from unshard.evaluate.sinks.base import ignoring_errors
-from unshard.write.dirfd import open_regular
+from unshard.write.dirfd import closing, open_regular
 
 _EVERY = 10  # steps between two broadcasts
 _REASON = 300  # bytes that are shown
@@ -78,12 +78,8 @@ class StopFile:
 
 
 def _first_line(folder: RunFolder) -> str:
-    with folder.opened() as state:
-        fd = open_regular(STOP, os.O_RDONLY, within=state)
-    try:
+    with folder.opened() as state, closing(open_regular(STOP, os.O_RDONLY, within=state)) as fd:
         data = os.read(fd, _REASON)
-    finally:
-        os.close(fd)
     return printable(data.decode(errors="replace").strip().partition("\n")[0])
 
 

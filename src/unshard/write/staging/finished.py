@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from unshard.write.dirfd import (
     check_path,
+    closing,
     folder_of,
     names_in,
     open_regular,
@@ -67,22 +68,15 @@ class Ledger:
         with (
             opened(OUTPUT, within=self._place.fd) as output,
             folder_of(name, within=output) as (folder, file),
+            closing(open_regular(file, os.O_RDONLY, within=folder)) as fd,
         ):
-            fd = open_regular(file, os.O_RDONLY, within=folder)
-            try:
-                os.fsync(fd)
-                status = _status(os.fstat(fd))
-            finally:
-                os.close(fd)
+            os.fsync(fd)
+            status = _status(os.fstat(fd))
         texts = {str(start): count for start, count in counts.items()}
         text = _sealed(self._place, _Line(self._work, name, status, texts))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with self._lock:
-            fd = open_regular(FINISHED_NAME, flags, within=self._place.fd)
-            try:
-                os.write(fd, text)
-            finally:
-                os.close(fd)
+        with self._lock, closing(open_regular(FINISHED_NAME, flags, within=self._place.fd)) as fd:
+            os.write(fd, text)
 
 
 def open_ledger(place: StagingDirectory, work: Work) -> Ledger:

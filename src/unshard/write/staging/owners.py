@@ -31,7 +31,7 @@ from io import FileIO
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.write.dirfd import names_in, read_with_status, try_lock
+from unshard.write.dirfd import closing, names_in, read_with_status, try_lock
 
 OWNER_NAME = "owner.json"
 DRAFT_NAME = f"{OWNER_NAME}.new"
@@ -282,12 +282,10 @@ def _state_folder() -> Iterator[int]:
     _refuse_unless_own(there.stat(), 0)  # root must not make folders in a user's home
     base.mkdir(parents=True, exist_ok=True)
     (base / "unshard").mkdir(mode=0o700, exist_ok=True)
-    folder = os.open(base / "unshard", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    with closing(os.open(base / "unshard", flags)) as folder:
         _refuse_unless_own(os.fstat(folder), _OTHERS)
         yield folder
-    finally:
-        os.close(folder)
 
 
 def _refuse_unless_own(status: os.stat_result, forbidden: int) -> None:
@@ -308,11 +306,9 @@ def _make_key(folder: int) -> None:
     draft = f".{_KEY}-{secrets.token_hex(8)}"
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
-        try:
+        with closing(fd):
             os.write(fd, secrets.token_bytes(_KEY_BYTES))
             os.fsync(fd)
-        finally:
-            os.close(fd)
         try:
             os.link(draft, _KEY, src_dir_fd=folder, dst_dir_fd=folder)
         except FileExistsError:

@@ -15,7 +15,7 @@ from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
-from unshard.write.dirfd import status_of
+from unshard.write.dirfd import closing, status_of
 from unshard.write.record import is_weight_file, read_record
 from unshard.write.staging.journal import Mode
 
@@ -94,8 +94,7 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
 
     In place, weights that may be equal to those of the output can only be compared in the end.
     """
-    fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with closing(os.open(target, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         paths = {*find_in_the_way(fd), RECORD_NAME}
         if mode is Mode.IN_PLACE:
             paths -= {ADAPTER_CONFIG_NAME} & set(names)
@@ -105,8 +104,6 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
         found = find_strangers(fd, paths)
         if mode is not Mode.IN_PLACE or not _may_have_tensors(fd, found):
             refuse_strangers(target, found)
-    finally:
-        os.close(fd)
 
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
