@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,12 @@ def human_size(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number of things: 1 rank, 2 ranks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return a few of some names, and how many more there are: a, b, c and 2 more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @contextmanager

@@ -58,7 +58,7 @@ from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.format import shortened
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.showing import counted
+from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
@@ -391,5 +391,4 @@ def _compare_fixed(
     raise_all(ConversionError, "tensors that cannot be averaged", problems)
     if not taken:
         return []
-    listed = ", ".join(taken[:5]) + (f" and {len(taken) - 5} more" if len(taken) > 5 else "")
-    return [f"integers are not averaged: {listed} differ; {names[-1]} provides them"]
+    return [f"integers are not averaged: {listed(taken, 5)} differ; {names[-1]} provides them"]

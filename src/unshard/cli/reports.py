@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from unshard.fronts import Front, reword_warning
-from unshard.showing import counted, human_size
+from unshard.showing import counted, human_size, listed
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, ReshardReport
@@ -139,8 +139,7 @@ def _list_dtypes(report: "Report") -> str:
 def print_inspection(found: "Inspection", front: Front) -> None:
     """Print what was found about a checkpoint, for people."""
     which = ", ".join(filter(None, (found.role, found.weights)))
-    names = found.training_state
-    state = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    state = found.training_state
     rows = {
         "checkpoint": f"{found.path} ({which} weights)",
         "format": f"{found.format}, written by {found.writer}",
@@ -160,7 +159,7 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
         "tied": "; ".join(" = ".join(tied) for tied in found.shared),
         "companions": ", ".join(found.companions) or "none",
-        "not weights": f"training state: {state}" if state else "",
+        "not weights": f"training state: {listed(state, 2)}" if state else "",
         "optimizer": "" if found.optimizer is None else _describe_optimizer(found.optimizer),
         "compressed": "yes: merge decompresses it first" if found.compressed else "",
         "missing": ", ".join(found.missing),

@@ -14,6 +14,7 @@ from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
 from unshard.read.optimizer_state import OptimizerState, flat_name, split_name
+from unshard.showing import listed
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 _SHOWN = 5
@@ -50,10 +51,10 @@ def convert_optimizer(
     raise_all(ConversionError, "the state of the optimizer cannot be written", problems)
     renamed = _renamed(outputs, state, owners)
     left = [name for name in moments if name not in {*owners.values()}]
-    shown = ", ".join(left[:_SHOWN]) + (
-        f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    what = (
+        f"the optimizer's state of {len(left)} parameters was left out, as they are: "
+        f"{listed(left, _SHOWN)}"
     )
-    what = f"the optimizer's state of {len(left)} parameters was left out, as they are: {shown}"
     return Noted(made, (*([what] if left else []), *_lost(renamed))), renamed
 
 
@@ -63,10 +64,9 @@ def _lost(state: OptimizerState) -> Iterator[str]:
     owners += [(f"of group {at}", group.values) for at, group in enumerate(state.groups)]
     found = [f"{key} {of}" for of, own in owners for key, one in own.items() if _has_tensor(one)]
     if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         yield (
             "of tensors inside other values of the optimizer's state only dtype and shape are "
-            f"written: {', '.join(found[:_SHOWN])}{more}"
+            f"written: {listed(found, _SHOWN)}"
         )
 
 
@@ -182,13 +182,13 @@ def _renamed(
         for fqn in dict.fromkeys(part.entry.fqn for part in takes(one.recipe)):
             names.setdefault(owners[fqn], []).append(one.name)
 
-    def listed(parameters: Iterable[str]) -> list[tuple[str, str]]:
+    def renamings(parameters: Iterable[str]) -> list[tuple[str, str]]:
         return [(old, new) for old in parameters for new in names.get(old, ())]
 
     groups = tuple(
-        replace(group, params=tuple(dict.fromkeys(new for _, new in listed(group.params))))
+        replace(group, params=tuple(dict.fromkeys(new for _, new in renamings(group.params))))
         for group in state.groups
     )
-    steps = {new: state.steps[old] for old, new in listed(state.steps)}
-    values = {new: state.values[old] for old, new in listed(state.values)}
+    steps = {new: state.steps[old] for old, new in renamings(state.steps)}
+    values = {new: state.values[old] for old, new in renamings(state.values)}
     return replace(state, groups=groups, steps=steps, values=values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import NotMergeableError
+from unshard.showing import listed
 from unshard.tensors.catalog import Catalog
 
 Key = int | str
@@ -112,9 +113,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def left_out_note(where: str, values: Sequence[str]) -> tuple[str, ...]:
     """Return a note of values of the optimizer that have no plain form; none without any."""
-    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-    shown = ", ".join(values[:_SHOWN])
-    return (f"{where}: left out of the optimizer's state: {shown}{more}",) if values else ()
+    shown = listed(values, _SHOWN)
+    return (f"{where}: left out of the optimizer's state: {shown}",) if values else ()
 
 
 def refuse_quantised(where: str, keys: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from unshard.errors import UnknownFormatError
 from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
 from unshard.read.step_names import children, is_state, is_unfinished
-from unshard.showing import counted
+from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
 
 _LISTED = 12
@@ -93,8 +93,6 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
     there = [child.name + ("/" if child.is_dir() else "") for child in children(nearest)]
-    more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
-    shown = ", ".join(there[:_LISTED]) + more
     seen = [*_seen(nearest), *_not_followed(nearest)]
     seen += [f"{error.filename}: cannot be read: {error.strerror}" for error in below.closed[:1]]
     seen += [below.stopped] if below.stopped else []
@@ -105,20 +103,18 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         "(accelerate, HF Trainer), zero_pp_rank_R_mp_rank_00_optim_states.pt (DeepSpeed), "
         f"shard-*-model-*.safetensors or model.safetensors, here or up to {DEPTH} levels below, "
         "in step directories (global_step_N, checkpoint-N, step-N) or without them",
-        found="\n            ".join([shown or "an empty directory", *seen]),
+        found="\n            ".join([listed(there, _LISTED) or "an empty directory", *seen]),
         hint=_what_to_give(folder) or why_unlisted(folder),
     )
 
 
 def _several_runs(path: Path, runs: list[Path], apart: list[Path]) -> UnknownFormatError:
-    given = [*runs, *apart]
-    listed = ", ".join(map(str, given[:_LISTED]))
-    more = f" and {len(given) - _LISTED} more" if len(given) > _LISTED else ""
+    given = [str(place) for place in (*runs, *apart)]
     other = f", and other weights in {counted(len(apart), 'folder')}" if apart else ""
     which = "them" if apart else "the runs below it"
     return UnknownFormatError(
         f"{path}: no checkpoint found, but {len(runs)} runs that have some{other}",
-        hint=f"give one of {which}: {listed}{more}",
+        hint=f"give one of {which}: {listed(given, _LISTED)}",
     )
 
 

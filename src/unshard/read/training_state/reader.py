@@ -25,6 +25,7 @@ from unshard.errors import CheckpointError, UnsafeError
 from unshard.read.format import Location
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
+from unshard.showing import listed
 
 # Five digits at most: a name must not make lists as long as it likes.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
@@ -175,12 +176,6 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
         for other in others
     ]
     return replace(first, notes=(*first.notes, *notes))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return a few of some names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _extra_state(files: Mapping[str, Path], world_size: int) -> StateFiles:

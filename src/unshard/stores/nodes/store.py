@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from unshard.errors import CorruptError, StoreError
-from unshard.showing import counted
+from unshard.showing import counted, listed
 from unshard.stores.at_once import away_from_signals
 from unshard.stores.nodes.files import Copy, NodeFile, read_here
 from unshard.stores.nodes.readers import (
@@ -148,10 +148,8 @@ class LostNodeError(StoreError):
 
 def lost_node(node: str, name: str, files: Sequence[str]) -> LostNodeError:
     """Return the error that a node is lost; `name` is how messages call it."""
-    listed = ", ".join(sorted(files)[:_SHOWN])
-    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     error = LostNodeError(
-        f"node {name} is lost, and no other node has {listed}{more}",
+        f"node {name} is lost, and no other node has {listed(sorted(files), _SHOWN)}",
         hint="repeat the command when the node is there again",
     )
     error.node = node

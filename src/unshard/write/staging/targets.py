@@ -14,6 +14,7 @@ from pathlib import Path
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
+from unshard.showing import listed
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.dirfd import closing, status_of
 from unshard.write.record import is_weight_file, read_record
@@ -160,10 +161,9 @@ def refuse_strangers(target: Path, found: Sequence[str]) -> None:
     """Raise OutputError if there are files that unshard did not write, and that would be lost."""
     if not found:
         return
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise OutputError(
         f"{target}: has files that unshard did not write, or that were changed since: "
-        f"{', '.join(found[:_SHOWN])}{more}",
+        f"{listed(found, _SHOWN)}",
         expected="nothing that would be lost, or loaded instead of the output or together with it",
         hint="move them away, or give another output; to have them removed: --overwrite=all",
     )

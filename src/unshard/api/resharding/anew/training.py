@@ -13,8 +13,9 @@ from unshard.read.dcp.metadata import read_metadata
 from unshard.read.dcp.reader import DCP, metadata_files
 from unshard.read.open import Checkpoint
 from unshard.read.training_state.plain_values import plain_values
-from unshard.read.training_state.reader import StateFiles, find_state_files, listed, step_dirs
+from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
+from unshard.showing import listed
 
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
