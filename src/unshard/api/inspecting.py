@@ -276,8 +276,6 @@ def _find_shared(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
     """Return the names whose first chunks are the same bytes of the same file."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for name, entry in catalog.tensors.items():
-        chunks = entry.chunks
-        if len(chunks) and chunks.length[0]:
-            key = (int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0]))
-            groups.setdefault(key, []).append(name)
+        if entry.place is not None:
+            groups.setdefault(entry.place, []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)

@@ -13,7 +13,7 @@ from unshard.convert.outputs import Converted
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
-from unshard.read.optimizer_state import OptimizerState, flat_name, split_name
+from unshard.read.optimizer_state import OptimizerState, flat_name
 from unshard.showing import listed
 from unshard.tensors.catalog import Catalog, TensorEntry
 
@@ -36,10 +36,7 @@ def convert_optimizer(
     Raises:
         ConversionError: a tensor is computed, or made of parameters with and without state.
     """
-    moments: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in state.catalog.tensors.items():
-        parameter, key = split_name(name)
-        moments.setdefault(parameter, {})[key] = entry
+    moments = state.tensors
     owners = _owners(outputs, model, moments.keys() | state.values.keys())
     made: list[Converted] = []
     problems: list[ConversionError] = []
@@ -92,22 +89,14 @@ def _owners(
     stored: dict[tuple[int, int, int], str] = {}
     known = set(with_state)
     for name in model.tensors:
-        place = _place(model.tensors[name])
+        place = model.tensors[name].place
         if name in known and name not in used and place is not None:
             stored.setdefault(place, name)
     owners = {}
     for name in used:
-        place = _place(model.tensors[name]) if name in model.tensors else None
+        place = model.tensors[name].place if name in model.tensors else None
         owners[name] = name if name in known or place is None else stored.pop(place, name)
     return owners
-
-
-def _place(entry: TensorEntry) -> tuple[int, int, int] | None:
-    """Return where the first bytes of a tensor are: the same for tied weights."""
-    chunks = entry.chunks
-    if not len(chunks) or not chunks.length[0]:
-        return None
-    return int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0])
 
 
 def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[Converted]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import NotMergeableError
 from unshard.showing import listed
-from unshard.tensors.catalog import Catalog
+from unshard.tensors.catalog import Catalog, TensorEntry
 
 Key = int | str
 """What a state dict calls a parameter: its number, or its name."""
@@ -94,10 +94,18 @@ class OptimizerState:
     flattened: bool = False
 
     @property
+    def tensors(self) -> dict[str, dict[str, TensorEntry]]:
+        """The tensors of each parameter that has any, by key."""
+        found: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in self.catalog.tensors.items():
+            parameter, key = split_name(name)
+            found.setdefault(parameter, {})[key] = entry
+        return found
+
+    @property
     def parameters(self) -> list[str]:
         """The parameters that have state, in order."""
-        named = (split_name(name)[0] for name in self.catalog.tensors)
-        return list(dict.fromkeys([*named, *self.values]))
+        return list(dict.fromkeys([*self.tensors, *self.values]))
 
 
 def flat_name(parameter: Key, key: str) -> str:

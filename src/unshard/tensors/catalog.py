@@ -121,6 +121,14 @@ class TensorEntry:
         """Bytes of the full tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def place(self) -> tuple[int, int, int] | None:
+        """Where its first bytes are (file, start, length): tied weights share it; None without."""
+        chunks = self.chunks
+        if not len(chunks) or not chunks.length[0]:
+            return None
+        return int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:

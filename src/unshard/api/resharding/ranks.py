@@ -9,10 +9,8 @@ from unshard.api.resharding.writing import Addition, random_note
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.plan.resharding import RankFile, RankTensors, flat_optimizer_value, optimizer_value
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer_state import split_name
 from unshard.read.training_state.plain_values import plain_values
 from unshard.showing import counted
-from unshard.tensors.catalog import TensorEntry
 
 
 def files_of_ranks(
@@ -28,15 +26,12 @@ def files_of_ranks(
     state = source.optimizer
     if state is None or files.optimizer is None:
         return
-    entries: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in state.catalog.tensors.items():
-        parameter, key = split_name(name)
-        entries.setdefault(parameter, {})[key] = entry
     groups = [(group.params, group.values) for group in state.groups]
     keys: dict[str, int | str] = dict(sorted(state.numbers.items(), key=lambda one: one[1]))
     if not keys:  # it has names, which stay
         named = (*state.parameters, *(name for params, _ in groups for name in params))
         keys = {name: name for name in named}
+    entries = state.tensors
     made = flat_optimizer_value if state.flattened and not state.numbers else optimizer_value
     for rank, mesh in enumerate(target.meshes):
         tensors = RankTensors(target.version, mesh)

@@ -276,10 +276,7 @@ def _parameters(model: Catalog) -> list[Parameter]:
     found: dict[tuple[int, int, int] | str, Parameter] = {}
     for name, entry in model.tensors.items():
         if entry.dtype.kind is DTypeKind.FLOAT:
-            chunks = entry.chunks
-            is_stored = len(chunks) and chunks.length[0]
-            key = (int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0]))
-            found.setdefault(key if is_stored else name, Parameter(name, _form(entry)))
+            found.setdefault(entry.place or name, Parameter(name, _form(entry)))
     return list(found.values())
 
 

@@ -27,7 +27,7 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_directories
 from unshard.read.open import Checkpoint
-from unshard.read.optimizer_state import OptimizerState, split_name
+from unshard.read.optimizer_state import OptimizerState
 from unshard.tensors.catalog import TensorEntry
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -65,10 +65,7 @@ def _saved(path: ItemPath, entry: TensorEntry) -> SavedEntry:
 
 def _state(state: OptimizerState, version: Version) -> _Items:
     """Yield the items of an optimizer's state, in the order of its parameters, and its groups."""
-    tensors: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in state.catalog.tensors.items():
-        parameter, key = split_name(name)
-        tensors.setdefault(parameter, {})[key] = entry
+    tensors = state.tensors
     for parameter in state.parameters:
         path = (_OPTIMIZER, "state", parameter)
         for key, entry in tensors.get(parameter, {}).items():
