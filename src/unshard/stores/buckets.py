@@ -11,6 +11,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,13 +116,11 @@ def client(url: str) -> "ObjectStore":
             hint=how_to_install("obstore", "remote"),
         ) from None
     retries: RetryConfig = {"max_retries": _REQUEST_RETRIES}
-    try:
+    with refusing(url):
         if url.startswith("http"):
             options: ClientConfig = {"allow_http": True, "timeout": "300s"}  # it may be slow
             return HTTPStore.from_url(url, client_options=options, retry_config=retries)
         return from_url(url, retry_config=retries)
-    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-        raise failure(url, error) from None
 
 
 class Bucket:
@@ -351,6 +350,17 @@ def quoted(etag: str | None) -> str | None:
 def _is_denied(error: Exception) -> bool:
     is_named = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
     return is_named or "status code: 403" in str(error)[:2000]
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Raise StoreError in place of obstore's errors, which have no common base."""
+    try:
+        yield
+    except UnshardError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise failure(where, error) from None
 
 
 def failure(where: str, error: Exception) -> StoreError:

@@ -7,8 +7,8 @@ store refuses. No message contains what a store says.
 
 import os
 import re
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Self
@@ -50,10 +50,8 @@ class Composition:
         Raises:
             StoreError: the store cannot be reached, or does not allow it.
         """
-        try:
+        with _refusing(self._where):
             done = self._client.upload_part(**self._names, PartNumber=number, Body=data)
-        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
-            raise _failure(self._where, error) from None
         self._add(number, done["ETag"])
 
     def copy(self, number: int, source: RemotePath, start: int, length: int) -> None:
@@ -86,12 +84,10 @@ class Composition:
             StoreError: the store cannot be reached, or does not take the parts.
         """
         parts = [{"PartNumber": one, "ETag": self._etags[one]} for one in sorted(self._etags)]
-        try:
+        with _refusing(self._where):
             done = self._client.complete_multipart_upload(
                 **self._names, MultipartUpload={"Parts": parts}
             )
-        except Exception as error:  # noqa: BLE001
-            raise _failure(self._where, error) from None
         etag: str = done.get("ETag", "")
         return etag
 
@@ -133,10 +129,8 @@ class Copier:
             StoreError: the store cannot be reached, or does not allow it.
         """
         where, names = f"{bucket.url}/{key}", {"Bucket": _name_of(bucket), "Key": key}
-        try:
+        with _refusing(where):
             names["UploadId"] = self._client.create_multipart_upload(**names)["UploadId"]
-        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
-            raise _failure(where, error) from None
         made = Composition(self._client, where, names)
         try:
             send(made)
@@ -154,14 +148,12 @@ class Copier:
         """
         name = _name_of(bucket)
         list_begun = self._client.get_paginator("list_multipart_uploads").paginate
-        try:
+        with _refusing(f"{bucket.url}/{folder}"):
             pages = list_begun(Bucket=name, Prefix=folder)
             begun = [one for page in pages for one in page.get("Uploads", ())]
             for one in begun:
                 if one["Key"] in keys:
                     self._abort({"Bucket": name, "Key": one["Key"], "UploadId": one["UploadId"]})
-        except Exception as error:  # noqa: BLE001 (botocore's errors have no common base)
-            raise _failure(f"{bucket.url}/{folder}", error) from None
 
     def _abort(self, names: dict[str, str]) -> None:
         try:
@@ -203,6 +195,15 @@ def _code(error: Exception) -> str:
     """Return the code of an answer that is an error, or ""."""
     found = getattr(error, "response", {}).get("Error", {}).get("Code", "")
     return found if _CODE.fullmatch(found) else ""
+
+
+@contextmanager
+def _refusing(where: str) -> Iterator[None]:
+    """Raise StoreError in place of botocore's errors, which have no common base."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        raise _failure(where, error) from None
 
 
 def _failure(where: str, error: Exception) -> StoreError:

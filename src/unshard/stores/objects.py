@@ -5,11 +5,12 @@ all are there; an upload that fails is aborted, so that its parts are not left, 
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unshard.errors import UnshardError
-from unshard.stores.buckets import Bucket, failure, is_same_tag
+from unshard.stores.buckets import Bucket, failure, is_same_tag, refusing
 
 if TYPE_CHECKING:
     from obstore import PutMode
@@ -124,12 +125,8 @@ def etag_now(bucket: Bucket, key: str) -> str | None:
     Raises:
         StoreError: the store cannot be reached, or does not allow it.
     """
-    try:
+    with refusing(f"{bucket.url}/{key}"):
         return bucket.store.head(key)["e_tag"]
-    except UnshardError:
-        raise
-    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-        raise failure(f"{bucket.url}/{key}", error) from None
 
 
 def listed(bucket: Bucket, key: str) -> dict[str, Stored]:
@@ -139,13 +136,9 @@ def listed(bucket: Bucket, key: str) -> dict[str, Stored]:
         StoreError: the store cannot be reached, or does not allow it.
     """
     start = len(key) + 1 if key else 0
-    try:
+    with refusing(f"{bucket.url}/{key}"):
         pages = bucket.store.list(key or None)
         objects = [one for page in pages for one in page]
-    except UnshardError:
-        raise
-    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-        raise failure(f"{bucket.url}/{key}", error) from None
     return {one["path"][start:]: Stored(one["size"], one["e_tag"]) for one in objects}
 
 
@@ -155,11 +148,5 @@ def remove(bucket: Bucket, key: str) -> None:
     Raises:
         StoreError: the store cannot be reached, or does not allow it.
     """
-    try:
+    with refusing(f"{bucket.url}/{key}"), suppress(FileNotFoundError):
         bucket.store.delete(key)
-    except FileNotFoundError:
-        return
-    except UnshardError:
-        raise
-    except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-        raise failure(f"{bucket.url}/{key}", error) from None
