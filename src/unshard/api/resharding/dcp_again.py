@@ -99,9 +99,7 @@ def _data(path: Path, item: Item, name: str) -> bytes:
 
 def _add_small(source: Checkpoint, root: Path, world: int, files: Addition) -> None:
     """Add the files next to the weights that a trainer resumes from."""
-    own = source.companions
-    config = [] if own.config is None else [own.config]
-    for path in (*config, *own.files.values()):
+    for path in source.companions.paths.values():
         if path.is_relative_to(root):
             files.copied[str(path.relative_to(root))] = path
     ranks: dict[bool, dict[int, Path]] = {}

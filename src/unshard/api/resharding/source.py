@@ -95,9 +95,7 @@ class SourceFiles:
         near = all(path.parent == location.weights_dir for path in found)
         near = near and not location.weights_dir.name.startswith("pytorch_model_fsdp_")
         root = location.weights_dir if near else location.step_dir
-        own = source.companions
-        config = [] if own.config is None else [own.config]
-        others = [*config, *own.files.values(), root / FSDP_CONFIG]
+        others = [*source.companions.paths.values(), root / FSDP_CONFIG]
         small = {
             str(path.relative_to(root)): path
             for path in others

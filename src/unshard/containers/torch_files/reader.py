@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.containers.open_files import is_regular, opened, pread
+from unshard.containers.open_files import is_regular, opened, pread, read_whole
 from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import unpickle
@@ -24,6 +24,7 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError, Uns
 
 _HEAD = 512
 _TAR_AT = 257
+_MOST_METADATA = 1 << 30
 _TAR_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
 
 
@@ -85,6 +86,23 @@ def unpickled(path: Path, data: bytes) -> Value:
     """
     with _blaming(path):
         return unpickle(data)[0]
+
+
+def read_metadata_file(path: Path) -> bytes:
+    """Return what a file of metadata contains.
+
+    Raises:
+        IncompleteError: it is empty.
+        CorruptError: it is too large for metadata.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
+    if size > _MOST_METADATA:
+        raise CorruptError(
+            f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MOST_METADATA}"
+        )
+    return read_whole(path)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError
-from unshard.read.beside.companions import Companions, companions_in, find_companions
+from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.finding.discover import find
 from unshard.read.format import Choice
 from unshard.read.step_names import STATE_FOLDER
@@ -266,7 +266,7 @@ def _link_neighbours(checkpoint: Path, partial: Path) -> None:
         return
     step = checkpoint.parent
     if location.step_dir == step:
-        for name, path in _with_config(find_companions(location, None)).items():
+        for name, path in find_companions(location, None).paths.items():
             inside = path.relative_to(step) if path.is_relative_to(step) else Path(name)
             if not path.is_relative_to(checkpoint):
                 _link_small(path, partial / inside)
@@ -275,13 +275,8 @@ def _link_neighbours(checkpoint: Path, partial: Path) -> None:
 def link_companions(run: Path, partial: Path) -> None:
     """Link config and tokenizer from the run's own directory."""
     if not (partial / _CONFIG).exists():  # the step has its own, which wins
-        for name, path in _with_config(companions_in(run)).items():
+        for name, path in companions_in(run).paths.items():
             _link_small(path, partial / name)
-
-
-def _with_config(found: Companions) -> dict[str, Path]:
-    """Return all companions by their names."""
-    return {**found.files, **({} if found.config is None else {_CONFIG: found.config})}
 
 
 def _link_small(path: Path, link: Path) -> None:

@@ -58,9 +58,14 @@ class Companions:
         """What config.json says: see `ConfigFile.model`; None without one."""
         return None if self.config_file is None else self.config_file.model
 
+    @property
+    def paths(self) -> dict[str, Path]:
+        """All of them by their names, config.json too."""
+        return {**({} if self.config is None else {_CONFIG: self.config}), **self.files}
+
     def note(self, states: FileStates) -> None:
         """Take note of how the files are now: they are copied later."""
-        for path in (*self.files.values(), *([self.config] if self.config else [])):
+        for path in self.paths.values():
             states.add(path)
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from unshard.containers.open_files import read_whole
 from unshard.containers.pickles.records import Record, Value
-from unshard.containers.torch_files.reader import unpickled
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.containers.torch_files.reader import read_metadata_file, unpickled
+from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.torch_save.values import (
     TensorFormError,
     dtype_named,
@@ -27,7 +26,6 @@ from unshard.read.torch_save.values import (
 )
 from unshard.tensors.dtypes import DType
 
-_MAX_BYTES = 1 << 30
 _MAX_OFFSET = 1 << 62
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
 # Metadata with the plans of all ranks in addition, from Megatron-core 0.17 on.
@@ -104,15 +102,8 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
     """
     whole = DcpMetadata()
     for path in files:
-        size = path.stat().st_size
-        if size == 0:
-            raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
-        if size > _MAX_BYTES:
-            raise CorruptError(
-                f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
-            )
         try:
-            _add(whole, path, unpickled(path, read_whole(path)))
+            _add(whole, path, unpickled(path, read_metadata_file(path)))
         except TensorFormError as error:
             raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
     named = [name for name in whole.paths if name in whole.tensors]

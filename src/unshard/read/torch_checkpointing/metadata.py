@@ -17,10 +17,9 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from unshard.containers.open_files import read_whole
 from unshard.containers.pickles.records import Value
-from unshard.containers.torch_files.reader import unpickled
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.containers.torch_files.reader import read_metadata_file, unpickled
+from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.torch_save.meshes import piece_numbers
 from unshard.read.torch_save.table import TensorForm
 from unshard.read.torch_save.values import (
@@ -41,7 +40,6 @@ from unshard.tensors.placements import (
     StridedShard,
 )
 
-_MAX_BYTES = 1 << 30
 _VERSION = "2.0"
 
 
@@ -103,16 +101,10 @@ def read_metadata(path: Path, item: str) -> StatedItem | None:
         UnsafeError: its pickle names something that runs commands.
         NotMergeableError: it is of another version, or states something that is not read.
     """
-    size = path.stat().st_size
-    if size == 0:
-        raise IncompleteError(f"{path}: the file is empty", hint="the save was interrupted")
-    if size > _MAX_BYTES:
-        raise CorruptError(
-            f"{path}: {size} bytes are too many for metadata", expected=f"up to {_MAX_BYTES}"
-        )
-    value = unpickled(path, read_whole(path))
+    data = read_metadata_file(path)
+    value = unpickled(path, data)
     try:
-        return _Reader(path, size).item(value, item)
+        return _Reader(path, len(data)).item(value, item)
     except TensorFormError as error:
         what = f"{path}: not valid metadata of torch_checkpointing"
         raise CorruptError(f"{what}: {error}") from error

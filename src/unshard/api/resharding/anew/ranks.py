@@ -37,9 +37,7 @@ def ranks_anew(source: Checkpoint, target: Target, to: ReshardFormat) -> Writing
 
 def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
     """Add config, tokenizer and the like, and note what else the source has or lacks."""
-    own = source.companions
-    config = {} if own.config is None else {"config.json": own.config}
-    files.copied |= {f"{folder}{name}": path for name, path in (config | dict(own.files)).items()}
+    files.copied |= {f"{folder}{name}": path for name, path in source.companions.paths.items()}
     if source.optimizer is None:
         files.notes.append(
             "no state of an optimizer was found that can be read: only the model can be loaded"
