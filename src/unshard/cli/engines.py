@@ -69,7 +69,7 @@ def vllm(context: typer.Context, checkpoint: CheckpointArgument, **given: object
 
     options = keywords_of(EngineKeywords, given)
     extension = ("--worker-extension-cls", WORKER_EXTENSION)
-    _serve(_VLLM, checkpoint, options, [*extension, *context.args], given=context.args)
+    _serve(_VLLM, checkpoint, options, context.args, extension)
 
 
 @taking(EngineKeywords)
@@ -78,17 +78,15 @@ def sglang(context: typer.Context, checkpoint: CheckpointArgument, **given: obje
 
     All other options, after CHECKPOINT, are those of `python -m sglang.launch_server`.
     """
-    options = keywords_of(EngineKeywords, given)
-    _serve(_SGLANG, checkpoint, options, context.args, given=context.args)
+    _serve(_SGLANG, checkpoint, keywords_of(EngineKeywords, given), context.args)
 
 
 def _serve(
     engine: _Engine,
     checkpoint: Path,
     options: EngineKeywords,
-    arguments: Sequence[str],
-    *,
     given: Sequence[str],
+    added: Sequence[str] = (),
 ) -> None:
     """Become an engine on a checkpoint.
 
@@ -96,8 +94,8 @@ def _serve(
         engine: which.
         checkpoint: as for `merge`.
         options: which weights are meant.
-        arguments: for the engine.
-        given: those of them that the user gave.
+        given: arguments for the engine.
+        added: those that come before them.
     """
     from unshard.plugins.serving import describe, loader_config
 
@@ -113,7 +111,7 @@ def _serve(
     extra = json.dumps(loader_config(checkpoint, described.step, options))
     loading = ("--load-format", "unshard", "--model-loader-extra-config", extra)
     say(f"serving {described.title}")
-    _run(engine, described, [*_names(checkpoint, given), *loading, *arguments])
+    _run(engine, described, [*_names(checkpoint, given), *loading, *added, *given])
 
 
 def _check(engine: _Engine, given: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from unshard.engines.compare import Measurer, Pairs, measure_pairs
-from unshard.engines.threads import Resources, run_plan, verify_full
+from unshard.engines.threads import Resources, find_differences, raise_differences, run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener
 from unshard.tensors.catalog import Catalog
@@ -41,8 +41,9 @@ class Threads:
         return upload_files(plan, stage, self.resources, self.listener, finished)
 
     def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
-        """Check as `threads.verify_full` does."""
-        verify_full(plan, catalogs, directory, self.resources, self.listener)
+        """Check as `threads.find_differences` does."""
+        limits = self.resources, self.listener
+        raise_differences(find_differences(plan, catalogs, directory, *limits))
 
     def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
         """Compare as `compare.measure_pairs` does."""

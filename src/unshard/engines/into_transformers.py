@@ -6,15 +6,21 @@ inside. This module gives it the class, the config and the tensors, and compares
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from unshard.errors import ConversionError, UnshardError, UsageError
+from unshard.errors import UnshardError, UsageError
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.selection import Selection
-from unshard.write.verification.load import Found, named_class, need_transformers
+from unshard.write.verification.load import (
+    Found,
+    loading_of,
+    named_class,
+    need_transformers,
+    refuse_misfits,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
 
 GENERATION_NAME = "generation_config.json"
 _FIRST_LAZY = 5  # the first version that reads tensors of a state dict by indexing them
-_SHOWN = 20
 # Of these, `from_pretrained` makes more than a field of the config: it must get them itself.
 _NOT_FOR_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
@@ -246,29 +251,16 @@ def refuse_differences(
     Raises:
         ConversionError: they differ; all that do are named.
     """
-    missing = [] if allow_missing else sorted(found["missing_keys"])
-    unexpected = [] if allow_unexpected else sorted(found["unexpected_keys"])
-    problems = [
-        *(f"{name}: is missing" for name in missing),
-        *(f"{name}: is not in the model" for name in unexpected),
-        *(
-            f"{name}: shape {list(shape)}, not {list(expected)}"
-            for name, shape, expected in sorted(found["mismatched_keys"])
-        ),
-    ]
-    if not problems:
-        return
+    loading = loading_of(type(model), found)
+    missing = () if allow_missing else loading.missing
+    unexpected = () if allow_unexpected else loading.unexpected
     hints = [
         *(["--allow-missing lets transformers initialise what is missing"] if missing else []),
         *(["--allow-unexpected leaves out what the model does not have"] if unexpected else []),
         "auto_class=… names another class",
     ]
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    raise ConversionError(
-        f"the checkpoint does not fit {type(model).__name__} ({len(problems)} problems)",
-        found="; ".join(problems[:_SHOWN]) + more,
-        hint="; ".join(hints),
-    )
+    left = replace(loading, missing=missing, unexpected=unexpected)
+    refuse_misfits(left, hint="; ".join(hints))
 
 
 def set_generation(model: "PreTrainedModel", file: Path) -> None:

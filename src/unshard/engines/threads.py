@@ -272,23 +272,7 @@ def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
     return outputs
 
 
-def verify_full(
-    plan: Plan,
-    catalogs: Sequence[Catalog],
-    directory: Path,
-    resources: Resources,
-    listener: Listener,
-) -> None:
-    """Check sources, replicas and every byte of the output in `directory`.
-
-    Raises:
-        CorruptError: a source file is damaged, or replicas differ.
-        OutputError: the output differs from its sources.
-    """
-    raise_differences(find_differences(plan, catalogs, directory, resources, listener))
-
-
-def find_differences(  # noqa: PLR0913 (as `verify_full`, and what part of it)
+def find_differences(  # noqa: PLR0913 (what is checked, with what, and what part of it)
     plan: Plan,
     catalogs: Sequence[Catalog],
     directory: Path,
@@ -297,7 +281,7 @@ def find_differences(  # noqa: PLR0913 (as `verify_full`, and what part of it)
     *,
     part: tuple[int, int] = (0, 1),
 ) -> list[UnshardError]:
-    """Return what `verify_full` raises, or what one of several parts of it finds.
+    """Check sources, replicas and every byte of the output in `directory`; return what differs.
 
     `part` is its number, from 0 on, and how many there are. Each has some of the output files, and
     some of what there is to check about the sources.

@@ -129,7 +129,7 @@ class OverRay:
         return measured
 
     def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
-        """Check as `threads.verify_full` does; a node takes some files and sources at a time."""
+        """Check as `find_differences` does; a node takes some files and sources at a time."""
         count = _PARTS * max(1, len(self.cluster.nodes()))
         sources = _sources(plan).union(*(one.weight_files for one in catalogs))
         sources |= {part.path for one in catalogs for part in one.archives}

@@ -108,6 +108,11 @@ def check_class(
     with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config.fields), encoding="utf-8")
         found = _load_as(model_class, Path(scratch), forms_of(tensors))
+    refuse_misfits(found)
+
+
+def refuse_misfits(found: Loading, hint: str = "") -> None:
+    """Raise ConversionError if names or shapes differ from those of a model; all are named."""
     problems = [
         *(f"{name}: is missing" for name in found.missing),
         *(f"{name}: is not in the model" for name in found.unexpected),
@@ -118,6 +123,7 @@ def check_class(
         raise ConversionError(
             f"the checkpoint does not fit {found.model_class} ({len(problems)} problems)",
             found="; ".join(problems[:_SHOWN]) + more,
+            hint=hint,
         )
 
 
@@ -168,6 +174,11 @@ def _placed(
         output_loading_info=True,
     )
     _, found = cast("tuple[object, Found]", loaded)
+    return loading_of(model_class, found)
+
+
+def loading_of(model_class: type, found: Found) -> Loading:
+    """Return what transformers reports of a loading, in order."""
     return Loading(
         model_class.__name__,
         tuple(sorted(found["missing_keys"])),
