@@ -16,6 +16,7 @@ from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
 from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.plan.layout import Layout, OutputFile, OutputTensor
+from unshard.read.optimizer_state import OptimizerState
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import ByteRange, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
@@ -175,46 +176,40 @@ def _take_of(tensor: SavedTensor, source: ByteRange) -> Take:
 
 
 def optimizer_value(
-    tensors: RankTensors,
-    entries: Mapping[str, Mapping[str, TensorEntry]],
-    values: Mapping[str, Mapping[str, Value]],
-    groups: Sequence[tuple[Sequence[str], Mapping[str, Value]]],
-    keys: Mapping[str, int | str],
+    tensors: RankTensors, state: OptimizerState, keys: Mapping[str, int | str]
 ) -> Value:
     """Return the state dict of an optimizer, as `torch.optim` has it.
 
     Args:
         tensors: makes the tensors of the rank.
-        entries: by parameter and key, the tensors of its state.
-        values: the same of what is not a tensor.
-        groups: the parameters of each group, in the order of the optimizer; its hyper-parameters.
+        state: of the optimizer.
         keys: what the state dict calls each parameter, a number or its name, in order.
     """
-    state: dict[Value, Value] = {}
+    entries = state.tensors
+    found: dict[Value, Value] = {}
     for name, own in keys.items():
         made = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
-        made |= values.get(name, {})
+        made |= state.values.get(name, {})
         if made:
-            state[own] = made
-    listed = [{**hyper, "params": [keys[name] for name in names]} for names, hyper in groups]
-    return {"state": state, "param_groups": listed}
+            found[own] = made
+    groups = [
+        {**group.values, "params": [keys[name] for name in group.params]} for group in state.groups
+    ]
+    return {"state": found, "param_groups": groups}
 
 
 def flat_optimizer_value(
-    tensors: RankTensors,
-    entries: Mapping[str, Mapping[str, TensorEntry]],
-    values: Mapping[str, Mapping[str, Value]],
-    groups: Sequence[tuple[Sequence[str], Mapping[str, Value]]],
-    keys: Mapping[str, int | str],
+    tensors: RankTensors, state: OptimizerState, keys: Mapping[str, int | str]
 ) -> Value:
     """Return the same, flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`."""
+    entries = state.tensors
     found: dict[Value, Value] = {}
     for name in keys:
         for key, entry in entries.get(name, {}).items():
             found[f"state.{name}.{key}"] = tensors.make(entry)
-        found |= {f"state.{name}.{key}": value for key, value in values.get(name, {}).items()}
-    for names, hyper in groups:
-        found |= {
-            f"param_groups.{name}.{key}": value for name in names for key, value in hyper.items()
-        }
+        own = state.values.get(name, {})
+        found |= {f"state.{name}.{key}": value for key, value in own.items()}
+    for group in state.groups:
+        for name in group.params:
+            found |= {f"param_groups.{name}.{key}": one for key, one in group.values.items()}
     return found

@@ -26,16 +26,14 @@ def files_of_ranks(
     state = source.optimizer
     if state is None or files.optimizer is None:
         return
-    groups = [(group.params, group.values) for group in state.groups]
     keys: dict[str, int | str] = dict(sorted(state.numbers.items(), key=lambda one: one[1]))
     if not keys:  # it has names, which stay
-        named = (*state.parameters, *(name for params, _ in groups for name in params))
+        named = (*state.parameters, *(name for group in state.groups for name in group.params))
         keys = {name: name for name in named}
-    entries = state.tensors
     made = flat_optimizer_value if state.flattened and not state.numbers else optimizer_value
     for rank, mesh in enumerate(target.meshes):
         tensors = RankTensors(target.version, mesh)
-        value = made(tensors, entries, state.values, groups, keys)
+        value = made(tensors, state, keys)
         yield RankFile(files.renamed(files.optimizer, world, rank), value, tensors)
 
 
