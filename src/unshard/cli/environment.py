@@ -83,15 +83,12 @@ def _copies(scratch: Path) -> bool:
 
 def _exchanges(scratch: Path) -> bool:
     """Return whether two directories can be swapped in one step (renameat2)."""
-    from unshard.write.dirfd import exchange
+    from unshard.write.dirfd import closing, exchange
 
     for name in ("first", "second"):
         (scratch / name).mkdir()
-    fd = os.open(scratch, os.O_RDONLY)
-    try:
+    with closing(os.open(scratch, os.O_RDONLY)) as fd:
         return exchange(fd, "first", fd, "second")
-    finally:
-        os.close(fd)
 
 
 def _links(scratch: Path) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unshard.read.model_config import Fields
     from unshard.tensors.catalog import Catalog
 
-DTYPES = ("float32", "float16", "bfloat16")
+_DTYPES = ("float32", "float16", "bfloat16")
 
 _GENERATION_CONFIG = "generation_config.json"
 
@@ -48,6 +48,15 @@ def path_argument(text: str) -> Path:
     if not text:  # `Path` would take it for the current directory
         raise argparse.ArgumentTypeError("it is an empty path; for the current directory, give .")
     return Path(text)
+
+
+def add_options(parser: argparse.ArgumentParser, *, output: str, folder: str, dtype: str) -> None:
+    """Add the options that both conversion scripts have, by the names that each gives them."""
+    parser.add_argument(output, type=path_argument, help="default: CHECKPOINT_PATH_merged")
+    about = "folder of the shards; default: actor"
+    parser.add_argument(folder, type=path_argument, default="actor", help=about)
+    about = "default: bfloat16"
+    parser.add_argument(dtype, default="bfloat16", choices=_DTYPES, help=about)
 
 
 def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:

@@ -12,8 +12,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from unshard.compat.commands import (
-    DTYPES,
     Paths,
+    add_options,
     convert,
     find_paths,
     path_argument,
@@ -37,14 +37,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "checkpoint_path", type=path_argument, help="the checkpoint: …/global_step_150"
     )
-    parser.add_argument("--output", type=path_argument, help="default: CHECKPOINT_PATH_merged")
-    parser.add_argument(
-        "--actor-dir",
-        type=path_argument,
-        default="actor",
-        help="folder of the shards; default: actor",
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    add_options(parser, output="--output", folder="--actor-dir", dtype="--dtype")
     return parser.parse_args()
 
 

@@ -12,8 +12,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from unshard.compat.commands import (
-    DTYPES,
     Paths,
+    add_options,
     convert,
     find_paths,
     path_argument,
@@ -42,16 +42,7 @@ def _arguments() -> argparse.Namespace:
         required=True,
         help="the checkpoint: global_step_150",
     )
-    parser.add_argument("--output_path", type=path_argument, help="default: CHECKPOINT_PATH_merged")
-    parser.add_argument(
-        "--actor_subdir",
-        type=path_argument,
-        default="actor",
-        help="folder of the shards; default: actor",
-    )
-    parser.add_argument(
-        "--torch_dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16"
-    )
+    add_options(parser, output="--output_path", folder="--actor_subdir", dtype="--torch_dtype")
     parser.add_argument(
         "--trust_remote_code",
         action="store_true",
