@@ -6,7 +6,7 @@ Like every layout it is made before any weight is read.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import product
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.dcp_files import DcpFile
@@ -86,15 +86,8 @@ def meshes_of(
     shape: tuple[int, ...], names: tuple[str, ...] | None, device_type: str
 ) -> Sequence[DeviceMesh]:
     """Return a mesh as each of its ranks sees it, in the order of the ranks."""
-    meshes = []
-    for rank in range(prod(shape)):
-        rest = rank
-        at: list[int] = []
-        for size in reversed(shape):
-            rest, coordinate = divmod(rest, size)
-            at.insert(0, coordinate)
-        meshes.append(DeviceMesh(shape, names, tuple(at), device_type))
-    return meshes
+    coordinates = product(*map(range, shape))  # the last dimension runs fastest
+    return [DeviceMesh(shape, names, at, device_type) for at in coordinates]
 
 
 def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | None:
