@@ -7,7 +7,7 @@ computes those that are missing.
 Sources: the pickles of torch 2.4 to 2.15 (`docs/formats.md`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -37,29 +37,6 @@ _OLD = "torch.distributed._tensor.placement_types"  # has both, up to 2.4
 _LAYOUTS = "torch.distributed._mesh_layout"
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoding:
-    """What is the same for all DTensors of a version."""
-
-    version: Version
-
-    def has(self, major: int, minor: int) -> bool:
-        """Return whether a version has what came with that one."""
-        return self.version >= (major, minor)
-
-    @property
-    def dtensor(self) -> Global:
-        if self.has(2, 5):
-            return Global("torch.distributed.tensor", "DTensor")
-        return Global("torch.distributed._tensor.api", "DTensor")
-
-    def of_specs(self, name: str) -> Global:
-        return Global(_SPECS if self.has(2, 5) else _OLD, name)
-
-    def of_placements(self, name: str) -> Global:
-        return Global(_PLACEMENTS if self.has(2, 5) else _OLD, name)
-
-
 class DTensors:
     """Makes the DTensors of one rank on one mesh, whose ranks ascend from 0 on.
 
@@ -69,7 +46,12 @@ class DTensors:
     """
 
     def __init__(self, version: Version, mesh: DeviceMesh) -> None:
-        self._encoding = _Encoding(version)
+        is_public = version >= (2, 5)
+        module = "torch.distributed.tensor" if is_public else "torch.distributed._tensor.api"
+        self._dtensor = Global(module, "DTensor")
+        self._specs = _SPECS if is_public else _OLD
+        self._placements = _PLACEMENTS if is_public else _OLD
+        self._version = version
         self._mesh = mesh
         self._rank = _rank_of(mesh)
         self._stated = self._device_mesh()
@@ -79,36 +61,39 @@ class DTensors:
         self, local: SavedTensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Call:
         """Return the DTensor of a global shape whose part on this rank is `local`."""
-        encoding, strides = self._encoding, row_major_strides(shape)
+        strides, dtensor = row_major_strides(shape), self._dtensor
         dtype = Global("torch", local.dtype.name)
         device = Call(Global("torch", "device"), (Text("cpu"),))
-        args = (encoding.dtensor, dtype, tuple(shape), strides, 0, self._layout, device, False)
+        args = (dtensor, dtype, tuple(shape), strides, 0, self._layout, device, False)
         state = {"_local_tensor": local, "_spec": self._spec(dtype, shape, placements)}
         rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
         return Call(
             Global("torch._tensor", "_rebuild_from_type_v2"),
-            (rebuild, encoding.dtensor, args, (None, state)),
+            (rebuild, dtensor, args, (None, state)),
         )
+
+    def _has(self, major: int, minor: int) -> bool:
+        """Return whether the version has what came with that one."""
+        return self._version >= (major, minor)
 
     def _spec(
         self, dtype: Global, shape: tuple[int, ...], placements: tuple[Placement, ...]
     ) -> Call:
-        encoding = self._encoding
         size = Call(Global("torch", "Size"), ((*shape,),))  # torch has another tuple here
         meta = (size, row_major_strides(shape), dtype)
         fields: dict[str, Value] = {
             "mesh": self._stated,
             "placements": tuple(map(self._placement, placements)),
-            "tensor_meta": Call(encoding.of_specs("TensorMeta"), meta, is_new=True),
+            "tensor_meta": Call(Global(self._specs, "TensorMeta"), meta, is_new=True),
         }
         is_strided = any(isinstance(one, StridedShard) for one in placements)
-        if encoding.has(2, 10):
+        if self._has(2, 10):
             order = self._shard_order(placements)
-            fields["shard_order"] = None if is_strided and encoding.has(2, 12) else order
-        if encoding.has(2, 12):
+            fields["shard_order"] = None if is_strided and self._has(2, 12) else order
+        if self._has(2, 12):
             fields["use_strided_shard_as_shard_order"] = is_strided
         fields["_hash"] = None
-        return Call(encoding.of_specs("DTensorSpec"), state=fields, is_new=True)
+        return Call(Global(self._specs, "DTensorSpec"), state=fields, is_new=True)
 
     def _shard_order(self, placements: tuple[Placement, ...]) -> tuple[Call, ...]:
         """Return, per tensor dimension that is cut, the mesh dimensions in the order they cut it.
@@ -127,43 +112,42 @@ class DTensors:
                         before *= self._mesh.shape[order[place]]
                         place += 1
                     order.insert(place, mesh_dim)
-        entry = self._encoding.of_specs("ShardOrderEntry")
+        entry = Global(self._specs, "ShardOrderEntry")
         return tuple(Call(entry, (dim, tuple(cut[dim])), is_new=True) for dim in sorted(cut))
 
     def _placement(self, placement: Placement) -> Call:
-        encoding = self._encoding
         match placement:
             case Shard(dim):
-                name: Value = Text("dim") if encoding.has(2, 10) else "dim"  # since then from C++
-                return Call(encoding.of_placements("Shard"), state={name: dim}, is_new=True)
+                name: Value = Text("dim") if self._has(2, 10) else "dim"  # since then from C++
+                return Call(Global(self._placements, "Shard"), state={name: dim}, is_new=True)
             case StridedShard(dim, factor):
                 fields = {"dim": dim, "split_factor": factor}
-                return Call(encoding.of_placements("_StridedShard"), state=fields, is_new=True)
+                return Call(Global(self._placements, "_StridedShard"), state=fields, is_new=True)
             case Replicate():
-                state: Value = {} if encoding.has(2, 10) else None
-                return Call(encoding.of_placements("Replicate"), state=state, is_new=True)
+                state: Value = {} if self._has(2, 10) else None
+                return Call(Global(self._placements, "Replicate"), state=state, is_new=True)
             case _:
                 raise TypeError(f"a tensor that is {placement} cannot be written")
 
     def _device_mesh(self) -> Call:
-        by_layout = self._encoding.has(2, 10)
+        by_layout = self._has(2, 10)
         ranks = tuple(range(prod(self._mesh.shape)))
         state = self._mesh_of_layout(ranks) if by_layout else self._mesh_of_tensor(ranks)
         mesh = Global("torch.distributed.device_mesh", "DeviceMesh")
         return Call(mesh, state=state, is_new=True)
 
     def _mesh_of_tensor(self, ranks: tuple[int, ...]) -> dict[str, Value]:
-        has, mesh = self._encoding.has, self._mesh
+        mesh = self._mesh
         fields: dict[str, Value] = {
             "device_type": mesh.device_type,
             "mesh": _numbers(ranks, mesh.shape),
             "mesh_dim_names": mesh.dim_names,
             "_flatten_mesh_list": ranks,
         }
-        fields |= {} if has(2, 5) else {"_parent_mesh": None}
+        fields |= {} if self._has(2, 5) else {"_parent_mesh": None}
         fields["_thread_id"] = None
         groups = self._groups()
-        if has(2, 8):
+        if self._has(2, 8):
             fields["_dim_group_names"] = groups
         else:
             fields["_dim_group_infos"] = [
@@ -185,7 +169,7 @@ class DTensors:
             "_flatten_mapping": {},
             "_dim_group_names": self._groups(),
         }
-        if not self._encoding.has(2, 12):
+        if not self._has(2, 12):
             return fields | {"_coordinate_on_dim": list(mesh.coordinates)}
         return fields | {
             "_rank": self._rank,
@@ -213,7 +197,7 @@ class DTensors:
         shape = self._mesh.shape
         strides = row_major_strides(shape)
         layout = Global(_LAYOUTS, "_MeshLayout")
-        if not self._encoding.has(2, 13):
+        if not self._has(2, 13):
             return Call(layout, state={"shape": shape, "stride": strides}, is_new=True)
         flat = Global(_LAYOUTS, "_FlatLayout")
         axes = tuple(
