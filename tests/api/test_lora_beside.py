@@ -1,5 +1,6 @@
 """An adapter in a file next to weights that have no LoRA names: transformers applies it."""
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -111,6 +112,29 @@ def test_it_is_an_error_that_names_both_and_nothing_is_written(
     assert "lora='fuse'" in str(error.value)
     assert "lora='ignore'" in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "PROMPT_TUNING"])
+def test_an_adapter_of_another_kind_is_not_to_be_fused(
+    trained: Truth, tmp_path: Path, kind: str
+) -> None:
+    put_whole(trained[0], tmp_path / "run")
+    (tmp_path / "run/adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    with pytest.raises(ConversionError, match=f"it is {kind}, which PEFT itself merges") as error:
+        unshard.merge(tmp_path / "run", tmp_path / "out")
+    assert "lora='fuse'" not in str(error.value)
+    unshard.merge(tmp_path / "run", tmp_path / "out", lora="ignore")
+
+
+def test_it_is_resharded_with_the_weights(trained: Truth, tmp_path: Path) -> None:
+    step = tmp_path / "global_step_5"
+    put_ranks(trained[0], step)
+    report = unshard.reshard(step / "actor", tmp_path / "out", world_size=3)
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {*report.others}
+    with pytest.raises(ConversionError, match=r"adapter_model\.safetensors is next to"):
+        unshard.merge(tmp_path / "out", tmp_path / "bare")
+    unshard.merge(tmp_path / "out", tmp_path / "fused", lora="fuse")
+    assert_fused(merged(tmp_path / "fused"), trained[1])
 
 
 @each_form

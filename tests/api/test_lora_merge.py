@@ -158,7 +158,7 @@ def test_an_embedding_that_was_resized_and_trained_whole_is_thrice_in_pefts_file
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, by peft
 def test_patterns_that_peft_sorted_when_it_saved_them(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     both: dict[str, Any] = {"q_proj": 3, "model.layers.0.self_attn.q_proj": 5}
     config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], rank_pattern=both)
@@ -171,7 +171,12 @@ def test_patterns_that_peft_sorted_when_it_saved_them(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "ckpt" / "adapter_config.json").read_text())
     assert [*saved["rank_pattern"]] == [*both][::-1]
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    names = [name for name in model.state_dict() if ".lora_" in name]
+    trained = {name: model.state_dict()[name].clone() for name in names}
     assert_close(merged(tmp_path / "out"), dict(model.merge_and_unload().state_dict()))
+    unshard.merge(tmp_path / "ckpt", tmp_path / "adapter", lora="adapter")
+    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapter")
+    assert_same({name: loaded.state_dict()[name] for name in names}, trained)
     config.alpha_pattern = both
     config.save_pretrained(str(tmp_path / "ckpt"))
     choices: tuple[Lora, ...] = ("fuse", "adapter", "both")

@@ -608,6 +608,12 @@ TRUE = replace(FALSE, fan_in_fan_out=True)
 HEAD = linear("lm_head", 50, 4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "bert"])
+def test_a_linear_is_not_stored_turned_whatever_the_config_says(family: str) -> None:
+    """PEFT resets fan_in_fan_out for a Linear."""
+    assert not turned(fused(linear("m.q_proj", 5, 5), TRUE, types=["", family]))["m.q_proj.weight"]
+
+
 @pytest.mark.parametrize("family", ["gpt2", "openai-gpt", "imagegpt", "decision_transformer"])
 @pytest.mark.parametrize("config", [PLAIN, FALSE, TRUE])
 @pytest.mark.parametrize("more", [{}, HEAD, linear("h.embed_state", 4, 17)])

@@ -6,12 +6,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeGuard
 
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources, adapter_beside
 from unshard.containers.chunks import equal_tensors
+from unshard.containers.json_file import json_object
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
@@ -177,11 +179,7 @@ def fuse_adapter(
         if lora == "both" or checkpoint.adapter is not None:
             raise _no_adapter(checkpoint, lora)
         if lora is None and (beside := adapter_beside(checkpoint)) is not None:
-            raise ConversionError(
-                f"{checkpoint.location.place}: the weights have no LoRA adapter, but {beside} is "
-                "next to them",
-                hint="merge them with --lora fuse, or leave the adapter out with --lora ignore",
-            )
+            raise _adapter_next_to(checkpoint, beside)
         return Noted({**split.base, **split.saved})
     if lora == "ignore":
         raise UsageError(
@@ -200,6 +198,19 @@ def fuse_adapter(
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
+
+
+def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
+    config = adapter.with_name(ADAPTER_CONFIG_NAME)
+    kind = json_object(config).get("peft_type", "LORA") if config.is_file() else "LORA"
+    hint = "leave the adapter out with --lora ignore"
+    return ConversionError(
+        f"{checkpoint.location.place}: the weights have no LoRA adapter, but {adapter} is next to "
+        "them",
+        hint=f"merge them with --lora fuse, or {hint}"
+        if kind == "LORA"
+        else f"it is {kind}, which PEFT itself merges; {hint}",
+    )
 
 
 def _as_stored(found: Catalog | Base) -> dict[str, Take]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unshard.api.resharding.source import FSDP_CONFIG
 from unshard.api.resharding.writing import Writing
-from unshard.read.beside.adapter_config import adapter_files, lora_names
+from unshard.read.beside.adapter_config import adapter_files, find_adapter, lora_names
 from unshard.read.format import Choice, ReadOptions, shortened
 from unshard.read.open import Checkpoint, open_latest
 
@@ -26,10 +26,11 @@ def open_ema(source: Checkpoint) -> tuple[Checkpoint, ...]:
 
 
 def add_beside(source: Checkpoint, writing: Writing) -> None:
-    """Add the files that state an adapter's alpha, and note all that is not carried."""
+    """Add an adapter next to the weights, what states its alpha, and a note of all else."""
     location, others = source.location, writing.others
     has_lora = bool(lora_names(source.catalog.tensors))
-    for path in filter(None, adapter_files(location)):
+    own = None if has_lora else find_adapter(location)  # which no layout has among its weights
+    for path in filter(None, (*adapter_files(location), own)):
         if has_lora or location.step_dir in path.parents:
             others.copied.setdefault(path.name, path)
     if location.place != location.weights_dir:  # a file, next to anything

@@ -1,10 +1,10 @@
 """What PEFT's files have of an adapter: its tensors, its ranks, what it adapts. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from unshard.convert.lora.fuse import check_rank, check_saved_modules, check_targets
+from unshard.convert.lora.fuse import check_rank, check_saved_modules, check_targets, matched
 from unshard.convert.lora.names import FRONT, LoraPair, Split
 from unshard.convert.lora.weights import find_weights
 from unshard.convert.recipes import Recipe, shape_of
@@ -40,7 +40,8 @@ def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
             _check_ranks(((p.module, shape_of(p.a)[0]) for p in split.pairs.values()), config)
         saved = config.modules_to_save or _modules_to_save(split)
         turned = bool(config.fan_in_fan_out)
-        return replace(config, modules_to_save=saved, fan_in_fan_out=turned)
+        patterns = _clear_ranks(split, config)
+        return replace(config, modules_to_save=saved, fan_in_fan_out=turned, rank_pattern=patterns)
     modules, parameters = _targets(split, config)
     ranks = modules | parameters
     rank = Counter(ranks.values()).most_common(1)[0][0]
@@ -58,6 +59,17 @@ def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
         modules_to_save=_modules_to_save(split),
         fan_in_fan_out=any(_is_turned(pair, split) for pair in split.pairs.values()),
     )
+
+
+def _clear_ranks(split: Split, config: AdapterConfig) -> Mapping[str, int]:
+    """Return the pattern of ranks; the ranks of whole names if several patterns match one.
+
+    PEFT takes the first, and sorts them when it saves.
+    """
+    ranks = {pair.module: shape_of(pair.a)[0] for pair in split.pairs.values()}
+    if all(len({*matched(config.rank_pattern, name).values()}) < 2 for name in ranks):
+        return config.rank_pattern
+    return {name: rank for name, rank in ranks.items() if rank != config.rank}
 
 
 def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:

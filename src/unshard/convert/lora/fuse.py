@@ -7,7 +7,7 @@ end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pat
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from unshard.convert.lora.names import LoraPair, Split
@@ -41,7 +41,7 @@ def fuse(
     config: AdapterConfig | None,
     alpha: float | None,
     base: Mapping[str, Recipe] | None,
-    types: Iterable[str] = (),
+    types: Collection[str] = (),
 ) -> Noted[dict[str, Recipe]]:
     """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
@@ -245,13 +245,14 @@ def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -
 
 def _own_alpha(name: str, config: AdapterConfig) -> float | None:
     """Return the alpha that a pattern gives a module; None if no pattern matches."""
-    alphas = _matched(config.alpha_pattern, name)
+    alphas = matched(config.alpha_pattern, name)
     if len({*alphas.values()}) > 1:
         raise ConversionError(
             f"{config.source}: alpha_pattern has several alphas for {name}",
             expected="one",
             found=", ".join(f"{pattern}: {alpha:g}" for pattern, alpha in alphas.items()),
-            hint="PEFT trains with the first and sorts them when it saves: leave that one only",
+            hint="PEFT trained with one of them, and sorted them when it saved: write the alpha of "
+            "each module under its whole name",
         )
     if 0 in alphas.values():
         raise ConversionError(f"{config.source}: alpha_pattern has 0 for {name}")
@@ -269,7 +270,7 @@ def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
     if len(config.alpha_pattern) > 1:
         _own_alpha(name, config)
     # Several patterns may match: PEFT sorts them when it saves, but the matrices show the rank.
-    stated = tuple(_matched(config.rank_pattern, name).values()) or (config.rank,)
+    stated = tuple(matched(config.rank_pattern, name).values()) or (config.rank,)
     if rank not in stated and stated != (None,):
         raise ConversionError(
             f"the LoRA pair of {name} does not have the rank that {config.source} states",
@@ -279,7 +280,7 @@ def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
         )
 
 
-def _matched(patterns: Mapping[str, _T], name: str) -> dict[str, _T]:
+def matched(patterns: Mapping[str, _T], name: str) -> dict[str, _T]:
     """Return the patterns that match the end of a module's name, with their values."""
     if len(patterns) > _MANY_PATTERNS:
         raise ConversionError(

@@ -6,7 +6,7 @@ in), or (experts, in, out) in models such as gpt-oss; each expert has its own ra
 Source: Linear, Embedding and ParamWrapper in peft/tuners/lora/layer.py (0.21).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -57,7 +57,7 @@ def find_weights(
     pairs: Mapping[str, LoraPair],
     weights: Mapping[str, Recipe],
     config: AdapterConfig | None,
-    types: Iterable[str] = (),
+    types: Collection[str] = (),
 ) -> list[AdaptedWeight]:
     """Return each pair with its weight, in the order of the pairs; `types` are the model's.
 
@@ -167,7 +167,7 @@ def _usual_turn(
     found: Collection[Sequence[AdaptedWeight]],
     weights: Mapping[str, Recipe],
     config: AdapterConfig | None,
-    types: Iterable[str],
+    types: Collection[str],
     *,
     like_conv1d: bool,
 ) -> bool | None:
@@ -198,6 +198,8 @@ def _usual_turn(
     if like_conv1d and _OF_CONV1D.intersection(types):
         return True
     if config is not None and config.fan_in_fan_out:
+        if not like_conv1d and types and not _OF_CONV1D.intersection(types):
+            return False  # PEFT resets it for a Linear, and the family has nothing else
         is_mixed = len({_is_like_conv1d(ways[0].weight) for ways in found}) > 1
         return None if is_mixed else True
     return None if like_conv1d else False
