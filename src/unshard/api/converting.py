@@ -25,7 +25,7 @@ from unshard.convert.heads import (
     is_head,
     without_trl_wrapper,
 )
-from unshard.convert.lora.files import adapter_tensors
+from unshard.convert.lora.files import adapter_tensors, list_absent
 from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.megatron.names import without_megatron_names
@@ -163,8 +163,18 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     tensors = finish(adapter_tensors(split), Precision())
     config = read_adapter_config(source.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
-    text = adapter_config_json(split, config, options.lora_alpha, fields)
-    return Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
+    base = checkpoint.base
+    text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)
+    made = Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
+    if base is None:
+        return made
+    trained = training_names(_as_stored(base), checkpoint.config)
+    if absent := list_absent(split, [*base.files, *trained]):
+        shown = ", ".join(absent[:3]) + (", ..." if absent[3:] else "")
+        number = counted(len(absent), "module")
+        note = f"{base.name} lacks {number} that the adapter adapts: {shown}"
+        made = replace(made, notes=(note,))
+    return replace(made, names_checked="base")
 
 
 def fuse_adapter(

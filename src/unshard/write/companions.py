@@ -14,6 +14,7 @@ from unshard.convert.lora.files import completed
 from unshard.convert.lora.fuse import known_alpha
 from unshard.convert.lora.names import Split
 from unshard.errors import OutputError
+from unshard.read.base import Base
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ModelConfig
@@ -154,24 +155,28 @@ def adapter_config_json(
     config: AdapterConfig | None,
     alpha: float | None,
     model_config: Mapping[str, object] | None,
+    *,
+    base: Base | None = None,
 ) -> bytes:
     """Return a complete adapter_config.json, which PEFT needs to load an adapter.
 
     Fields of the training run's own file stay; fields that it lacks follow from the tensors. The
-    user's alpha overrides both; the model's config may name the model's origin and its task.
+    user's alpha and base override both; the model's config may name the model's origin and its
+    task.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
         ConversionError: alpha or the adapter's target modules are not known.
     """
-    known, config = known_alpha(config, alpha), completed(split, config)
+    known = known_alpha(config, alpha)
+    config = completed(split, config, () if base is None else base.files)
     written = config.fields if "peft_type" in config.fields else {}
     targets = config.target_modules or ()
     fields: dict[str, object] = {
         **_PLAIN,
         **written,
         "alpha_pattern": dict(config.alpha_pattern),
-        "base_model_name_or_path": _origin(config, model_config),
+        "base_model_name_or_path": _origin(config, model_config, base),
         "fan_in_fan_out": config.fan_in_fan_out,
         "inference_mode": True,
         "lora_alpha": int(known) if known.is_integer() else known,
@@ -186,8 +191,13 @@ def adapter_config_json(
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _origin(config: AdapterConfig, model_config: Mapping[str, object] | None) -> str | None:
-    """Return the name or path of the model that was trained, if it is recorded."""
+def _origin(
+    config: AdapterConfig, model_config: Mapping[str, object] | None, base: Base | None
+) -> str | None:
+    """Return the name or path of the model that was trained, if it is given or recorded."""
+    if base is not None:  # whoever loads the adapter may be in another directory
+        place = Path(base.name)
+        return str(place.absolute()) if place.is_dir() else base.name
     if config.base_model_name_or_path:
         return config.base_model_name_or_path
     name = (model_config or {}).get("_name_or_path")

@@ -1,7 +1,8 @@
 """What PEFT's files have of an adapter: its tensors, its ranks, what it adapts. Pure."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from unshard.convert.lora.fuse import check_rank, check_saved_modules, check_targets, matched
@@ -24,10 +25,13 @@ def adapter_tensors(split: Split) -> dict[str, Recipe]:
     return named | {FRONT + path: recipe for path, recipe in split.saved.items()}
 
 
-def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
+def completed(
+    split: Split, config: AdapterConfig | None, base: Collection[str] = ()
+) -> AdapterConfig:
     """Return an adapter's config with what it adapts, and its ranks.
 
-    As the config states them, else by the names of the tensors: ends of names, or whole names.
+    As the config states them, else by the names of the tensors, and those of a base: ends of names,
+    whole names, or a pattern, whichever is the first that targets nothing else.
 
     Raises:
         ConversionError: neither shows it; or the adapter's files would not have all of it.
@@ -45,17 +49,17 @@ def completed(split: Split, config: AdapterConfig | None) -> AdapterConfig:
     modules, parameters = _targets(split, config)
     ranks = modules | parameters
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    known = {} if split.adapter_only else split.base
+    known = [*base] if split.adapter_only else [*split.base]
+    others = _suffixes(_modules([*known, *split.pairs]) - modules.keys())
+    targets: tuple[str, ...] | str = _ends(modules, others, parts=1) if known else (*modules,)
+    if not others.isdisjoint(targets):
+        targets = "|".join(map(re.escape, targets))
     return replace(
         config or AdapterConfig(),
         rank=rank,
         rank_pattern={name: one for name, one in ranks.items() if one != rank},
-        target_modules=_ends(
-            modules,
-            {name.rpartition(".")[0] for name, one in known.items() if len(shape_of(one)) > 1},
-            parts=1,
-        ),
-        target_parameters=_ends(parameters, set(known), parts=2),
+        target_modules=targets,
+        target_parameters=_ends(parameters, _suffixes({*known} - parameters.keys()), parts=2),
         modules_to_save=_modules_to_save(split),
         fan_in_fan_out=any(_is_turned(pair, split) for pair in split.pairs.values()),
     )
@@ -142,11 +146,30 @@ def _is_turned(pair: LoraPair, split: Split) -> bool:
     return inputs != outputs and shape_of(weight) == (inputs, outputs)
 
 
-def _ends(names: Iterable[str], among: set[str], *, parts: int) -> tuple[str, ...]:
-    """Return the last `parts` of these names; whole names if others end in the same way."""
-    wanted = sorted(set(names))
+def list_absent(split: Split, names: Iterable[str]) -> list[str]:
+    """Return the modules with pairs that a model with tensors of these names does not have."""
+    there = _modules(names)
+    return sorted({pair.module for pair in split.pairs.values()} - there)
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """Return the modules and containers that tensors of these names are in."""
+    parts = (name.split(".") for name in names)
+    return {".".join(one[:depth]) for one in parts for depth in range(1, len(one))}
+
+
+def _suffixes(names: Iterable[str]) -> set[str]:
+    """Return all that ends these names after a dot, and the names: PEFT would target them."""
+    parts = (name.split(".") for name in names)
+    return {".".join(one[depth:]) for one in parts for depth in range(len(one))}
+
+
+def _ends(names: Iterable[str], others: set[str], *, parts: int) -> tuple[str, ...]:
+    """Return the last `parts` of these names; whole names if those are ends of others, too.
+
+    A number always may be: layers have numbers that no tensor of an adapter need show.
+    """
+    wanted = set(names)
     ends = {".".join(name.split(".")[-parts:]) for name in wanted}
-    others = among - set(wanted)
-    if any(f".{name}".endswith(f".{end}") for name in others for end in ends):
-        return tuple(wanted)
-    return tuple(sorted(ends))
+    is_plain = ends.isdisjoint(others) and not any(map(str.isdecimal, ends))
+    return tuple(sorted(ends if is_plain else wanted))

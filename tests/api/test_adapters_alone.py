@@ -1,0 +1,158 @@
+"""Adapters without a config of their own, as PEFT loads what is written of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import unshard
+from ranks import save_ranks
+from unshard.cli.main import main
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q = torch.nn.Linear(6, 6)
+        self.to_out = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Dropout()])
+
+
+class Block(torch.nn.Module):
+    """Numbers, and a name that is a module's here and a container's there."""
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self.attn = Attention()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 6)
+        )
+        proj = torch.nn.Linear(6, 6)
+        self.proj = proj if is_last else torch.nn.ModuleDict({"inner": proj})
+        self.norm = torch.nn.LayerNorm(6)
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = torch.nn.ModuleList([Block(is_last=n == 1) for n in range(2)])
+        self.norm = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.transformer_blocks:
+            x = block.attn.to_out[0](block.attn.to_q(x))
+            x = block.norm(block.net(getattr(block.proj, "inner", block.proj)(x)))
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+CASES: list[tuple[list[str] | str, list[str] | None]] = [
+    (["to_out.0"], None),
+    (["net.0", "net.2"], None),
+    (["to_q", "net.2"], None),
+    (["transformer_blocks.1.proj"], None),  # a container in the other block
+    (["transformer_blocks.0.proj.inner"], ["inner"]),
+    (["to_q"], ["to_q"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("targets", "written", "is_alone"),
+    [
+        *((targets, written, False) for targets, written in CASES),
+        *((targets, None, True) for targets, _ in CASES),  # an end may be another's, too
+        ("norm", None, False),  # a LayerNorm elsewhere
+    ],
+    ids=str,
+)
+def test_peft_adapts_what_was_adapted(
+    tmp_path: Path, targets: list[str] | str, written: list[str] | None, *, is_alone: bool
+) -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(
+        Transformer(),  # type: ignore[arg-type]
+        LoraConfig(target_modules=targets, r=2, lora_alpha=4, init_lora_weights=False),
+    )
+    pairs = {name for name in model.state_dict() if ".lora_" in name}
+    kept = {n: one for n, one in model.state_dict().items() if n in pairs or not is_alone}
+    save_ranks(tmp_path / "ckpt", kept, 1)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", lora_alpha=4)
+    stated = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"]
+    if written is not None:
+        assert stated == written
+    torch.manual_seed(0)
+    again: Any = PeftModel.from_pretrained(Transformer(), tmp_path / "out")  # type: ignore[arg-type]
+    assert {name for name in again.state_dict() if ".lora_" in name} == pairs
+    for name in pairs:
+        assert torch.equal(again.state_dict()[name], model.state_dict()[name])
+    x = torch.randn(3, 6)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, Any]:
+    """Save a base, and an adapter's tensors alone; return the directory, and the whole model."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False)  # type: ignore[arg-type]
+    base = LlamaForCausalLM(config)
+    base.save_pretrained(tmp_path / "base")
+    asked = LoraConfig(
+        target_modules=["q_proj"], r=2, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model: Any = get_peft_model(base, asked)  # type: ignore[arg-type]
+    pairs = {name: one for name, one in model.state_dict().items() if ".lora_" in name}
+    save_ranks(tmp_path / "ckpt", pairs, 1)
+    return tmp_path, model
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_an_adapter_with_its_base_loads_by_itself(
+    trained: tuple[Path, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    is_relative: bool,
+) -> None:
+    place, model = trained
+    monkeypatch.chdir(place)
+    base = "base" if is_relative else str(place / "base")
+    given = ("--lora", "adapter", "--base", base, "--lora-alpha", "4")
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", "ckpt", "out", *given])
+    assert ended.value.code == 0
+    assert "names not checked" not in capsys.readouterr().out
+    monkeypatch.chdir(place / "ckpt")
+    loaded: Any = AutoPeftModelForCausalLM.from_pretrained(place / "out")
+    ids = torch.arange(7)[None]
+    assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_modules_that_the_base_lacks_are_named(trained: tuple[Path, Any]) -> None:
+    place, _ = trained
+    other = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        vocab_size=40,
+        num_attention_heads=2,
+    )
+    LlamaForCausalLM(other).save_pretrained(place / "other")
+    report = unshard.merge(
+        place / "ckpt", place / "out", lora="adapter", lora_alpha=4, base=place / "other"
+    )
+    assert report.names_checked == "base"
+    assert any(
+        "lacks 1 module that the adapter adapts: model.layers.1.self_attn.q_proj" in note
+        for note in report.notes
+    )
+    unshard.merge(place / "ckpt", place / "alone", lora="adapter", lora_alpha=4)
+    fields = json.loads((place / "alone" / "adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] is None
