@@ -36,7 +36,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 WORLD = 2
 COMPANIONS = {"config.json", "tokenizer.json", "tokenizer_config.json", "unshard.json"}
-GENERATES = {*COMPANIONS, "generation_config.json"}  # which lmms-engine's merger adds
+GENERATES = {*COMPANIONS, "generation_config.json"}  # which the originals add
 STATE = {"extra_state_merged.pt", "lr_scheduler_state.json"}
 Tensors = Mapping[str, torch.Tensor]
 
@@ -375,7 +375,7 @@ Merging extra_state files...
 {rule}
 """
     assert done.stdout.startswith(expected)
-    assert names(Path(output)) == {*COMPANIONS, *STATE, "model.safetensors"}
+    assert names(Path(output)) == {*GENERATES, *STATE, "model.safetensors"}
     assert_loads(Path(output), truth(verl, 20))
     assert snapshot(step) == before
 
@@ -397,6 +397,9 @@ def test_the_simple_script_says_which_rank_is_missing(verl: Path) -> None:
     rank_path(verl / "global_step_20" / "actor", WORLD, 1).unlink()
     done = python(SIMPLE, str(verl / "global_step_20"), expected=1)
     assert re.search(r"❌ Error: .*Missing checkpoint for rank 1", done.stderr)
+    command, one = [sys.executable, SIMPLE, str(verl / "global_step_20")], subprocess.STDOUT
+    log = subprocess.run(command, stdout=subprocess.PIPE, stderr=one, text=True, check=False).stdout
+    assert log.index("FSDP Checkpoint Converter") < log.index("❌ Error: ")
     assert not (verl / "global_step_20_merged").exists()
 
 
@@ -441,7 +444,7 @@ def test_convert_fsdp_to_hf_alone(verl: Path) -> None:
     ):
         assert f"{line}\n" in done.stdout
     assert_loads(Path(f"{step}_merged"), truth(verl, 20))
-    assert names(Path(f"{step}_merged")) == {*COMPANIONS, *STATE, "model.safetensors"}
+    assert names(Path(f"{step}_merged")) == {*GENERATES, *STATE, "model.safetensors"}
 
 
 @pytest.mark.slow
@@ -523,7 +526,7 @@ def test_verl_merge(verl: Path, tmp_path: Path) -> None:
         *("--trust-remote-code", "--use_cpu_initialization"),
     )
     assert f"Saving model to {tmp_path / 'merged_hf_model'}\n" in done.stdout
-    assert names(tmp_path / "merged_hf_model") == {*COMPANIONS, "model.safetensors"}
+    assert names(tmp_path / "merged_hf_model") == {*GENERATES, "model.safetensors"}
     assert_loads(tmp_path / "merged_hf_model", truth(verl, 20))
     assert snapshot(verl) == before
 

@@ -64,6 +64,7 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
             code = 0
         finally:
             signals.ignore()
+            _flush()  # in a log of both streams, an error comes after what led to it
     except SystemExit as end:
         code = _FAILED
         if end.code is None or isinstance(end.code, int):

@@ -79,31 +79,22 @@ def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
     return line_of("unshard merge", [str(checkpoint), str(output)], options.chosen)
 
 
-def need_config(prepared: "Prepared") -> "Prepared":
-    """Return what is to be made, unless it has no config: the originals stop there.
-
-    Raises:
-        ConversionError: transformers could not load the output.
-    """
-    if prepared.config is not None:
-        return prepared
-    location = prepared.checkpoint.location
-    places = dict.fromkeys((location.weights_dir, location.step_dir))
-    raise ConversionError(
-        f"{location.place}: there is no config.json, without which the output is not a model",
-        expected="config.json in " + " or ".join(f"{one} or its huggingface/" for one in places),
-        hint="give it with --config FILE|DIR or --base MODEL",
-    )
-
-
 def as_transformers_saves(prepared: "Prepared") -> "Prepared":
-    """Return what is to be made, with the generation_config.json that lmms-engine's merger writes.
+    """Return what is to be made, with the generation_config.json that `save_pretrained` writes.
 
     Raises:
-        ConversionError: see `need_config`.
+        ConversionError: there is no config, where the originals stop, too.
     """
-    config = need_config(prepared).config
-    text = None if config is None else generation_config(config.fields)
+    if prepared.config is None:
+        location = prepared.checkpoint.location
+        places = dict.fromkeys((location.weights_dir, location.step_dir))
+        shown = " or ".join(f"{one} or its huggingface/" for one in places)
+        raise ConversionError(
+            f"{location.place}: there is no config.json, without which the output is not a model",
+            expected=f"config.json in {shown}",
+            hint="give it with --config FILE|DIR or --base MODEL",
+        )
+    text = generation_config(prepared.config.fields)
     if text is None or _GENERATION_CONFIG in prepared.checkpoint.companions.files:
         return prepared
     return replace(prepared, files={**prepared.files, _GENERATION_CONFIG: text})
@@ -190,9 +181,10 @@ def convert(
     from unshard.api.merging import merge_checkpoint
 
     def tell(prepared: Prepared) -> Prepared:
-        catalog = need_config(prepared).checkpoint.catalog
+        saved = as_transformers_saves(prepared)
+        catalog = saved.checkpoint.catalog
         before(catalog, count_shards(catalog))
-        return prepared
+        return saved
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
     with showing(front) as listener:

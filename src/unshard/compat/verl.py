@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 import argparse
 
-from unshard.compat.commands import merge_line, need_config, path_argument, run, showing
+from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UsageError
 from unshard.fronts import Command, line_of
 
@@ -74,7 +74,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     with showing(front) as listener:
         report = merge_checkpoint(
             *(arguments.local_dir, arguments.target_dir, options, listener),
-            before=need_config,
+            before=as_transformers_saves,
             pass_over=False,
         )
     print(f"Saving model to {report.output}")
