@@ -47,6 +47,7 @@ class Transformer(torch.nn.Module):
         self.norm = torch.nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block: Any
         for block in self.transformer_blocks:
             x = block.attn.to_out[0](block.attn.to_q(x))
             x = block.norm(block.net(getattr(block.proj, "inner", block.proj)(x)))

@@ -6,14 +6,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeGuard
 
+from unshard.api.adapters import as_stored, fuse_adapter, no_adapter
 from unshard.api.options import MergeOptions
-from unshard.api.sources import Sources, adapter_beside
+from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
-from unshard.containers.json_file import json_object
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
 from unshard.convert.expected.tensors import Expected, check_expected
@@ -26,7 +25,6 @@ from unshard.convert.heads import (
     without_trl_wrapper,
 )
 from unshard.convert.lora.files import adapter_tensors, list_absent
-from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.names import hub_names, names_of_base, training_names
@@ -48,11 +46,9 @@ from unshard.convert.quantised import (
     quantise,
     true_config,
 )
-from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, take
+from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
-from unshard.keywords import Lora
-from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
 from unshard.read.base import Base
@@ -62,7 +58,7 @@ from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
@@ -149,9 +145,9 @@ def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tu
 def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
     source = checkpoint.adapter or checkpoint
-    split = split_adapter(_as_stored(source.catalog))
+    split = split_adapter(as_stored(source.catalog))
     if not split.pairs:
-        raise _no_adapter(checkpoint, options.lora)
+        raise no_adapter(checkpoint, options.lora)
     # Options that do not apply to an adapter by itself are refused, not ignored.
     never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
     unused = [name.replace("_", "-") for name in never if name in options.chosen]
@@ -168,68 +164,13 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     made = Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
     if base is None:
         return made
-    trained = training_names(_as_stored(base), checkpoint.config)
+    trained = training_names(as_stored(base), checkpoint.config)
     if absent := list_absent(split, [*base.files, *trained]):
         shown = ", ".join(absent[:3]) + (", ..." if absent[3:] else "")
         number = counted(len(absent), "module")
         note = f"{base.name} lacks {number} that the adapter adapts: {shown}"
         made = replace(made, notes=(note,))
     return replace(made, names_checked="base")
-
-
-def fuse_adapter(
-    checkpoint: Checkpoint, lora: Lora | None, alpha: float | None
-) -> Noted[Mapping[str, Recipe]]:
-    """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
-    if lora == "keep":
-        return Noted(_as_stored(checkpoint.catalog))
-    source = checkpoint.adapter or checkpoint
-    split = split_adapter(_as_stored(source.catalog))
-    if not split.pairs:
-        if lora == "both" or checkpoint.adapter is not None:
-            raise _no_adapter(checkpoint, lora)
-        if lora is None and (beside := adapter_beside(checkpoint)) is not None:
-            raise _adapter_next_to(checkpoint, beside)
-        return Noted({**split.base, **split.saved})
-    if lora == "ignore":
-        raise UsageError(
-            f"--lora ignore: the adapter is among the weights of {checkpoint.location.place}",
-            hint="--lora ignore leaves out an adapter in a file next to them",
-        )
-    base: Mapping[str, Recipe] | None = None
-    model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
-    if split.adapter_only and model is not None:
-        base = _as_stored(model)
-        if not all(path in base or f"{path}.weight" in base for path in split.pairs):
-            base = training_names(base, checkpoint.config)
-    config = read_adapter_config(source.location)
-    types = () if checkpoint.config is None else checkpoint.config.types
-    fused = fuse(split, config, alpha, base, types)
-    pairs = counted(len(split.pairs), "LoRA pair")
-    note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
-    return Noted(fused.value, (note, *fused.notes))
-
-
-def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
-    config = adapter.with_name(ADAPTER_CONFIG_NAME)
-    kind = json_object(config).get("peft_type", "LORA") if config.is_file() else "LORA"
-    hint = "leave the adapter out with --lora ignore"
-    return ConversionError(
-        f"{checkpoint.location.place}: the weights have no LoRA adapter, but {adapter} is next to "
-        "them",
-        hint=f"merge them with --lora fuse, or {hint}"
-        if kind == "LORA"
-        else f"it is {kind}, which PEFT itself merges; {hint}",
-    )
-
-
-def _as_stored(found: Catalog | Base) -> dict[str, Take]:
-    return {name: take(entry) for name, entry in found.tensors.items()}
-
-
-def _no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UsageError:
-    where = checkpoint.location.weights_dir
-    return UsageError(f"--lora {lora}: {where} has no LoRA adapter")
 
 
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:

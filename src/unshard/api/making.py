@@ -97,10 +97,8 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     if options.lora == "adapter":  # a directory that PEFT loads, without companions
         alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
         plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
-        notes = (*read, *made.notes)
-        return Prepared(
-            alone, made.tensors, plan, None, notes, made.files, names_checked=made.names_checked
-        )
+        by, told = made.names_checked, (*read, *made.notes)
+        return Prepared(alone, made.tensors, plan, None, told, made.files, names_checked=by)
     base, size, like = sources.last.base, options.max_shard_size, None
     # The files are those of the base model, unless a size is given.
     if base is not None and size is None:

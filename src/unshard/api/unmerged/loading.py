@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unshard.api.converting import find_stored_ties, fuse_adapter, is_stored
+from unshard.api.adapters import fuse_adapter
+from unshard.api.converting import find_stored_ties, is_stored
 from unshard.api.options import MergeOptions
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles

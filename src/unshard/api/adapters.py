@@ -1,0 +1,77 @@
+"""Adapters in or next to a checkpoint: fused, or refused with what to do."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from unshard.api.sources import adapter_beside
+from unshard.containers.json_file import json_object
+from unshard.convert.lora.fuse import fuse
+from unshard.convert.lora.names import split_adapter
+from unshard.convert.names import training_names
+from unshard.convert.recipes import Recipe, Take, take
+from unshard.errors import ConversionError, UsageError
+from unshard.keywords import Lora
+from unshard.noted import Noted
+from unshard.read.base import Base
+from unshard.read.beside.adapter_config import read_adapter_config
+from unshard.read.open import Checkpoint
+from unshard.showing import counted
+from unshard.tensors.catalog import Catalog
+from unshard.write.companions import ADAPTER_CONFIG_NAME
+
+
+def fuse_adapter(
+    checkpoint: Checkpoint, lora: Lora | None, alpha: float | None
+) -> Noted[Mapping[str, Recipe]]:
+    """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
+    if lora == "keep":
+        return Noted(as_stored(checkpoint.catalog))
+    source = checkpoint.adapter or checkpoint
+    split = split_adapter(as_stored(source.catalog))
+    if not split.pairs:
+        if lora == "both" or checkpoint.adapter is not None:
+            raise no_adapter(checkpoint, lora)
+        if lora is None and (beside := adapter_beside(checkpoint)) is not None:
+            raise _adapter_next_to(checkpoint, beside)
+        return Noted({**split.base, **split.saved})
+    if lora == "ignore":
+        raise UsageError(
+            f"--lora ignore: the adapter is among the weights of {checkpoint.location.place}",
+            hint="--lora ignore leaves out an adapter in a file next to them",
+        )
+    base: Mapping[str, Recipe] | None = None
+    model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
+    if split.adapter_only and model is not None:
+        base = as_stored(model)
+        if not all(path in base or f"{path}.weight" in base for path in split.pairs):
+            base = training_names(base, checkpoint.config)
+    config = read_adapter_config(source.location)
+    types = () if checkpoint.config is None else checkpoint.config.types
+    fused = fuse(split, config, alpha, base, types)
+    pairs = counted(len(split.pairs), "LoRA pair")
+    note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
+    return Noted(fused.value, (note, *fused.notes))
+
+
+def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
+    config = adapter.with_name(ADAPTER_CONFIG_NAME)
+    kind = json_object(config).get("peft_type", "LORA") if config.is_file() else "LORA"
+    hint = "leave the adapter out with --lora ignore"
+    return ConversionError(
+        f"{checkpoint.location.place}: the weights have no LoRA adapter, but {adapter} is next to "
+        "them",
+        hint=f"merge them with --lora fuse, or {hint}"
+        if kind == "LORA"
+        else f"it is {kind}, which PEFT itself merges; {hint}",
+    )
+
+
+def as_stored(found: Catalog | Base) -> dict[str, Take]:
+    """Return tensors as they are stored, by name."""
+    return {name: take(entry) for name, entry in found.tensors.items()}
+
+
+def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UsageError:
+    """Return the error about an adapter that was asked for and is not there."""
+    where = checkpoint.location.weights_dir
+    return UsageError(f"--lora {lora}: {where} has no LoRA adapter")
