@@ -95,13 +95,13 @@ def test_an_ambiguous_tensor_is_taken_as_a_copy_and_listed_under_assume_dim0(
 @pytest.mark.parametrize(
     "parts",
     [
-        [{"n": torch.tensor(1)}, {"n": torch.tensor(2)}],
+        [{"experts.n": torch.tensor(1)}, {"experts.n": torch.tensor(2)}],
         [{"n": torch.ones(2, 3)}, {"n": torch.ones(2, 4)}],
     ],
     ids=["0-d", "other dimension"],
 )
 def test_what_cannot_be_joined_is_refused_even_then(tmp_path: Path, parts: Parts) -> None:
-    with pytest.raises(NotMergeableError, match=r"tensor n[\s\S]*cannot be joined"):
+    with pytest.raises(NotMergeableError, match=r"n: a plain[\s\S]*cannot be joined"):
         unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True)
 
 

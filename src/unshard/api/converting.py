@@ -33,6 +33,7 @@ from unshard.convert.outputs import (
     Converted,
     Precision,
     average_tensors,
+    check_plain,
     finish,
     precision,
     scales_of_kept,
@@ -115,6 +116,7 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
         by = "base"
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
+        check_plain(recipes, expected.names)
         notes += tuple(check_expected(recipes, expected, **options.allowed))
         made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:
@@ -157,6 +159,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
             hint="leave it out, or write the fused model",
         )
     tensors = finish(adapter_tensors(split), Precision())
+    check_plain({one.name: one.recipe for one in tensors}, ())
     config = read_adapter_config(source.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
     base = checkpoint.base
@@ -205,6 +208,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     rule = replace(rule, scales=scales_of_kept(tensors))
     tensors = select_tensors(tensors, options.include, options.exclude)
+    notes += check_plain(tensors, base.files if base else (), selects=options.reading.selects)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)

@@ -7,7 +7,7 @@ refused: only its own tool can read it.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,8 @@ class ReadOptions:
         allowed_globals: tensor subclasses to read as the plain tensors they store.
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
         config_file: the config.json that was found for the checkpoint, to be read once.
+        selects: whether the output has a part of the tensors: only that part must be mergeable.
+        trained: `trained_parameters`; None where no plain tensor is a buffer.
     """
 
     config: Path | None = None
@@ -93,6 +95,8 @@ class ReadOptions:
     allowed_globals: frozenset[str] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     config_file: ConfigFile | None = None
+    selects: bool = False
+    trained: Callable[..., Collection[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

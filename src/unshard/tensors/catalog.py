@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from unshard.errors import UnshardError
 from unshard.tensors.boxes import Box, Ints
 from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Sharding
@@ -108,6 +109,9 @@ class TensorEntry:
         chunks: every stored box, replicas included, in rank order.
         sharding: mesh and placements as the lowest rank that has it sees them; None where the
             format states none (plain tensors).
+        doubt: that ranks have different values, of which the first rank's is read; the error where
+            that is wrong.
+        is_buffer: whether it is right; None: it is if this is no parameter.
     """
 
     fqn: str
@@ -115,6 +119,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: ChunkTable
     sharding: Sharding | None = None
+    doubt: UnshardError | None = None
+    is_buffer: bool | None = False
 
     @property
     def size_bytes(self) -> int:

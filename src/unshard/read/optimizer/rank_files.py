@@ -18,6 +18,7 @@ Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +28,18 @@ from unshard.containers.pickles.records import Value
 from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.containers.torch_files.writer import Plain, SavedTensor
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.errors import CheckpointError, CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
 from unshard.read.optimizer_state import (
+    LIKE_PARAMETER,
     Key,
     SavedState,
     flat_name,
     flat_parameters,
     left_out_note,
     refuse_quantised,
+    split_name,
 )
 from unshard.read.rank_files.reader import catalog_of
 from unshard.read.torch_save.gathering import Gathering
@@ -45,7 +48,8 @@ from unshard.read.torch_save.table import RankTable
 from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
-from unshard.tensors.catalog import ByteRange
+from unshard.read.wrapper_names import names_without_wrappers
+from unshard.tensors.catalog import ByteRange, TensorEntry
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
@@ -106,7 +110,8 @@ def read_files(
     if first is None:
         raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
     at = replace(location, weights_dir=first.path.parent)
-    catalog = catalog_of(gathered, files, world, at, replace(options, ep_size=None))
+    options = replace(options, ep_size=None, selects=False, trained=None)
+    catalog = catalog_of(gathered, files, world, at, options)
     return SavedState(
         str(first.path),
         catalog,
@@ -116,6 +121,29 @@ def read_files(
         first.notes,
         flattened=first.is_flat,
     )
+
+
+def trained_parameters(
+    location: Location, world: int, tensors: Mapping[str, TensorEntry]
+) -> list[str]:
+    """Return which of some plain tensors of a model are the optimizer's, if it can be read.
+
+    Where it has numbers instead of names, these are all of the shape of a moment that is plain.
+    """
+    try:
+        rank, path = next(iter(find_files(location, world).items() if tensors else ()))
+        one = _read_one(path, rank, 0, ReadOptions())
+    except (CheckpointError, StopIteration):
+        return []  # the model does not need it
+    listed = chain(*([*params, values.get("param_names")] for params, values in one.groups))
+    flat = chain(*(each if isinstance(each, list) else [each] for each in listed))
+    names = {name for name in flat if isinstance(name, str)}
+    forms = [form for name, form in one.table.forms() if split_name(name)[1] in LIKE_PARAMETER]
+    is_flat = all(form.is_plain for form in forms)  # parts of FSDP1's, of any size
+    shapes = {form.shape for form in forms if form.is_plain and not (is_flat or names)}
+    short = names_without_wrappers([*names, *tensors])
+    names = {short[name] for name in names}
+    return [name for name, one in tensors.items() if short[name] in names or one.shape in shapes]
 
 
 @dataclass(slots=True)

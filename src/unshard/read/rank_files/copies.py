@@ -4,6 +4,7 @@ A DTensor states how it is cut; a plain tensor does not. The rules for plain ten
 heuristic of unshard:
 
 * one rank only: it is the tensor;
+* a buffer that differs (`buffers`): the first rank's, unless all tensors of the files are plain;
 * its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
 * the bytes differ between ranks: shards along dimension 0, but only if the user says so
   (`--assume-dim0`); otherwise refused;
@@ -22,7 +23,7 @@ is how VeOmni numbers them.
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -34,6 +35,7 @@ from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
+from unshard.read.rank_files.buffers import find_buffers
 from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
@@ -47,20 +49,30 @@ _HINT = (
 
 
 def resolve_plain(
-    copies: Mapping[str, TensorEntry], options: ReadOptions, problems: list[UnshardError]
+    tensors: Mapping[str, TensorEntry],
+    plain: Sequence[str],
+    trained: Callable[..., Collection[str]] | None,
+    options: ReadOptions,
 ) -> Noted[dict[str, TensorEntry]]:
     """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
 
-    Each chunk of `copies` is one rank's whole tensor. What is not decided goes to `problems`.
+    Each chunk of a plain tensor is one rank's whole tensor. What cannot be decided has a doubt, as
+    buffers have; of these, `trained` returns those that are parameters.
     """
+    copies = {name: tensors[name] for name in plain}
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name, entry in copies.items() if _differ(entry, files)}
+    is_mixed = trained is not None and len(copies) < len(tensors)
+    buffers = find_buffers(differing, tensors, options.shapes) if is_mixed else {}
+    for name in trained({name: copies[name] for name in buffers}) if trained else ():
+        del buffers[name]
+    cut = differing - buffers.keys()
     entries: dict[str, TensorEntry] = {}
     assumed: dict[str, list[str]] = defaultdict(list)
     for name, entry in copies.items():
         known, joined = options.shapes.get(name), _joined_shape(entry)
         has_copies = len(entry.chunks) > 1
-        may_be_cut = bool(differing) and has_copies and bool(entry.shape)  # like the others
+        may_be_cut = bool(cut) and has_copies and bool(entry.shape)  # like the others
         if has_copies and known is not None and joined == known:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0, whose joined shape the base has"].append(name)
@@ -69,15 +81,17 @@ def resolve_plain(
         elif options.assume_dim0 and name not in differing:
             entries[name] = entry
             assumed["as copies (--assume-dim0)"].append(name)
-        elif options.assume_dim0 and joined is not None:
+        elif options.assume_dim0 and joined is not None and name not in buffers:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0 (--assume-dim0)"].append(name)
+        elif options.selects and name not in differing:
+            entries[name] = entry
         else:
-            problems.append(_plain_refused(entry, differing))
-    notes = (
-        f"{len(names)} plain tensors were taken {why}: {', '.join(names)}"
-        for why, names in assumed.items()
-    )
+            first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
+            error = _plain_refused(entry, cut | (differing & {name}))
+            entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
+    text = "{} plain tensors were taken {}: {}"
+    notes = (text.format(len(names), why, ", ".join(names)) for why, names in assumed.items())
     return Noted(entries, tuple(notes))
 
 

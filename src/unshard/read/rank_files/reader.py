@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
@@ -28,6 +29,7 @@ from unshard.read.format import (
     files_in,
     shortened,
 )
+from unshard.read.rank_files.buffers import settle
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
@@ -116,11 +118,11 @@ def catalog_of(
     """
     paths = tuple(files.values())
     tensors = gathered.entries(paths)
-    problems = list(gathered.problems)
-    copies = {name: tensors[name] for name in gathered.plain}
-    plain = resolve_plain(copies, options, problems)
+    trained = None if options.trained is None else partial(options.trained, location, world)
+    plain = resolve_plain(tensors, gathered.plain, trained, options)
+    settled = settle(() if options.selects else plain.value.items())
     summary = f"{location.weights_dir}: the rank files cannot be merged"
-    raise_all(NotMergeableError, summary, problems)
+    raise_all(NotMergeableError, summary, [*gathered.problems, *settled.value])
     missing = tuple(rank for rank in range(world) if rank not in files)
     ranks = ", ".join(map(str, missing))
     note = f"the file of rank {ranks} is missing; replicas have what it contained"
@@ -140,7 +142,7 @@ def catalog_of(
             for rank in missing
         ),
         missing_ranks=missing,
-        notes=(*((note,) if missing else ()), *plain.notes, *experts.notes),
+        notes=(*((note,) if missing else ()), *settled.notes, *plain.notes, *experts.notes),
     )
 
 

@@ -1,0 +1,86 @@
+"""Buffers among plain tensors: every rank has computed its own, and the model has rank 0's.
+
+FSDP shards parameters only, and nothing makes buffers equal on all ranks; a full state dict of
+torch has rank 0's. But a parameter that FSDP ignores is plain, too, and experts that are kept out
+of it differ by design. So only scalars and names of known modules mean buffers: those of torch.nn,
+torch.ao.quantization, spectral norm, modelopt, vector-quantize-pytorch, codecs of transformers.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
+
+from unshard.errors import UnshardError
+from unshard.noted import Noted
+from unshard.showing import counted
+from unshard.tensors.catalog import TensorEntry
+from unshard.tensors.dtypes import DTypeKind
+
+_SIZES = r"\w*cluster_(?:size|usage)"
+# Ends of names, each with a name that must be next to it where others use the first one: weight
+# norm has a parameter weight_v, and a learned quantiser a parameter scale.
+_BUFFERS = {
+    r"running_\w+|num_batches_tracked|(?:\w*_)?amax(?:_\w+)?|parametrizations\.\w+\.\d+\._[uv]": "",
+    r"(?:min|max)_vals?|histogram|fake_quant_enabled|observer_enabled": "",
+    rf"{_SIZES}|embed_(?:avg|sum)|initt?ed|initialized": "",
+    r"scale|zero_point": "observer_enabled",
+    r"\w*codebook|embed|embedding|_?ema_w": _SIZES,
+    r"(?P<of>\w+)_[uv]": "{of}_orig",
+}
+_EXPERTS = re.compile(r"(?:^|\.)(?!shared)\w*experts?_?\d*\.", re.IGNORECASE)
+
+
+def find_buffers(
+    differing: Collection[str],
+    tensors: Mapping[str, TensorEntry],
+    base: Mapping[str, tuple[int, ...]],
+) -> dict[str, bool | None]:
+    """Return which plain tensors that differ between ranks are buffers; None of those that may be.
+
+    `base` has the shapes of the base model.
+    """
+    kinds = {name: _is_buffer(tensors[name], tensors, base.get(name)) for name in differing}
+    return {name: kind for name, kind in kinds.items() if kind is not False}
+
+
+def _is_buffer(
+    entry: TensorEntry, tensors: Mapping[str, TensorEntry], base: tuple[int, ...] | None
+) -> bool | None:
+    name, shape, sizes = entry.fqn, entry.shape, entry.chunks.sizes
+    joined = (len(sizes) * shape[0], *shape[1:]) if shape else None
+    if _EXPERTS.search(name) or (sizes != sizes[0]).any() or (shape and joined == base):
+        return False
+    for ends, beside in _BUFFERS.items():
+        if found := re.fullmatch(rf"((?:.*\.)?)(?:{ends})", name):
+            weight = tensors.get(f"{found[1]}weight")
+            if weight is not None and weight.shape == joined:
+                return False  # the statistics of the channels that the rank has
+            needed = re.escape(found[1]) + beside.format(**found.groupdict())
+            if not beside or any(re.fullmatch(needed, one) for one in tensors):
+                return True
+    if prod(shape) == 1 and entry.dtype.kind is not DTypeKind.FLOAT:
+        return True  # nothing trains it
+    return False if shape or base is not None else None
+
+
+def settle(
+    tensors: Iterable[tuple[str, TensorEntry]], listed: Collection[str] = ()
+) -> Noted[list[UnshardError]]:
+    """Return the errors of doubtful tensors of an output; a note names those that are buffers.
+
+    No scalar that is `listed`, as the base model or the config does, is a buffer.
+    """
+    problems: list[UnshardError] = []
+    buffers: dict[str, None] = {}
+    for name, entry in tensors:
+        if entry.doubt is None:
+            continue
+        if entry.is_buffer or (entry.is_buffer is None and name not in listed):
+            buffers[name] = None
+        else:
+            problems.append(entry.doubt)
+    note = (
+        f"{counted(len(buffers), 'buffer')} with other values on other ranks: as in torch's full "
+        f"state dict, the first rank's are taken: {', '.join(buffers)}"
+    )
+    return Noted(problems, (note,) if buffers else ())
