@@ -26,6 +26,7 @@ from unshard.read.torch_save.values import (
     ints,
     member,
     named,
+    packed,
     read_view,
     sizes_of,
     state_of,
@@ -112,6 +113,8 @@ class TensorDecoder:
             return self._dtensor(inner, state_of(state))
         if kind == _SHARDED_TENSOR and isinstance(inner, tuple):
             return self._sharded_tensor(inner, state)
+        if what := packed(args):
+            raise TensorFormError(f"an instance of {kind}{what}")
         raise TensorFormError(
             f"an instance of {kind}, which may mean something else than its stored bytes "
             f"(if it does not: --allow-global {kind})"

@@ -3,6 +3,7 @@
 Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`.
 """
 
+import re
 from dataclasses import dataclass
 
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
@@ -10,6 +11,7 @@ from unshard.containers.torch_files.writer import STORAGES
 from unshard.tensors.dtypes import BY_NAME, DType
 
 _MAX_DIMENSIONS = 32
+_MAX_WRAPPED = 8
 _MAX_NUMBER = 1 << 58  # elements of 16 bytes each, what 64-bit offsets can address
 _DTYPES = {storage: BY_NAME[dtype] for dtype, storage in STORAGES.items()}
 _PLAIN_TYPES = frozenset(
@@ -35,6 +37,12 @@ _PARAMETERS = frozenset(
 )
 _VIEW_V3 = "torch._utils._rebuild_tensor_v3"
 _VIEWS = frozenset({"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", _VIEW_V3})
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+# Weights that torchao quantises in every forward pass: what they wrap is the weight itself.
+_WHOLE_WEIGHT = re.compile(
+    r"torchao\.(?:\w+\.)*(?:WeightWith(?:Dynamic|Delayed|Static)Float8CastTensor|ScaledGroupedMMTensor"
+    r"|(?:MX)?F(?:loat|P)8TrainingWeightWrapperTensor|Int8MixedPrecisionTrainingLinearWeight)"
+)
 _TENSORS = _PARAMETERS | _VIEWS | frozenset(_UNREADABLE) | {TYPED}
 
 
@@ -151,7 +159,7 @@ def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...
     Raises:
         TensorFormError: it is of a kind that cannot be read.
     """
-    while True:
+    for _ in range(_MAX_WRAPPED):  # a wrapper may be inside itself
         match value:
             case Record(callee=Global() as callee, args=args):
                 name = callee.dotted
@@ -161,17 +169,26 @@ def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...
             raise TensorFormError(_UNREADABLE[name])
         if name in _PARAMETERS and args:
             value = args[0]
-        elif name == TYPED and len(args) >= 4 and _is_plain(args[1], allowed):
+        elif name == TYPED and len(args) >= 4 and _WHOLE_WEIGHT.fullmatch(named(args[1])):
+            value = member(state_of(args[3]), "_tensor", "_data")
+        elif name == TYPED and len(args) >= 4 and _is_plain(args[1], allowed) and not packed(args):
             inner = args[2]
             value = Record(args[0], inner if isinstance(inner, tuple) else ())
         elif name in _VIEWS or (name == TYPED and len(args) >= 4):
             return name, args
         else:
             raise TensorFormError(f"pickled in an unknown way, by {name}")
+    raise TensorFormError("wrapped too often")
 
 
 def _is_plain(kind: Value, allowed: frozenset[str]) -> bool:
     return isinstance(kind, Global) and (kind.dotted in _PLAIN_TYPES or kind.dotted in allowed)
+
+
+def packed(args: tuple[Value, ...]) -> str:
+    """Return what to do about a tensor that is made of others; "" if it has bytes of its own."""
+    is_packed = named(args[0]) == _WRAPPER
+    return ", packed into other tensors: dequantise it and save it again" if is_packed else ""
 
 
 def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageView:
@@ -182,7 +199,8 @@ def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageVie
     """
     name, args = unwrap(value, allowed)
     if name == TYPED:
-        raise TensorFormError(f"of type {named(args[1])}, where a plain tensor was expected")
+        what = f"of type {named(args[1])}, where a plain tensor was expected"
+        raise TensorFormError(what + packed(args))
     return view_of(name, args)
 
 
