@@ -22,6 +22,7 @@ from unshard.convert.heads import (
     critic_config,
     find_ties,
     is_head,
+    with_embedding,
     without_trl_wrapper,
 )
 from unshard.convert.lora.files import adapter_tensors, list_absent
@@ -116,7 +117,6 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
         by = "base"
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
-        check_plain(recipes, expected.names)
         notes += tuple(check_expected(recipes, expected, **options.allowed))
         made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:
@@ -199,16 +199,15 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
             else names_of_base(trained, base.files, config, base.shapes)
         )
         tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
+    expected = expected_names(tensors, config, options)
+    listed = base.files if base else expected.names if expected else ()
+    tensors = with_embedding(tensors, listed, config)
     ties = _ties(tensors, config)
-    notes += tuple(
-        f"{head} differs from {embedding}, though the model's config says that they are tied: both "
-        "are written, and config.json records that"
-        for head, embedding in ties.different.items()
-    )
+    notes += ties.notes
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     rule = replace(rule, scales=scales_of_kept(tensors))
     tensors = select_tensors(tensors, options.include, options.exclude)
-    notes += check_plain(tensors, base.files if base else (), selects=options.reading.selects)
+    notes += check_plain(tensors, listed, selects=options.reading.selects)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)

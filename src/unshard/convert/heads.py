@@ -1,7 +1,8 @@
 """Heads and other weights that repeat one another, and the heads of critics.
 
 If the config ties two weights and both are there with equal bytes, the second is left out, as
-`save_pretrained` does. If the bytes of an output head differ, training has untied it: both stay.
+`save_pretrained` does; a head alone becomes the embedding. If the bytes of an output head differ,
+training has untied it: both stay.
 transformers leaves the key out of a config where it has the family's default.
 
 A critic or reward model is a language model whose head gives one number per token. verl trains them
@@ -54,6 +55,15 @@ class Ties:
     equal: Mapping[str, str]
     different: Mapping[str, str]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of heads that differ."""
+        return tuple(
+            f"{head} differs from {embedding}, though the model's config says that they are tied: "
+            "both are written, and config.json records that"
+            for head, embedding in self.different.items()
+        )
+
 
 def find_ties(
     tensors: Mapping[str, TensorEntry],
@@ -101,6 +111,20 @@ def find_ties(
 def is_head(name: str) -> bool:
     """Return whether a tensor is an output head, by its name."""
     return any(f".{name}".endswith(f".{ending}") for ending in _HEADS)
+
+
+def with_embedding(
+    tensors: Mapping[str, Recipe], listed: Collection[str], config: ModelConfig | None
+) -> dict[str, Recipe]:
+    """Return the tensors, of a tied pair of which only the head is stored the embedding.
+
+    `listed` are the names of the model: it is the only embedding among them that is missing.
+    """
+    heads = [name for name in tensors if is_head(name)]
+    missing = [name for name in listed if name.endswith(EMBEDDINGS) and name not in tensors]
+    if config is None or not config.is_tied or len(heads) != 1 or len(missing) != 1:
+        return dict(tensors)
+    return {missing[0] if name in heads else name: recipe for name, recipe in tensors.items()}
 
 
 def left_out_heads(names: Collection[str], config: ModelConfig | None) -> dict[str, str]:
