@@ -15,7 +15,7 @@ from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
-from unshard.convert.expected.tensors import Expected, check_expected
+from unshard.convert.expected.tensors import Expected, check_expected, check_plain
 from unshard.convert.heads import (
     EMBEDDINGS,
     Ties,
@@ -34,7 +34,6 @@ from unshard.convert.outputs import (
     Converted,
     Precision,
     average_tensors,
-    check_plain,
     finish,
     precision,
     scales_of_kept,
@@ -159,7 +158,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
             hint="leave it out, or write the fused model",
         )
     tensors = finish(adapter_tensors(split), Precision())
-    check_plain({one.name: one.recipe for one in tensors}, ())
+    check_plain({one.name: one.recipe for one in tensors}, (), selects=True)
     config = read_adapter_config(source.location)
     fields = None if checkpoint.config is None else checkpoint.config.fields
     base = checkpoint.base

@@ -20,12 +20,10 @@ from unshard.convert.recipes import (
     WeightedSum,
     shape_of,
     stored_dtype,
-    takes,
 )
-from unshard.errors import ConversionError, NotMergeableError, UsageError, raise_all
+from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.keywords import CHOICES, DtypeLike
 from unshard.read.model_config import ModelConfig
-from unshard.read.rank_files.buffers import settle
 from unshard.tensors.dtypes import BY_NAME, CASTS, DType, DTypeKind
 
 # Other names of dtypes: torch's, and those of trainers' options.
@@ -192,20 +190,6 @@ def select_tensors(
         asked = " ".join(f"--{option} {text}" for option, text in given.items() if text is not None)
         raise UsageError(f"{asked}: leaves no tensor", found=f"{', '.join(list(tensors)[:3])}, …")
     return {name: tensors[name] for name in kept}
-
-
-def check_plain(
-    tensors: Mapping[str, Recipe], listed: Collection[str], *, selects: bool = False
-) -> tuple[str, ...]:
-    """Return a note about an output's buffers if it has a selection: else it was made before.
-
-    Raises:
-        NotMergeableError: see `settle`.
-    """
-    taken = ((name, one.entry) for name, recipe in tensors.items() for one in takes(recipe))
-    settled = settle(taken, listed)
-    raise_all(NotMergeableError, "plain tensors cannot be merged", settled.value)
-    return settled.notes if selects else ()
 
 
 def select_names(names: Iterable[str], include: str | None, exclude: str | None) -> list[str]:

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from unshard.convert.recipes import Recipe, shape_of
+from unshard.convert.recipes import Recipe, shape_of, takes
 from unshard.errors import ConversionError, raise_all
+from unshard.read.rank_files.buffers import settle
 
 _Shape = tuple[int, ...]
 
@@ -77,6 +78,19 @@ def check_expected(
         what = f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"
         notes.append(what)
     return notes
+
+
+def check_plain(
+    tensors: Mapping[str, Recipe], listed: Collection[str], *, selects: bool
+) -> tuple[str, ...]:
+    """Do as `settle` with what an output takes; unless it is a selection, its note was made before.
+
+    Raises:
+        NotMergeableError: ranks have different values of plain tensors that are no buffers.
+    """
+    entries = ((name, one.entry) for name, recipe in tensors.items() for one in takes(recipe))
+    note = settle(entries, listed)
+    return note if selects else ()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,24 +7,22 @@ torch.ao.quantization, spectral norm, modelopt, vector-quantize-pytorch, codecs 
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
-from unshard.errors import UnshardError
-from unshard.noted import Noted
+from unshard.errors import NotMergeableError, UnshardError, raise_all
 from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 
-_SIZES = r"\w*cluster_(?:size|usage)"
-# Ends of names, each with a name that must be next to it where others use the first one: weight
+# Ends of names, each with names of which one must be next to it where others use the first: weight
 # norm has a parameter weight_v, and a learned quantiser a parameter scale.
 _BUFFERS = {
     r"running_\w+|num_batches_tracked|(?:\w*_)?amax(?:_\w+)?|parametrizations\.\w+\.\d+\._[uv]": "",
     r"(?:min|max)_vals?|histogram|fake_quant_enabled|observer_enabled": "",
-    rf"{_SIZES}|embed_(?:avg|sum)|initt?ed|initialized": "",
+    r"\w*cluster_(?:size|usage)|embed_(?:avg|sum)|initt?ed|initialized": "",
     r"scale|zero_point": "observer_enabled",
-    r"\w*codebook|embed|embedding|_?ema_w": _SIZES,
+    r"\w*codebook|embed|embedding|_?ema_w": "cluster_size ema_cluster_size _ema_cluster_size",
     r"(?P<of>\w+)_[uv]": "{of}_orig",
 }
 _EXPERTS = re.compile(r"(?:^|\.)(?!shared)\w*experts?_?\d*\.", re.IGNORECASE)
@@ -55,8 +53,8 @@ def _is_buffer(
             weight = tensors.get(f"{found[1]}weight")
             if weight is not None and weight.shape == joined:
                 return False  # the statistics of the channels that the rank has
-            needed = re.escape(found[1]) + beside.format(**found.groupdict())
-            if not beside or any(re.fullmatch(needed, one) for one in tensors):
+            needed = beside.format(**found.groupdict()).split()
+            if not needed or any(found[1] + one in tensors for one in needed):
                 return True
     if prod(shape) == 1 and entry.dtype.kind is not DTypeKind.FLOAT:
         return True  # nothing trains it
@@ -64,23 +62,27 @@ def _is_buffer(
 
 
 def settle(
-    tensors: Iterable[tuple[str, TensorEntry]], listed: Collection[str] = ()
-) -> Noted[list[UnshardError]]:
-    """Return the errors of doubtful tensors of an output; a note names those that are buffers.
+    tensors: Iterable[tuple[str, TensorEntry]],
+    listed: Collection[str] = (),
+    problems: Sequence[UnshardError] = (),
+    summary: str = "plain tensors cannot be merged",
+) -> tuple[str, ...]:
+    """Return a note that names the buffers among the doubtful tensors of an output, if any.
 
     No scalar that is `listed`, as the base model or the config does, is a buffer.
+
+    Raises:
+        NotMergeableError: others are no buffers; with further `problems`, after a summary.
     """
-    problems: list[UnshardError] = []
-    buffers: dict[str, None] = {}
+    others, buffers = [*problems], dict[str, None]()
     for name, entry in tensors:
-        if entry.doubt is None:
-            continue
         if entry.is_buffer or (entry.is_buffer is None and name not in listed):
             buffers[name] = None
-        else:
-            problems.append(entry.doubt)
+        elif entry.doubt is not None:
+            others.append(entry.doubt)
+    raise_all(NotMergeableError, summary, others)
     note = (
         f"{counted(len(buffers), 'buffer')} with other values on other ranks: as in torch's full "
         f"state dict, the first rank's are taken: {', '.join(buffers)}"
     )
-    return Noted(problems, (note,) if buffers else ())
+    return (note,) if buffers else ()

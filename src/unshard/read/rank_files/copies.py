@@ -88,7 +88,7 @@ def resolve_plain(
             entries[name] = entry
         else:
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
-            error = _plain_refused(entry, cut | (differing & {name}))
+            error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
     text = "{} plain tensors were taken {}: {}"
     notes = (text.format(len(names), why, ", ".join(names)) for why, names in assumed.items())

@@ -19,7 +19,6 @@ from unshard.errors import (
     IncompleteError,
     NotMergeableError,
     UsageError,
-    raise_all,
 )
 from unshard.noted import Noted
 from unshard.read.format import (
@@ -120,9 +119,9 @@ def catalog_of(
     tensors = gathered.entries(paths)
     trained = None if options.trained is None else partial(options.trained, location, world)
     plain = resolve_plain(tensors, gathered.plain, trained, options)
-    settled = settle(() if options.selects else plain.value.items())
+    decided = () if options.selects else plain.value.items()
     summary = f"{location.weights_dir}: the rank files cannot be merged"
-    raise_all(NotMergeableError, summary, [*gathered.problems, *settled.value])
+    buffers = settle(decided, (), gathered.problems, summary)
     missing = tuple(rank for rank in range(world) if rank not in files)
     ranks = ", ".join(map(str, missing))
     note = f"the file of rank {ranks} is missing; replicas have what it contained"
@@ -142,7 +141,7 @@ def catalog_of(
             for rank in missing
         ),
         missing_ranks=missing,
-        notes=(*((note,) if missing else ()), *settled.notes, *plain.notes, *experts.notes),
+        notes=(*((note,) if missing else ()), *buffers, *plain.notes, *experts.notes),
     )
 
 
