@@ -1,8 +1,11 @@
 """Fixtures: torch processes for the whole session, and the checkpoints that they write."""
 
+import os
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +42,10 @@ def write_checkpoint(samples: Samples) -> WriteCheckpoint:
         return dict(sample.truth)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def models() -> Any:
+    """Return the module that builds them: importing transformers takes seconds."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when it is imported
+    return import_module("oracle.writers.family_models")

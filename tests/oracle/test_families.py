@@ -5,7 +5,6 @@ type with rules without values, to compare names and shapes.
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -58,13 +57,6 @@ WITH_RULES = sorted(
     - TEXT_ONLY
     - INSIDE
 )
-
-
-@pytest.fixture(scope="module")
-def models() -> Any:
-    """Return the module that shards them: importing transformers takes seconds."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when it is imported
-    return import_module("oracle.writers.family_models")
 
 
 @pytest.fixture(scope="module")
