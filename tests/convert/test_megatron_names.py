@@ -512,7 +512,11 @@ def test_queries_of_a_latent_attention_may_have_one_matrix(cases: Path, tmp_path
     tensors, config = truth_of(case, "megatron"), config_of(case) | {"q_lora_rank": None}
     down = [name for name in tensors if re.search(r"\.(linear_q_down_proj|q_layernorm)\.", name)]
     assert len(down) == 6
-    kept = {name: one for name, one in tensors.items() if name not in down}
+    kept = {
+        name: torch.cat((one, one), 1) if "q_up_proj" in name else one  # as wide as the model
+        for name, one in tensors.items()
+        if name not in down
+    }
     alone = {name.replace("q_up_proj", "q_proj"): one for name, one in kept.items()}
     unshard.merge(saved(tmp_path / "ckpt", alone, **config), tmp_path / "out")
     truth = hub_truth(kept, config)

@@ -218,6 +218,10 @@ def test_a_class_that_does_not_fit_is_refused_before_anything_is_written(
     before = snapshot(tmp_path)
     config = AutoConfig.from_pretrained(lmms / "checkpoint-10")
     config.intermediate_size *= 2
+    with pytest.raises(unshard.ConversionError, match="another shape than in") as error:
+        FSDP2Merger().merge(lmms, model_cls=Qwen2ForCausalLM, config=config)
+    assert "model.layers.1.mlp.up_proj.weight [24, 16] instead of [48, 16]" in str(error.value)
+    config.auto_map = {"AutoModelForCausalLM": "ours.Qwen2ForCausalLM"}  # only the class knows then
     with pytest.raises(unshard.ConversionError, match="does not fit Qwen2ForCausalLM") as error:
         FSDP2Merger().merge(lmms, model_cls=Qwen2ForCausalLM, config=config)
     assert "model.layers.1.mlp.up_proj.weight: shape" in str(error.value)

@@ -99,8 +99,10 @@ class Conversion:
     beside: Mapping[str, Sequence[Converted]] = field(default_factory=dict)
 
 
-def convert(sources: Sources, options: MergeOptions) -> Conversion:
+def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True) -> Conversion:
     """Decide what the output's tensors are, and how each is made; several sources are averaged.
+
+    Without `all_shapes`, and for remote code, config.json states those of embedding and head only.
 
     Raises:
         ConversionError: names or dtypes of the output cannot be resolved, or tensors are missing.
@@ -116,6 +118,8 @@ def convert(sources: Sources, options: MergeOptions) -> Conversion:
         by = "base"
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
+        if not all_shapes or made.config.fields.get("auto_map") is not None:
+            expected = expected.with_embeddings_only()
         notes += tuple(check_expected(recipes, expected, **options.allowed))
         made = replace(made, config=_resize(made.config, expected.shapes, recipes))
     if options.quantize is not None:

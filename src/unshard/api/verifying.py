@@ -148,7 +148,7 @@ def _choose_form(
     A whole model is taken as it is if that fits the output's names better; a head that it stores
     twice, tied, is not missed.
     """
-    merged: Sequence[Converted] = convert(Sources((checkpoint,)), options).tensors
+    merged: Sequence[Converted] = convert(Sources((checkpoint,)), options, all_shapes=False).tensors
     if checkpoint.location.format.sharded or checkpoint.adapter is not None:
         return merged
     stored = as_stored(checkpoint.catalog)

@@ -101,7 +101,7 @@ def from_pretrained(
             ours["config"] = _saved(given, stack)
         options = MergeOptions(**cast("MergeKeywords", ours))
         source = _with_local_config(read_unmerged(checkpoint, options, stack), stack)
-        made = convert(Sources((source,)), options)
+        made = convert(Sources((source,)), options, all_shapes=False)  # transformers compares them
         config = _choose_config(source, made, given, kwargs)
         loader, built, rest = choose_loader(auto_class, config, kwargs)
         with _reading(source, made.tensors) as tensors:

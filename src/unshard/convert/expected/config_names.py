@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from unshard.convert.expected.decoders import Group, NotKnownError, integer
+from unshard.convert.expected.shapes import stated_shape
 from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import (
     COMPONENTS,
@@ -29,7 +30,7 @@ _GENERATES = ("ForCausalLM", _SEES, "LMHeadModel")
 _CLASSIFIES = ("ForTokenClassification", "ForSequenceClassification")
 _BARE = "Model"
 _CLASSIFIERS = ("score.weight", "classifier.weight")
-_EMBEDDED = (("embed_tokens.weight", "hidden_size"), ("wte.weight", "n_embd"))
+_EMBEDDED = ("embed_tokens.weight", "wte.weight")
 _TOWER = ("_tower.", "_tower.vision_model.")  # in transformers 5, and until 4
 _EXTRA = re.compile(
     r"(^|\.)rotary_(pos_)?emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"
@@ -43,8 +44,8 @@ _EXTRA = re.compile(
 class _Form:
     """The names that one form of a model must have, and those that it may have.
 
-    `above` has the starts of the names of layers that predict more tokens, `shapes` the shapes of
-    those that have a row per token, as far as the config states them.
+    `above` has the starts of the names of layers that predict more tokens, `shapes` the shapes as
+    far as the config states them.
     """
 
     required: tuple[str, ...]
@@ -132,8 +133,8 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
 
 
 def _body(model: Model, config: Fields) -> _Form:
-    """Return the names of all components, without a head."""
-    required = [name for group in model.groups for name in _named(group, config, 0)]
+    """Return the names of all components, without a head, and the shapes, with that of the head."""
+    required: list[str] = []
     optional: list[str] = []
     above: list[str] = []
     shapes: dict[str, tuple[int, ...]] = {}
@@ -142,18 +143,16 @@ def _body(model: Model, config: Fields) -> _Form:
         kind = component.type or str(fields.get("model_type"))
         if kind not in COMPONENTS:
             raise NotKnownError
-        layers = _count(fields, LAYER_COUNTS.get(kind, "num_hidden_layers"))
         for group in COMPONENTS[kind]:
-            made = [component.prefix + name for name in _named(group, fields, layers)]
             may_miss = isinstance(group, Group) and group.optional
-            (optional if may_miss else required).extend(made)
-        for end, width in _EMBEDDED:
-            name = component.prefix + end
-            rows, columns = fields.get("vocab_size"), fields.get(width)
-            if name in required and isinstance(rows, int) and isinstance(columns, int):
-                shapes |= dict.fromkeys((name, model.head), (rows, columns))
+            for pattern, names in _named(group, fields, kind):
+                made = [component.prefix + name for name in names]
+                (optional if may_miss else required).extend(made)
+                stated = stated_shape(kind, pattern, fields)
+                if stated is not None:
+                    shapes |= dict.fromkeys(made + [model.head] * (pattern in _EMBEDDED), stated)
         if kind in MORE_LAYERS:
-            more = integer(fields, "num_nextn_predict_layers", 1)
+            layers, more = _layers(fields, kind), integer(fields, "num_nextn_predict_layers", 1)
             above += (f"{component.prefix}layers.{layers + n}." for n in range(more))
     return _Form(tuple(required), tuple(optional), tuple(above), shapes=shapes)
 
@@ -167,8 +166,8 @@ def _fields(component: Component, config: Fields) -> Fields:
     return fields
 
 
-def _named(group: str | Group, config: Fields, layers: int) -> Iterator[str]:
-    """Yield the names of a group, for every layer and every expert."""
+def _named(group: str | Group, config: Fields, kind: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the patterns of a group, without braces, with the names of every layer and expert."""
     known = Group(group) if isinstance(group, str) else group
 
     def is_in(layer: int) -> bool:
@@ -181,19 +180,16 @@ def _named(group: str | Group, config: Fields, layers: int) -> Iterator[str]:
     )
     for pattern in patterns:
         numbered = pattern.count("#")
-        if not numbered:
-            yield from [pattern] if is_in(0) else []
-            continue
-        chosen = [layer for layer in range(layers) if is_in(layer)]
+        chosen = [one for one in range(_layers(config, kind) if numbered else 1) if is_in(one)]
         each = range(_experts(config)) if numbered > 1 and chosen else range(1)
         if len(chosen) * len(each) > _MOST:
             raise NotKnownError
-        for layer in chosen:
-            start = pattern.replace("#", str(layer), 1)
-            yield from (start.replace("#", str(one), 1) for one in each)
+        starts = (pattern.replace("#", str(layer), 1) for layer in chosen)
+        yield pattern, [start.replace("#", str(one), 1) for start in starts for one in each]
 
 
-def _count(config: Fields, key: str) -> int:
+def _layers(config: Fields, kind: str) -> int:
+    key = LAYER_COUNTS.get(kind, "num_hidden_layers")
     value = config.get(key)
     count = len(value) if isinstance(value, list) else integer(config, key)
     if count > _MOST:
@@ -212,11 +208,12 @@ def _experts(config: Fields) -> int:
 def _expected(form: _Form, names: Collection[str], kept: Select) -> Expected:
     """Return a form, its towers spelled as in the names; what is optional is excused."""
     old = any(_TOWER[1] in name for name in names)
-    required = [name.replace(*_TOWER) for name in form.required] if old else form.required
+    spelled = {name: name.replace(*_TOWER) if old else name for name in form.required}
     extra = (name for name in names if _EXTRA.search(name) or name.startswith(form.above))
     excused = {*form.optional, *extra}
     advice = "check that this is the config of the model that was trained"
-    return Expected("config.json", kept(required), form.shapes, excused, form.remarks, advice)
+    shapes = {spelled.get(name, name): shape for name, shape in form.shapes.items()}
+    return Expected("config.json", kept(spelled.values()), shapes, excused, form.remarks, advice)
 
 
 def _fits(expected: Expected, names: Collection[str]) -> bool:

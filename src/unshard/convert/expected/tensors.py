@@ -1,11 +1,13 @@
 """Compare tensors with those of a base model, of a model of the config, or of one in memory."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from unshard.convert.recipes import Recipe, shape_of, takes
+from unshard.convert.expected.shapes import Stated
+from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.read.rank_files.buffers import settle
+from unshard.tensors.dtypes import DTypeKind
 
 _Shape = tuple[int, ...]
 
@@ -34,6 +36,11 @@ class Expected:
     excused: Collection[str] = ()
     remarks: tuple[str, ...] = ()
     advice: str = "check that it was trained from this model"
+
+    def with_embeddings_only(self) -> "Expected":
+        """Return the same names, but only the shapes of embedding and head, in each vocabulary."""
+        shapes = {name: tuple(one) for name, one in self.shapes.items() if _is_per_token(name)}
+        return replace(self, shapes=shapes)
 
 
 def check_expected(
@@ -100,17 +107,34 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[list[str], list[str]]:
-    """Return all shapes that differ, and those that are not just a resized vocabulary."""
+    """Return all shapes that differ, and those that are not just a resized vocabulary.
+
+    A config does not state the shapes of packed values, which are integers. By a config, the head
+    must have the vocabulary of the embedding.
+    """
+    rows = {
+        shape_of(tensors[name])[:1]
+        for name, stated in expected.shapes.items()
+        if isinstance(stated, Stated) and name in tensors and _is_per_token(name)
+    }
     changed, wrong = [], []
     for name, recipe in tensors.items():
-        found, stated = shape_of(recipe), expected.shapes.get(name)
+        found, stated, fields = shape_of(recipe), expected.shapes.get(name), ""
         if stated is None or found == stated:
             continue
+        if isinstance(stated, Stated):
+            if found == stated.other or stored_dtype(recipe).kind is not DTypeKind.FLOAT:
+                continue
+            fields = f"{name} {list(found)} instead of {list(stated)} ({', '.join(stated.fields)})"
         changed.append(f"{name} {list(stated)} -> {list(found)}")
-        end = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        if end not in _PER_TOKEN or found[1:] != stated[1:]:
-            wrong.append(changed[-1])
+        resized = _is_per_token(name) and found[1:] == stated[1:] and 0 not in found
+        if not resized or (fields and len(rows) > 1):
+            wrong.append(fields or changed[-1])
     return changed, wrong
+
+
+def _is_per_token(name: str) -> bool:
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] in _PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

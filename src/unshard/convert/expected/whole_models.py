@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unshard.convert.expected.decoders import DECODERS, Group, Groups, flag, is_not, when
+from unshard.convert.expected.decoders import DECODERS, Groups, flag, is_not, when
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A decoder or vision tower in a model.
+    """A decoder or vision tower in a model, or all that joins them.
 
     Attributes:
         prefix: of its tensors' names.
@@ -28,16 +28,15 @@ class Model:
     """A model with the head of a language model.
 
     Attributes:
-        components: its decoder and towers. groups: its other tensors.
+        components: its decoder, its towers, and what joins them.
         head: the name of the head's weight, which may be tied.
     """
 
     components: tuple[Component, ...]
-    groups: Groups = ()
     head: str = "lm_head.weight"
 
 
-# vision towers
+# vision towers, and what joins them and decoders
 
 _QWEN_VISUAL = "blocks.#.{norm1,norm2,attn.qkv,attn.proj}.weight blocks.#.attn.{qkv,proj}.bias"
 _QWEN3_VISUAL = (
@@ -46,12 +45,18 @@ _QWEN3_VISUAL = (
     "blocks.#.mlp.linear_fc{1,2}.{weight,bias}",
     "merger.{norm,linear_fc1,linear_fc2}.{weight,bias}",
 )
+_PROJECTOR = (
+    "multi_modal_projector.linear_{1,2}.weight",
+    when(
+        "multi_modal_projector.linear_{1,2}.bias", flag("multimodal_projector_bias", default=True)
+    ),
+)
 _TOWER = (
     "embeddings.{patch_embedding,position_embedding}.weight post_layernorm.{weight,bias}",
     "encoder.layers.#.self_attn.{q_proj,k_proj,v_proj,out_proj}.{weight,bias}",
     "encoder.layers.#.{layer_norm1,layer_norm2,mlp.fc1,mlp.fc2}.{weight,bias}",
 )
-_TOWERS: Mapping[str, Groups] = {
+_OTHERS: Mapping[str, Groups] = {
     "qwen2_vl": (
         _QWEN_VISUAL,
         "patch_embed.proj.weight blocks.#.norm{1,2}.bias blocks.#.mlp.fc{1,2}.{weight,bias}",
@@ -88,10 +93,15 @@ _TOWERS: Mapping[str, Groups] = {
         "encoder.layer.#.layernorm_{before,after}.{weight,bias}",
         when("layernorm.{weight,bias}", is_not(flag("use_mean_pooling", default=True))),
     ),
+    "gemma3": ("multi_modal_projector.mm_{input_projection_weight,soft_emb_norm.weight}",),
+    "llava": _PROJECTOR,
+    "llava_next": (*_PROJECTOR, "image_newline"),
+    "llava_onevision": (*_PROJECTOR, "image_newline"),
+    "internvl": ("multi_modal_projector.{layer_norm,linear_1,linear_2}.{weight,bias}",),
 }
 
-COMPONENTS = {**DECODERS, **_TOWERS}
-"""The tensors of decoders and towers by model type."""
+COMPONENTS = {**DECODERS, **_OTHERS}
+"""The tensors of decoders, towers and what joins them, by model type."""
 
 LAYER_COUNTS = {
     "gpt2": "n_layer",
@@ -109,27 +119,20 @@ them."""
 
 # whole models
 
-_PROJECTOR = (
-    "multi_modal_projector.linear_{1,2}.weight",
-    when(
-        "multi_modal_projector.linear_{1,2}.bias", flag("multimodal_projector_bias", default=True)
-    ),
-)
 
-
-def _llava(*groups: str | Group, text: str = "", vision: str = "") -> Model:
+def _llava(text: str = "", vision: str = "") -> Model:
     return Model(
         (
             Component("language_model.model.", "text_config", text),
             Component("vision_tower.", "vision_config", vision),
+            Component(""),
         ),
-        groups,
         head="language_model.lm_head.weight",
     )
 
 
 def _qwen2(visual: str) -> Model:
-    text = Component("model.", "text_config", "qwen2", flat=True)
+    text = Component("model.", "text_config", "qwen2_vl_text", flat=True)
     return Model((text, Component("visual.", "vision_config", visual)))
 
 
@@ -150,17 +153,9 @@ _MODELS = {
     "qwen3_vl_moe": _qwen3("qwen3_vl_moe_text", "qwen3_vl", "qwen3_vl_deepstack"),
     "qwen3_5": _qwen3("qwen3_5_text", "qwen3_5"),
     "qwen3_5_moe": _qwen3("qwen3_5_moe_text", "qwen3_5"),
-    "gemma3": _llava(
-        "multi_modal_projector.mm_input_projection_weight",
-        "multi_modal_projector.mm_soft_emb_norm.weight",
-        text="gemma3_text",
-    ),
-    "llava": _llava(*_PROJECTOR),
-    "llava_next llava_onevision": _llava(*_PROJECTOR, "image_newline"),
-    "internvl": _llava(
-        "multi_modal_projector.{layer_norm,linear_1,linear_2}.{weight,bias}",
-        vision="internvl_vision",
-    ),
+    "gemma3": _llava("gemma3_text"),
+    "llava llava_next llava_onevision": _llava(),
+    "internvl": _llava(vision="internvl_vision"),
 }
 
 MODELS = {one: model for types, model in _MODELS.items() for one in types.split()}
