@@ -13,7 +13,7 @@ from ranks import save_ranks, snapshot
 from tiny_models import tiny_model, tiny_tokenizer
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Job, Request, Status, WeightsName
-from unshard.evaluate.server.admission import check_request
+from unshard.evaluate.server.admission import check_request, list_unfitting
 from unshard.evaluate.server.attempts.merging import GoneError, Merger
 from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights, keeps_engine
 from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
@@ -156,8 +156,8 @@ def test_a_job_for_an_engine_that_is_kept_is_handed_to_its_worker(tmp_path: Path
     worker = "unshard.evaluate.server.warm.worker"
     assert worker_command(profile)[:3] == ["other", "-m", worker]
     several = direct(model="vllm", model_args={"data_parallel_size": 2})
-    with pytest.raises(EvaluationError, match="data_parallel_size is not possible"):
-        make_evaluator(several).command(work)
+    (problem,) = list_unfitting(work.request, several)
+    assert "data_parallel_size is not possible" in str(problem)
 
 
 @pytest.mark.parametrize("weights", ["model", "ema"])

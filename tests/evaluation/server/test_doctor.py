@@ -142,6 +142,15 @@ def test_jobs_that_would_wait_for_the_configuration_are_told(server: Live) -> No
     assert "1 job of profile renamed: unknown profile 'renamed'" in text
     assert "1 job of profile script:qwen: " in text
     assert "eval cancel --profile NAME" in text
+    with store.connection as connection:
+        connection.execute("UPDATE jobs SET request = '[1]' WHERE profile = 'script:qwen'")
+        connection.execute("UPDATE jobs SET status = 'running' WHERE profile = 'renamed'")
+    text = wrong(examined(server, code=1))["jobs that wait"]
+    assert "1 job of profile renamed" in text
+    assert "1 job of a request that cannot be read" in text
+    with store.connection as connection:
+        connection.execute("DELETE FROM jobs WHERE profile = 'script:qwen'")
+        connection.execute("UPDATE jobs SET status = 'queued'")
     for job in store.jobs(Filters()):
         if job.request.profile != "script":
             store.cancel(job.id)

@@ -1,10 +1,15 @@
 """What the server's configuration lacks is waited for: no job fails for it, and no pin goes."""
 
+import errno
+import gc
+import sqlite3
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +23,7 @@ from evaluation.running import (
     wait_until,
     whole_model,
 )
-from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
@@ -28,9 +33,12 @@ from unshard.evaluate.server.config.profiles import (
     LmmsEvalProfile,
     Profile,
 )
+from unshard.evaluate.server.endings import Absent, Failed, Postponed, judge
 from unshard.evaluate.server.evaluators.programs import Profiles, make_evaluator
+from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.processes.supervise import Exit
 from unshard.evaluate.server.queue import allotment
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.store.store import Store
@@ -143,6 +151,83 @@ def test_a_thousand_that_wait_do_not_hide_the_one_behind_them(
     assert len(pins.list_all()) == 1
 
 
+def test_many_that_do_not_fit_are_found_in_one_look(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, server, pins = server_of(
+        tmp_path / "work", {"script": script_profile(allowed_tasks=("task",))}
+    )
+    for step in range(30):
+        submit(store, pins, replace(request(checkpoint, step), tasks=("other",)))
+    behind = submit(store, pins, request(checkpoint, 99))
+    looks, real = list[float](), server._allotment.pass_over_unfit
+
+    def pass_over_unfit() -> None:
+        looks.append(time.time())
+        real()
+
+    monkeypatch.setattr(server._allotment, "pass_over_unfit", pass_over_unfit)
+    server.start()
+    wait_for(store, behind.id, Status.COMPLETED)
+    server.stop(end=True)
+    assert len(looks) == 1
+
+
+def test_a_reason_keeps_nothing_open_in_the_database(tmp_path: Path, checkpoint: Path) -> None:
+    """An error that its own frames refer to kept a list of jobs half read, with its snapshot."""
+    work = tmp_path / "work"
+    store, server, pins = server_of(work, {"script": script_profile(allowed_tasks=("task",))})
+    for step in range(3):
+        submit(store, pins, replace(request(checkpoint, step), tasks=("other",)))
+
+    def look() -> str | None:
+        return next(server.waits_for(job) for job in store.newest(Filters()))
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert "other" in str(look())
+        with closing(sqlite3.connect(work / "jobs.sqlite", isolation_level=None)) as other:
+            other.execute("DELETE FROM jobs WHERE 0")
+            busy, _, _ = other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    finally:
+        gc.enable()
+    assert busy == 0
+
+
+def test_a_profile_that_is_held_makes_no_job_unfit(tmp_path: Path, checkpoint: Path) -> None:
+    store, server, pins = server_of(tmp_path / "work", {"script": script_profile()})
+    job = submit(store, pins, request(checkpoint))
+    server._allotment.hold("script", "gone")
+    assert server.waits_for(job) == "the server's configuration: gone"
+    server._allotment.pass_over_unfit()  # as if it was chosen just before
+    server._allotment._held.clear()
+    choice = server._allotment.choose(time.time())
+    assert choice is not None
+    assert choice.job.job_id == job.id
+
+
+@pytest.mark.parametrize("how", ["moved", "empty"])
+def test_a_root_that_is_not_mounted_is_waited_for(tmp_path: Path, how: str) -> None:
+    root = tmp_path / "root"
+    path = whole_model(root / "run" / "checkpoint-1")
+    store, server = scheduler(tmp_path / "work", DONE)
+    pins = server._runner._pins = Pins(store, (root,), Quota())
+    job = submit(store, pins, request(path))
+    root.rename(tmp_path / "away")
+    if how == "empty":
+        root.mkdir()
+    server.start()
+    wait_until(lambda: job_of(store, job.id).attempts > 0, "an attempt")
+    wait_until(lambda: job_of(store, job.id).status is Status.QUEUED, "its end")
+    assert "is it mounted?" in str(job_of(store, job.id).error)
+    if how == "empty":
+        root.rmdir()
+    (tmp_path / "away").rename(root)
+    wait_for(store, job.id, Status.COMPLETED)
+    server.stop(end=True)
+
+
 @pytest.mark.parametrize("lacks", ["profile", "GPU", "kind"])
 def test_a_running_job_waits_for_the_configuration_too(
     tmp_path: Path, checkpoint: Path, lacks: str
@@ -212,6 +297,94 @@ def test_a_program_that_is_gone_is_waited_for(tmp_path: Path, checkpoint: Path, 
     for job in (first, second):
         assert wait_for(store, job.id, Status.COMPLETED).metrics == {"task/acc": 2}
     mended.stop(end=True)
+
+
+@pytest.mark.parametrize("how", ["script", "found by env"])
+def test_what_a_command_runs_is_waited_for(tmp_path: Path, checkpoint: Path, how: str) -> None:
+    script = tmp_path / "evaluate"
+    start = (sys.executable,) if how == "script" else ("/usr/bin/env",)
+    good = wrote()
+    command = (*start, str(script), *good.command[2:])
+    profiles = {"command": good.model_copy(update={"command": command})}
+    store, server, pins = server_of(tmp_path / "work", profiles, "")
+    job = submit(store, pins, replace(request(checkpoint), profile="command"))
+    server.start()
+    wait_until(lambda: server.waits_for(job_of(store, job.id)) is not None, "the reason")
+    assert is_kept(store, job)
+    assert str(script) in str(server.waits_for(job_of(store, job.id)))
+    server.stop(end=True)
+    script.write_text(f"#!{sys.executable}\nimport sys; exec(sys.argv.pop(1))\n")
+    script.chmod(0o755)
+    _, mended, _ = server_of(tmp_path / "work", profiles, "")
+    mended.start()
+    wait_for(store, job.id, Status.COMPLETED)
+    mended.stop(end=True)
+
+
+def test_a_program_that_the_request_names_holds_no_other_job(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    good = wrote()
+    command = (str(tmp_path / "evaluate-{step}"), *good.command[1:])
+    profiles = {"command": good.model_copy(update={"command": command})}
+    (tmp_path / "evaluate-2").symlink_to(sys.executable)
+    store, server, pins = server_of(tmp_path / "work", profiles, "")
+    first, second = (
+        submit(store, pins, replace(request(checkpoint, step), profile="command"))
+        for step in (1, 2)
+    )
+    server.start()
+    wait_for(store, second.id, Status.COMPLETED)
+    wait_until(lambda: job_of(store, first.id).attempts > 0, "an attempt")
+    wait_until(lambda: is_kept(store, first), "its end")
+    assert "cannot be started" in str(job_of(store, first.id).error)
+    server.stop(end=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ETXTBSY, Postponed),
+        (errno.ESTALE, Postponed),
+        (errno.EIO, Postponed),
+        (errno.ENOMEM, Postponed),
+        (errno.ENOENT, Absent),
+        (errno.E2BIG, Failed),
+    ],
+)
+def test_only_what_no_time_mends_fails_at_once(
+    tmp_path: Path, checkpoint: Path, number: int, kind: type
+) -> None:
+    profile = script_profile()
+    work = Work(checkpoint, tmp_path / "output", tmp_path, request(checkpoint), profile)
+    ended = Exit("not started", 0, "why", 0.0, number)
+    assert isinstance(judge(ScriptEvaluator(DONE), work, ended), kind)
+
+
+@pytest.mark.parametrize("lacks", ["config", "engine"])
+def test_what_a_profile_no_longer_has_is_waited_for(
+    tmp_path: Path, checkpoint: Path, lacks: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    profile: Profile = script_profile().model_copy(update={"config": config})
+    asked = request(checkpoint)
+    if lacks == "engine":
+        several: dict[str, Any] = {"data_parallel_size": 2}
+        allowed = tuple(several)
+        direct = {"weights": "direct", "model": "vllm", "allowed_model_args": allowed}
+        profile = LmEvalProfile.model_validate(direct)
+        asked = request(checkpoint, model_args=several)
+    profiles = {"script": profile}
+    store, server, pins = server_of(tmp_path / "work", profiles)
+    job = submit(store, pins, asked)
+    config.unlink()
+    server.start()
+    wait_until(lambda: server.waits_for(job_of(store, job.id)) is not None, "the reason")
+    time.sleep(LOOKS_S)
+    assert is_kept(store, job)
+    assert job_of(store, job.id).attempts == 0
+    server.stop(end=True)
 
 
 def test_a_program_that_is_installed_meanwhile_is_found_without_a_restart(

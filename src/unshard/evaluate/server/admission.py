@@ -16,7 +16,7 @@ from unshard.errors import UsageError, raise_all
 from unshard.evaluate.jobs import OPTIONS, Arguments, Request
 from unshard.evaluate.server.config.arguments import has_separator, parse_arguments, placeholders_in
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile, base_of
+from unshard.evaluate.server.config.profiles import CommandProfile, Profile, base_of, keeps_engine
 from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.installed import modules_of
 from unshard.evaluate.server.gpus import gpus_expected
@@ -64,6 +64,17 @@ def list_unfitting(request: Request, profile: Profile) -> Iterator[UsageError]:
     """Yield what a profile does not allow, or no longer allows, of a request."""
     yield from _tasks(request, profile)
     yield from _arguments(request.arguments, profile)
+    if not keeps_engine(profile):
+        return
+    chosen = {**request.arguments.model_args, **profile.model_args}
+    if (count := chosen.get("data_parallel_size", 1)) != 1:
+        yield UsageError(
+            "data_parallel_size is not possible with `weights: direct`, which keeps one engine",
+            expected="1",
+            found=str(count),
+            hint="jobs on other GPUs have engines of their own; several GPUs of one engine are "
+            "used by tensor_parallel_size",
+        )
 
 
 def _installed(name: str, profile: Profile) -> Iterator[UsageError]:

@@ -33,6 +33,8 @@ from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
 
+_SHOWN = 5  # reasons
+_WAITING = "SELECT request FROM jobs WHERE status IN ('queued', 'running')"
 _LEAST_BYTES = 1 << 30
 _POLL_S = 0.1
 _SHOWN = 600  # characters of a log's end
@@ -156,7 +158,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:
-            rows = connection.execute("SELECT request FROM jobs WHERE status = 'queued'").fetchall()
+            rows = connection.execute(_WAITING).fetchall()
     except sqlite3.Error as error:
         yield Finding("jobs that wait", is_fine=False, text=f"{database}: cannot be read: {error}")
         return
@@ -165,7 +167,11 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
             find_work(profiles, slots, request := as_request(text))
         except UnshardError as error:
             why[f"profile {request.profile}: {one_line(str(error))}"] += 1
-    shown = "; ".join(f"{counted(number, 'job')} of {text}" for text, number in why.items())
+        except (ValueError, TypeError, LookupError, AttributeError):  # not as a server writes it
+            why["a request that cannot be read"] += 1
+    found = [f"{counted(number, 'job')} of {text}" for text, number in why.most_common(_SHOWN)]
+    found += [f"{len(why) - _SHOWN} more reasons"] if len(why) > _SHOWN else []
+    shown = "; ".join(found)
     hint = "; correct the configuration, or end them: unshard eval cancel --profile NAME"
     text = f"{shown}{hint}" if why else f"{counted(len(rows), 'job')}, which can begin"
     yield Finding("jobs that wait", is_fine=not why, text=text)

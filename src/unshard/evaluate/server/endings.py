@@ -12,6 +12,8 @@ from tempfile import TemporaryFile
 from unshard.errors import UnshardError
 from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
+from unshard.evaluate.server.config.arguments import placeholders_in
+from unshard.evaluate.server.config.profiles import CommandProfile
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
 from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
@@ -21,10 +23,11 @@ SHOWN_LINES = 20
 """How many lines or names an error shows at most."""
 
 _KILLS = (signal.SIGKILL, *STOPS)
-_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
 _ABSENT = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOEXEC}
 )
+_FOR_GOOD = frozenset({0, errno.E2BIG, errno.EINVAL, errno.ENAMETOOLONG})
+_NOT_FOUND = 127  # of shells and env
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -135,9 +138,9 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
             return Postponed(add_log(done.error, work.directory), _CAUSES[reason])
         case "not started":
             why = f"the evaluator cannot be started: {done.error}"
-            if done.errno in _PASSING:
-                return Postponed(why)
-            return Absent(why) if done.errno in _ABSENT else Failed(why, may_retry=False)
+            if done.errno in _FOR_GOOD:
+                return Failed(why, may_retry=False)
+            return _absent(why, work) if done.errno in _ABSENT else Postponed(why)
     try:
         found = evaluator.measured(work, done.returncode)
         results = evaluator.results_file(work)
@@ -149,11 +152,19 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
     # A full disk or a signal from elsewhere is not the evaluator's mistake.
     if full := _why_full(work.directory):
         return Postponed(f"{full}\n{failed.error}")
-    is_placed_there = unknown is None and not is_placed(work.directory)
-    if is_placed_there and (absent := why_cannot_run(work.profile, work.directory)):
-        return Absent(absent)
+    if unknown is None and not is_placed(work.directory):
+        is_found = done.returncode != _NOT_FOUND
+        absent = why_cannot_run(work.profile, work.directory) if is_found else failed.error
+        if absent is not None:
+            return _absent(absent, work)
     is_killed = is_ended_by(_KILLS, done.returncode)
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
+
+
+def _absent(why: str, work: Work) -> Outcome:
+    """Return that an evaluator is gone; of a program that the request names, only the job waits."""
+    command = work.profile.command[:1] if isinstance(work.profile, CommandProfile) else ()
+    return Postponed(why) if placeholders_in(command) else Absent(why)
 
 
 def add_log(why: str, directory: Path) -> str:

@@ -145,6 +145,15 @@ class Pins:
         found.update(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
         return sorted({run.resolve() for run in found if self._is_inside(run)})
 
+    def find_empty_root(self, job: Job) -> Path | None:
+        """Return the root of a job's checkpoint if it has nothing: its disk may not be mounted."""
+        for root in self._roots_on_disk():
+            if Path(job.request.checkpoint).is_relative_to(root.resolve()):
+                with suppress(OSError):
+                    return None if any(root.iterdir()) else root
+                return root
+        return None
+
     def _roots_on_disk(self) -> list[Path]:
         return [root for root in self.roots if not isinstance(root, RemotePath)]
 

@@ -160,7 +160,9 @@ class Runner:
         try:
             return attempted()
         except GoneError as error:
-            return Expired(_name_submitted(error, job))
+            root = self._pins.find_empty_root(job)
+            why = f"the root {root} is empty, or not there: is it mounted?"
+            return Postponed(why) if root else Expired(_name_submitted(error, job))
         except GivenUpError:
             if self._halt(job.id) is Halt.CANCELLED:
                 return Cancelled()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import one_line
+from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.config.profiles import (
     CommandProfile,
     HarnessProfile,
@@ -84,8 +85,14 @@ def why_missing(profile: Profile, directory: Path) -> str | None:
 
 
 def why_cannot_run(profile: Profile, directory: Path) -> str | None:
-    """Return why no job of a harness can run, if that is certain; a command is not asked."""
-    why = None if isinstance(profile, CommandProfile) else _why_no_module(profile, directory)
+    """Return why no job can run, if that is certain: of a command, that its script is gone."""
+    if isinstance(profile, CommandProfile):
+        script = Path(*profile.command[1:2])
+        is_gone = (
+            script.is_absolute() and not placeholders_in([str(script)]) and not script.exists()
+        )
+        return f"{_CANNOT}: there is no {script}" if is_gone else None
+    why = _why_no_module(profile, directory)
     return why if why is not None and why.startswith(_CANNOT) else None
 
 

@@ -103,7 +103,6 @@ class _LmEval:
         nothing.
         """
         _demand_empty(work.output)
-        _demand_one_engine(self.profile, work)
         options: dict[str, object] = {
             "model": _model_type(self.profile),
             "model_args": _model_args(self.profile, work, work.model),
@@ -237,19 +236,6 @@ def _demand_empty(directory: Path) -> None:
     if directory.is_dir() and any(directory.iterdir()):
         raise EvaluationError(
             f"{directory} already contains files", expected="a fresh directory for every attempt"
-        )
-
-
-def _demand_one_engine(profile: LmEvalProfile, work: Work) -> None:
-    """Raise if several engines are asked for where one is kept."""
-    count = _model_args(profile, work, work.model).get("data_parallel_size", 1)
-    if keeps_engine(profile) and count != 1:
-        raise EvaluationError(
-            "data_parallel_size is not possible with `weights: direct`, which keeps one engine",
-            expected="1",
-            found=str(count),
-            hint="jobs on other GPUs have engines of their own; several GPUs of one engine are "
-            "used by tensor_parallel_size",
         )
 
 

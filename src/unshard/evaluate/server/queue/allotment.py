@@ -6,10 +6,10 @@ checkpoint may be gone elsewhere, and the next configuration may be right.
 
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 
 from unshard.errors import UnshardError, UsageError, raise_all
-from unshard.evaluate.jobs import EvaluationError, Request
+from unshard.evaluate.jobs import EvaluationError, Filters, Request, Status
 from unshard.evaluate.server.admission import list_unfitting
 from unshard.evaluate.server.config.profiles import Profile, base_of, keeps_engine
 from unshard.evaluate.server.evaluators.programs import Profiles
@@ -31,16 +31,31 @@ def find_work(profiles: Profiles, slots: Slots, request: Request) -> tuple[Profi
     """
     profile, evaluator = profiles.find(request.profile)
     raise_all(UsageError, "The request does not fit", list(list_unfitting(request, profile)))
+    if profile.config is not None and not profile.config.exists():
+        raise EvaluationError(f"the config of its profile is not there: {profile.config}")
     asked = request.arguments.num_gpus
     count = profile.gpus if asked is None else asked
     slots.check(count)
     return profile, evaluator, count
 
 
+def why_unfit(found: Callable[[], object]) -> str | None:
+    """Return why something that `find_work` looks for is not there; None if it is."""
+    try:
+        found()
+    except UnshardError as error:
+        why = str(error)
+        # The frames have it as a local, and it has the frames: what their callers were reading in
+        # the database would stay open until the next search for garbage.
+        error.__traceback__ = None
+        return why
+    return None
+
+
 class Allotment:
     """Chooses the next job, and gives it its slots.
 
-    One thread uses it, but for `find`, `forget` and `hold`.
+    One thread uses it, but for `why_not`, `find`, `forget` and `hold`.
 
     Args:
         store: with the queue.
@@ -69,19 +84,19 @@ class Allotment:
         self._retire = retire
         self._passed: dict[str, int] = {}
         self._skipped = 0
-        self._unfit: set[str] = set()
+        self._unfit: dict[str, float] = {}
         self._held: dict[str, tuple[float, str]] = {}
 
     def choose(self, now: float) -> Choice | None:
         """Return the job that begins next, if one can."""
         needs = cache(self._needs)  # of a long queue most are alike
-        skipped = 0
+        skipped, clock = 0, time.monotonic()
 
         def read() -> Iterator[Waiting]:
             nonlocal skipped
             # Those that cannot begin do not count: the next look gets beyond them.
             for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
-                count = None if job_id in self._unfit else needs(name, asked)
+                count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None
                 yield Waiting(job_id, name, count)
 
@@ -98,11 +113,17 @@ class Allotment:
     def forget(self, job_id: str) -> None:
         """Forget a job that waits no longer."""
         self._passed.pop(job_id, None)
-        self._unfit.discard(job_id)
+        self._unfit.pop(job_id, None)
 
-    def pass_over(self, job_id: str) -> None:
-        """Leave a job in the queue that `find` refuses for what it asks of its profile."""
-        self._unfit.add(job_id)
+    def pass_over_unfit(self) -> None:
+        """Leave the jobs in the queue, for a while, for whose requests `find` has nothing.
+
+        All at once: to find them one after another would be a look at the whole queue for each.
+        """
+        until = time.monotonic() + _HELD_S
+        for job in self._store.jobs(Filters(status=Status.QUEUED)):
+            if why_unfit(partial(self.find, job.request)) is not None:
+                self._unfit[job.id] = until
 
     def hold(self, name: str, why: str) -> None:
         """Begin no job of a profile for a while: its evaluator is not there."""
@@ -112,10 +133,14 @@ class Allotment:
         """Return the profile of a request, its evaluator, and how many GPUs its job gets.
 
         Raises:
-            UnshardError: the job cannot begin now, as the server is configured.
+            UnshardError: the job cannot begin as the server is configured.
         """
-        self._check_held(request.profile)
         return find_work(self._profiles, self._slots, request)
+
+    def why_not(self, request: Request) -> str | None:
+        """Return why a job cannot begin now, as the server is configured; None if it can."""
+        until, why = self._held.get(base_of(request.profile), (0.0, ""))
+        return why if time.monotonic() < until else why_unfit(partial(self.find, request))
 
     def take(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
@@ -142,19 +167,15 @@ class Allotment:
 
     def _needs(self, name: str, asked: int | None) -> int | None:
         """Return how many GPUs a job needs, 0 for the CPU; None if it cannot begin."""
+        if time.monotonic() < self._held.get(base_of(name), (0.0, ""))[0]:
+            return None
         try:
-            self._check_held(name)
             profile, _ = self._profiles.find(name)
             count = profile.gpus if asked is None else asked
             self._slots.check(count)
         except UnshardError:
             return None
         return 0 if self._slots.are_cpu(count) else count
-
-    def _check_held(self, name: str) -> None:
-        until, why = self._held.get(base_of(name), (0.0, ""))
-        if time.monotonic() < until:
-            raise EvaluationError(why)
 
     def _free(self) -> Free:
         lent = self._engines.list_lent()

@@ -208,12 +208,8 @@ class Scheduler:
 
         The database does not have it, because the next server may be configured otherwise.
         """
-        if job.status is Status.QUEUED:
-            try:
-                self._allotment.find(job.request)
-            except UnshardError as error:
-                return f"the server's configuration: {error}"
-        return None
+        why = self._allotment.why_not(job.request) if job.status is Status.QUEUED else None
+        return None if why is None else f"the server's configuration: {why}"
 
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; it contains the log."""
@@ -275,12 +271,11 @@ class Scheduler:
         job = self._store.get(choice.job.job_id)
         if self._halt is not None or job is None:
             return False
-        try:
-            profile, evaluator, count = self._allotment.find(job.request)
-        except UnshardError as error:
-            tell(job, f"waits: {error}")
-            self._allotment.pass_over(job.id)
+        if (why := self._allotment.why_not(job.request)) is not None:
+            tell(job, f"waits: {why}")
+            self._allotment.pass_over_unfit()
             return True
+        profile, evaluator, count = self._allotment.find(job.request)
         gpus = self._allotment.take(job.request.profile, profile, count)
         if gpus is None:
             return False
