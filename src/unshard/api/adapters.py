@@ -44,7 +44,8 @@ def fuse_adapter(
     if split.adapter_only and model is not None:
         base = as_stored(model)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
-            base = training_names(base, checkpoint.config)
+            modules = {pair.module for pair in split.pairs.values()}
+            base = training_names(base, checkpoint.config, modules)
     config = read_adapter_config(source.location)
     types = () if checkpoint.config is None else checkpoint.config.types
     fused = fuse(split, config, alpha, base, types)

@@ -64,10 +64,20 @@ def hub_names(tensors: Mapping[str, Recipe], config: _Config) -> Renamed:
     return _renamed(((name, _on_hub(name, one, rules)) for name, one in tensors.items()), rules)
 
 
-def training_names(tensors: Mapping[str, Recipe], config: _Config) -> dict[str, Recipe]:
-    """Give a model's tensors their names in training; experts stay as they are."""
-    back = _rules(config).back
-    return {_applied(name, back): recipe for name, recipe in tensors.items()}
+def training_names(
+    tensors: Mapping[str, Recipe], config: _Config, joined: Collection[str] = ()
+) -> dict[str, Recipe]:
+    """Give a model's tensors their names in training; in the modules `joined`, experts are one."""
+    rules = _rules(config)
+    named = {_applied(name, rules.back): recipe for name, recipe in tensors.items()}
+    for block, members in _blocks(named, rules).items():
+        made = join_experts(members) if block in joined else {}
+        for tail, (recipe, names) in made.items():
+            if not any({*names} < {*more} for _, more in made.values()):  # gate and up are one
+                for name in names:
+                    del named[name]
+                named[f"{block}.{tail}"] = recipe
+    return named
 
 
 def names_of_base(
@@ -153,17 +163,24 @@ def _united(
     tensors: Mapping[str, Recipe], base: frozenset[str], rules: _NamingRules
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
     """Return the base's tensors that join several, with the names of those in the checkpoint."""
+    return {
+        found: made
+        for block, members in _blocks(tensors, rules).items()
+        for tail, made in join_experts(members).items()
+        if (found := _in_base(f"{block}.{tail}", base, rules))
+    }
+
+
+def _blocks(
+    tensors: Mapping[str, Recipe], rules: _NamingRules
+) -> dict[str, dict[str, tuple[ExpertPart, Recipe]]]:
+    """Return the tensors of experts by the module of their layer, and by name."""
     blocks: dict[str, dict[str, tuple[ExpertPart, Recipe]]] = {}
     for name, recipe in tensors.items():
         part = _part(name, recipe, rules)
         if part is not None:
             blocks.setdefault(part.block, {})[name] = part, recipe
-    return {
-        found: made
-        for block, members in blocks.items()
-        for tail, made in join_experts(members).items()
-        if (found := _in_base(f"{block}.{tail}", base, rules))
-    }
+    return blocks
 
 
 def _turned(

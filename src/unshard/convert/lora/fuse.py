@@ -117,10 +117,12 @@ def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
     Raises:
         ConversionError: it does not; verl's `save_lora_only` leaves them out.
     """
-    if config is not None and config.modules_to_save and not split.saved:
+    whole = () if config is None else config.modules_to_save
+    is_saved = any(f"{module}." in path for module in whole for path in split.saved)
+    if config is not None and whole and not is_saved:
         raise ConversionError(
             "modules that were trained whole are not in the checkpoint",
-            expected=f"{', '.join(config.modules_to_save)} (modules_to_save in {config.source})",
+            expected=f"{', '.join(whole)} (modules_to_save in {config.source})",
             found="the LoRA pairs only",
             hint="save the whole model, not the adapter only",
         )

@@ -10,14 +10,15 @@
 
 PEFT's files leave the adapter's name out, and of a module trained whole they have the trained copy
 only, under its plain name; of an embedding that was resized both others, too, which repeat it and
-its original (PEFT loads the plain one). The front is missing if an adapter was injected into a
-model.
+its original (PEFT loads the plain one). Embeddings and heads that are adapted have their
+`base_layer.weight` there, too. The front is missing if an adapter was injected into a model.
 Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other.py (0.21).
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from unshard.convert.heads import is_head
 from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError, raise_all
 
@@ -132,7 +133,7 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
     kept = _kept(weights)
     base = {own: tensors[one.name] for own, one in kept.items()}
     copies = [one for one in kept.values() if one.adapter is not None]
-    adapter_only = _lacks_weights(base, pairs)
+    adapter_only = _lacks_weights(base, pairs, is_file=not adapters)
     whole = kept.values() if adapter_only else copies
     return Split(
         base,
@@ -276,11 +277,16 @@ def _kept(weights: Iterable[_Weight]) -> dict[str, _Weight]:
     return kept
 
 
-def _lacks_weights(base: Mapping[str, Recipe], pairs: Mapping[str, LoraPair]) -> bool:
-    """Return whether an adapter is all there is; it may have biases, modules and embeddings."""
+def _lacks_weights(
+    base: Mapping[str, Recipe], pairs: Mapping[str, LoraPair], *, is_file: bool
+) -> bool:
+    """Return whether an adapter is all there is; it may have biases, modules and embeddings.
+
+    With nothing but heads and embeddings adapted, other modules make a model, but in PEFT's files.
+    """
     owners = {name.rpartition(".")[0] for name in base}
     matrices = {name.rpartition(".")[0] for name, one in base.items() if len(shape_of(one)) > 1}
+    adapted = {pair.module for pair in pairs.values()}
     modules = {pair.module for pair in pairs.values() if not pair.is_embedding}
-    if modules:
-        return not modules & matrices
-    return owners <= {pair.module for pair in pairs.values()}
+    modules = {name for name in modules if not is_head(f"{name}.weight")}
+    return modules.isdisjoint(matrices) if modules else is_file or owners <= adapted

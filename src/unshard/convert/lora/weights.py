@@ -12,7 +12,7 @@ from itertools import permutations
 
 from unshard.convert.heads import is_head
 from unshard.convert.lora.names import LoraPair
-from unshard.convert.recipes import Recipe, dtype_of, shape_of
+from unshard.convert.recipes import Recipe, Take, dtype_of, shape_of
 from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
@@ -157,7 +157,8 @@ def _fitted(
         wanted = (inputs, outputs) if is_turned else (outputs, inputs)
         if (rows, columns) != wanted or len(stack) > 1 or ranks % max(experts, 1) or not experts:
             return None
-        if pair.is_embedding and (stack or not is_turned):
+        is_joined = stack and not isinstance(weights[name], Take)  # experts: (out, in) each
+        if (pair.is_embedding and (stack or not is_turned)) or (is_joined and is_turned):
             return None
         result.append(AdaptedWeight(pair, name, experts, bool(stack), is_turned))
     return result
