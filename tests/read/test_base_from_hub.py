@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save
+import torch
+from safetensors.torch import load, save
 
 from hub_server import TOKEN, Hub, Repo, serving
 from ranks import assert_same, merged, save_ranks, some_tensors
@@ -102,3 +103,25 @@ def test_a_model_that_does_not_exist_is_refused(hub: Hub, tmp_path: Path) -> Non
     assert done.returncode == 4
     assert "--base org/nothing: is not a directory here" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_are_downloaded_for_layers_that_training_dropped(hub: Hub, tmp_path: Path) -> None:
+    files = hub.repos["org/base"].files
+    mtp = {"mtp.fc.weight": torch.ones(3, 2).bfloat16()}
+    file = "model-00001-of-00002.safetensors"
+    index = json.loads(files["model.safetensors.index.json"])
+    index["weight_map"] |= dict.fromkeys(mtp, file)
+    files[file] = save({**load(files[file]), **mtp}, {"format": "pt"})
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    files["config.json"] = b'{"model_type": "llama", "mtp_num_hidden_layers": 1}'
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    without = run(hub, tmp_path, str(tmp_path / "out"), "--base", "org/base", "--exclude", "^mtp")
+    assert without.returncode == 0, without.stderr
+    assert_same(merged(tmp_path / "out"), some_tensors())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["mtp_num_hidden_layers"] == 0
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    done = run(hub, tmp_path, str(tmp_path / "two"), "--base", "org/base")
+    assert done.returncode == 0, done.stderr
+    assert_same(merged(tmp_path / "two"), {**some_tensors(), **mtp})
+    assert list((tmp_path / "cache").rglob(file))

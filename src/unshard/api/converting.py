@@ -15,6 +15,7 @@ from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
+from unshard.convert.expected.ignored import complete_mtp, ignored
 from unshard.convert.expected.tensors import Expected, check_expected, check_plain
 from unshard.convert.heads import (
     EMBEDDINGS,
@@ -37,7 +38,6 @@ from unshard.convert.outputs import (
     finish,
     precision,
     scales_of_kept,
-    select_names,
     select_tensors,
 )
 from unshard.convert.quantised import (
@@ -196,11 +196,10 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if options.names == "hub":
         native = without_megatron_names(tensors, config, checkpoint.catalog.recorded)
         trained = without_native_names(native.value, config)
-        renamed = (
-            hub_names(trained, config)
-            if base is None
-            else names_of_base(trained, base.files, config, base.shapes)
-        )
+        if base is None:
+            renamed = hub_names(trained, config)
+        else:
+            renamed = names_of_base(trained, base.files, config, base.shapes)
         tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
     expected = expected_names(tensors, config, options)
     listed = base.files if base else expected.names if expected else ()
@@ -209,16 +208,16 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     notes += ties.notes
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     rule = replace(rule, scales=scales_of_kept(tensors))
-    tensors = select_tensors(tensors, options.include, options.exclude)
-    notes += check_plain(tensors, listed, selects=options.reading.selects)
+    kept = select_tensors(tensors, options.include, options.exclude)
+    tensors, config, more = complete_mtp(kept, tensors, checkpoint.base, config, options.select)
+    notes += (*check_plain(tensors, listed, selects=options.reading.selects), *more)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)
     if config is not None:
         resized = config if base is None else _resize(config, base.shapes, tensors)
         config = critic_config(resized, tensors)
-        config = config.untied() if ties.different else config
-        config = true_config(config, converted)
+        config = true_config(config.untied() if ties.different else config, converted)
     return Conversion(converted, config, notes)
 
 
@@ -236,9 +235,7 @@ def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
 
 def _without_scales(base: Base) -> Base:
     """Return a base in block FP8 without the names of its scales: the output has none."""
-    files = {name: file for name, file in base.files.items() if not is_scale(name)}
-    shapes = {name: shape for name, shape in base.shapes.items() if not is_scale(name)}
-    return replace(base, files=files, shapes=shapes)
+    return replace(base, files={name: of for name, of in base.files.items() if not is_scale(name)})
 
 
 def find_stored_ties(
@@ -262,9 +259,10 @@ def _check_base(
     tensors: Mapping[str, Recipe], base: Base, options: MergeOptions, config: ModelConfig | None
 ) -> list[str]:
     """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
-    excused = base.files.keys() - select_names(base.files, options.include, options.exclude)
+    excused = base.files.keys() - {*options.select(base.files)}
     if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
+    excused |= ignored(config, tensors, [*base.files, *tensors])
     expected = Expected(base.name, base.files, base.shapes, excused)
     notes = check_expected(tensors, expected, **options.allowed)
     if options.dtype == "base":
@@ -280,8 +278,7 @@ def expected_names(
     """Return what an output of these names has by its config; None if that is not known."""
     if config is None or options.names != "hub" or options.base is not None:
         return None
-    kept = partial(select_names, include=options.include, exclude=options.exclude)
-    return expected_by_config(config.fields, names, kept, tied=config.may_be_tied)
+    return expected_by_config(config.fields, names, options.select, tied=config.may_be_tied)
 
 
 def _resize(

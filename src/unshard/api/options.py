@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar
 
-from unshard.convert.outputs import dtype_choice
+from unshard.convert.outputs import dtype_choice, select_names
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UsageError
 from unshard.keywords import (
@@ -132,6 +132,10 @@ class MergeOptions:
             raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
         if self.private and self.push_to_hub is None:
             raise UsageError("--private applies to --push-to-hub, which was not given")
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        """Return the names that `include` and `exclude` leave."""
+        return select_names(names, self.include, self.exclude)
 
     def _check_types(self) -> None:
         """Refuse what would be ignored or taken for something else, as a text for a list."""

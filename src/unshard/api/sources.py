@@ -10,6 +10,7 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions, given_path
 from unshard.containers.file_states import noting
+from unshard.convert.expected.ignored import lost_mtp
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
 from unshard.errors import ChangedError, UnshardError
@@ -157,12 +158,13 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
     if base is None:
         # transformers would load a model under Megatron's names with random weights.
         return checkpoint if options.names == "training" else _with_recorded_config(checkpoint)
+    companions = completed(checkpoint.companions, base.companions)
     if options.lora != "adapter" and not base.tensors:
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
-        if split_adapter(recipes).adapter_only:  # it is fused into the weights of the base
+        lost = options.select(lost_mtp(companions.model, recipes, base.files))
+        if lost or split_adapter(recipes).adapter_only:  # what its weights are needed for
             base = read_base(base.name, needs_weights=True)
     checkpoint.states.include(base.states)
-    companions = completed(checkpoint.companions, base.companions)
     return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
 
 

@@ -4,11 +4,12 @@ A config that leaves anything open gives no names at all: a right checkpoint mus
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from unshard.convert.expected.decoders import Group, NotKnownError, integer
+from unshard.convert.expected.ignored import BUFFERS, MTP, Select
 from unshard.convert.expected.shapes import stated_shape
 from unshard.convert.expected.tensors import Expected
 from unshard.convert.expected.whole_models import (
@@ -21,8 +22,6 @@ from unshard.convert.expected.whole_models import (
 )
 from unshard.read.model_config import Fields
 
-Select = Callable[[Iterable[str]], Collection[str]]
-
 _MOST = 1_000_000  # names; a larger product of layers and experts is a slip, or an attack
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SEES = "ForConditionalGeneration"
@@ -32,11 +31,7 @@ _BARE = "Model"
 _CLASSIFIERS = ("score.weight", "classifier.weight")
 _EMBEDDED = ("embed_tokens.weight", "wte.weight")
 _TOWER = ("_tower.", "_tower.vision_model.")  # in transformers 5, and until 4
-_EXTRA = re.compile(
-    r"(^|\.)rotary_(pos_)?emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$"
-    r"|\.position_ids$|(^|\.)attn\.(masked_)?bias$"
-    r"|^(v_head|score|classifier)\.|^(model\.)?mtp\."
-)
+_EXTRA = re.compile(rf"{BUFFERS}|^(v_head|score|classifier)\.|{MTP}")
 """Buffers that old versions saved, heads of critics, and layers that predict more tokens."""
 
 
