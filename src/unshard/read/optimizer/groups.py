@@ -1,7 +1,6 @@
 """Parameter groups as state dicts have them: whole, or flattened per parameter."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
@@ -41,9 +40,11 @@ def united_kinds(
 ) -> list[list[str]]:
     """Return each group's kinds of moments: those of all groups with equal settings."""
     alike = [{key: own[key] for key in own.keys() - _OF_GROUP} for own in settings]
-    both = list(zip(alike, kinds, strict=True))
-    of_all = ((own for theirs, own in both if theirs == ours) for ours in alike)
-    return [list(dict.fromkeys(chain.from_iterable(each))) for each in of_all]
+    first = [alike.index(own) for own in alike]
+    united: dict[int, dict[str, None]] = {}
+    for at, own in zip(first, kinds, strict=True):
+        united.setdefault(at, {}).update(dict.fromkeys(own))
+    return [list(united[at]) for at in first]
 
 
 def flat_groups(

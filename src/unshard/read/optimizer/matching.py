@@ -16,6 +16,7 @@ from unshard.errors import NotMergeableError
 from unshard.tensors.placements import Placement
 
 _MAX_STATES = 200_000
+_MAX_COUNTS = 2_000_000  # all counts of all states: with many groups, each state is large
 _HINT = (
     "save it with names, by get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "
     "or give the optimizer named_parameters()"
@@ -52,8 +53,7 @@ def match_by_order(
     Raises:
         NotMergeableError: no assignment fits the model, or more than one.
     """
-    many = len(groups) > 1
-    places = _of_several(where, groups, forms, model) if many else _of_one(groups[0], forms, model)
+    places = _of_all(where, groups, forms, model)
     count = sum(map(len, groups))
     if places is None:
         raise NotMergeableError(
@@ -105,6 +105,42 @@ def _of_one(
     return {number: {at, len(model) - 1 - other} for number, at, other in ends}
 
 
+def _of_all(
+    where: str,
+    groups: Sequence[Sequence[int]],
+    forms: Mapping[int, Form],
+    model: Sequence[Parameter],
+) -> dict[int, set[int]] | None:
+    """Return all places of every number; None if they do not fit the model.
+
+    Groups that have no form in common are matched independently: no parameter fits both.
+    """
+    is_any = not all(number in forms for numbers in groups for number in numbers)
+    by_form: dict[Form | None, list[int]] = {}
+    for at, parameter in enumerate(model):
+        by_form.setdefault(None if is_any else parameter.form, []).append(at)
+    own = [{None if is_any else forms[number] for number in numbers} for numbers in groups]
+    owners: dict[Form | None, list[int]] = {}
+    for group, form in ((group, form) for group, kinds in enumerate(own) for form in kinds):
+        owners.setdefault(form, []).append(group)
+    places: dict[int, set[int]] = {}
+    while owners:
+        members: set[int] = set()
+        wanted = [next(iter(owners))]
+        for form in wanted:  # which grows meanwhile
+            added = set(owners.pop(form, ())) - members
+            members |= added
+            wanted += [one for group in added for one in own[group]]
+        fitting = sorted(at for form in set(wanted) for at in by_form.get(form, ()))
+        some, part = [groups[group] for group in members], [model[at] for at in fitting]
+        many = len(some) > 1
+        found = _of_several(where, some, forms, part) if many else _of_one(some[0], forms, part)
+        if found is None:
+            return None
+        places |= {number: {fitting[at] for at in ats} for number, ats in found.items()}
+    return places
+
+
 def _of_several(
     where: str,
     groups: Sequence[Sequence[int]],
@@ -118,16 +154,18 @@ def _of_several(
     """
     steps = partial(_steps, groups, forms, model)
     layers: list[set[_State]] = [{(0,) * len(groups)}]
-    states = 0
+    left = min(_MAX_STATES, _MAX_COUNTS // len(groups))
     for at in range(len(model)):
-        layers.append({after for one in layers[-1] for after, _ in steps(one, at)})
-        states += len(layers[-1])
-        if states > _MAX_STATES:
-            raise NotMergeableError(
-                f"{where}: the parameters of the optimizer have no names, and its {len(groups)} "
-                "groups fit the model in too many ways",
-                hint=_HINT,
-            )
+        layers.append(set())
+        for after in (after for one in layers[-2] for after, _ in steps(one, at)):
+            layers[-1].add(after)
+            if len(layers[-1]) > left:  # before the layer is whole, which may be huge
+                raise NotMergeableError(
+                    f"{where}: the parameters of the optimizer have no names, and {len(groups)} "
+                    "of its groups fit the model in too many ways",
+                    hint=_HINT,
+                )
+        left -= len(layers[-1])
     alive = {tuple(map(len, groups))} & layers[-1]
     places: dict[int, set[int]] = {number: set() for numbers in groups for number in numbers}
     for at in reversed(range(len(model))):
