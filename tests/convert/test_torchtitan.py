@@ -133,3 +133,24 @@ def test_names_stay_where_training_names_are_asked_for_or_no_config_is_there(
     report = unshard.merge(ckpt, tmp_path / "bare")
     assert_same(merged(tmp_path / "bare"), state)
     assert not report.loadable
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_of_moments_change_places_as_those_of_their_parameters(
+    tmp_path: Path, version: str
+) -> None:
+    """The oracle is a merge of a model whose weights are the moments."""
+    weights = of("llama3", version, "titan")
+    moments = {name: torch.randn_like(one) for name, one in weights.items()}
+    state = {f"state.{name}.exp_avg": one for name, one in moments.items()}
+    groups = {f"param_groups.{name}.lr": 0.1 for name in weights}
+    optimizer = {"optimizer": {**state, **groups}}
+    for kind, saved in {"run": {**weights, **optimizer}, "moments": moments}.items():
+        with as_rank(0, 1):
+            save(saved, checkpoint_id=tmp_path / kind / "step-7")
+        configured(tmp_path / kind / "step-7", "llama3")
+        unshard.merge(tmp_path / kind, tmp_path / f"{kind}-out", optimizer=kind == "run")
+    truth = merged(tmp_path / "moments-out")
+    found = load_file(tmp_path / "run-out" / "optimizer.safetensors")
+    assert_same(found, {f"state.{name}.exp_avg": one for name, one in truth.items()})

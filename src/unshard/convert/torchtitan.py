@@ -10,12 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unshard.convert.recipes import Recipe, Take, shape_of, take
+from unshard.convert.recipes import Concat, Recipe, Take, shape_of, take
 from unshard.errors import ConversionError
 from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.boxes import Box
-from unshard.tensors.catalog import TensorEntry
-from unshard.tensors.selection import Selection, joined_parts, sliced
 
 _LAYER = re.compile(r"(mtp_)?layers\.(\d+)\.(.+)")
 _TOP = {
@@ -155,10 +153,7 @@ def _count(config: Fields, key: str, why: str, default: object = None) -> int:
 
 
 def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
-    """Return a projection with its even rows first, then its odd ones, head by head.
-
-    The stored boxes become others, with twice the strides: what is read stays the same.
-    """
+    """Return a projection with its even rows first, then its odd ones, head by head."""
     shape = shape_of(recipe)
     if not isinstance(recipe, Take) or recipe != take(recipe.entry):
         raise ConversionError(
@@ -172,11 +167,8 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
             found=str(list(shape)),
             hint="check that this is the config of the model that was trained",
         )
-    entry, width = recipe.entry, shape[1]
-    parts = []
+    takes = []
     for part in range(2 * heads):  # of each head first the even rows, then the odd ones
-        start = part // 2 * 2 * half + part % 2
-        rows = Selection((start, 0), (2, 1), (half, width), (), (half, width))
-        parts.append((sliced(entry.chunks, rows, entry.dtype.itemsize), (part * half, 0)))
-    turned = TensorEntry(entry.fqn, entry.dtype, entry.shape, joined_parts(parts))
-    return Take(turned, Box.whole(entry.shape))
+        rows = Box((part // 2 * 2 * half + part % 2, 0), (half, shape[1]))
+        takes.append(Take(recipe.entry, rows, steps=(2, 1)))
+    return Concat(0, tuple(takes))
