@@ -5,6 +5,7 @@
 | in the model's directory | torchtitan, VeOmni, OLMo-core, Lightning, Composer, prime-rl |
 | `optimizer_I/` next to `pytorch_model_fsdp_I/` | accelerate and the HF Trainer |
 | `optimizer/` or `optim/` next to the model's directory | LLaMA-Factory, NeMo AutoModel |
+| `optimizer/optim/` next to `weights/model/` | NeMo-RL |
 
 Tensors are at `(…, "state", NAME, "exp_avg")`, or flattened at `(…, "state.NAME.exp_avg")`. Groups
 are pickled objects at `(…, "param_groups", I, "lr")`, or `(…, "param_groups.NAME.lr")`.
@@ -22,7 +23,7 @@ from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
-from unshard.read.dcp.reader import metadata_files, read_tensors
+from unshard.read.dcp.reader import DCP, metadata_files, read_tensors
 from unshard.read.format import Location, find_file
 from unshard.read.optimizer.groups import Group
 from unshard.read.optimizer.rank_files import read_numbers
@@ -72,12 +73,15 @@ def read_dcp(location: Location) -> SavedState | None:
 
 def places_of(location: Location) -> list[Location]:
     """Return where an optimizer may be: with the model, or in a directory next to it."""
-    name, places = location.weights_dir.name, [location]
+    name, places = location.weights_dir.name, [location] if location.format is DCP else []
     own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
     names = (own,) if name.startswith(_MODEL_FOLDER) else _FOLDERS
-    for other in names:
-        roots = [root.with_name(other) for root in location.roots if root.with_name(other).is_dir()]
-        if roots and any((root / ".metadata").exists() for root in roots):
+    beside = [[root.with_name(other) for root in location.roots] for other in names]
+    nemo_rl = [root.parent for root in location.roots if root.parent.name == "weights"]
+    beside.append([weights.with_name("optimizer") / "optim" for weights in nemo_rl])
+    for paths in beside:
+        roots = [path for path in paths if path.is_dir()]
+        if any((root / ".metadata").exists() for root in roots):
             places.append(replace(location, weights_dir=roots[0], also=tuple(roots[1:]), file=None))
     return places
 

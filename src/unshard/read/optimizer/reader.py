@@ -19,6 +19,7 @@ from unshard.read.dcp.reader import DCP
 from unshard.read.format import ReadOptions, shortened
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.dcp import read_dcp
+from unshard.read.optimizer.fused import without_fused
 from unshard.read.optimizer.groups import Group, joined_groups
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
 from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
@@ -34,6 +35,7 @@ from unshard.read.optimizer_state import (
     split_name,
 )
 from unshard.read.rank_files.reader import RANK_FILES
+from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
 from unshard.read.zero.reader import ZERO
 from unshard.showing import counted
@@ -41,6 +43,10 @@ from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
+_ADAPTER = re.compile(
+    r"\.modules_to_save\.[^.]+(?=\.)"
+    r"|(\.(?:lora_\w+|trainable_tokens_delta))\.[^.]+(\.weight|\.bias)?$"
+)
 
 
 def find_optimizer(
@@ -59,6 +65,7 @@ def find_optimizer(
     if found is None:
         return None
     model = checkpoint.catalog
+    found = without_fused(found, model, checkpoint.config)
     numbered: dict[Key, str] = {number: name for name, number in known.items()}
     names = Noted(numbered) if numbered else _names(found, model)
     state = _named(found, names.value, model)
@@ -98,7 +105,8 @@ def _kept_names(
     checkpoint: Checkpoint, options: ReadOptions, found: SavedState
 ) -> OptimizerState | None:
     """Return a state that has names, which are written again."""
-    others = [name for name in _keys_of(found) if name not in checkpoint.catalog.tensors]
+    every = (*(key for params, _ in found.groups for key in params), *found.keys)
+    others = [str(key) for key in every if key not in checkpoint.catalog.tensors]
     if others:
         raise NotMergeableError(
             f"{found.where}: has its parameters by other names than the model: {others[0]}",
@@ -108,15 +116,10 @@ def _kept_names(
     return None if state is None else replace(state, notes=found.notes)  # no group is concluded
 
 
-def _keys_of(found: SavedState) -> list[str]:
-    every = (key for params, _ in found.groups for key in params)
-    return [str(key) for key in dict.fromkeys((*every, *found.keys))]
-
-
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
     """Return what the optimizer's own files say; None without any."""
     location, world = checkpoint.location, checkpoint.catalog.world_size
-    if location.format is DCP:
+    if location.format in (DCP, SAFETENSORS_SHARDS):
         return read_dcp(location)
     if location.format is ZERO:
         return read_zero(location, options)
@@ -254,17 +257,14 @@ def _check_forms(found: SavedState, model: Catalog) -> None:
     counts = Counter(one.form for one in _parameters(model))
     for form, count in Counter(_forms(found).values()).items():
         if count > counts[form]:
+            where = "on no mesh" if form[1] is None else f"({', '.join(map(str, form[1]))})"
             raise NotMergeableError(
                 f"{found.where}: the optimizer's state does not fit the model",
                 expected=f"at most {counts[form]} parameters of shape {list(form[0])}, placed "
-                f"{_shown(form)}, as the model has",
+                f"{where}, as the model has",
                 found=f"moments of {count}",
                 hint="are the optimizer and the model of the same checkpoint?",
             )
-
-
-def _shown(form: Form) -> str:
-    return "on no mesh" if form[1] is None else f"({', '.join(map(str, form[1]))})"
 
 
 def _form(entry: TensorEntry) -> Form:
@@ -287,6 +287,9 @@ def _recorded(names: Sequence[str], model: Catalog) -> dict[Key, str]:
         shorter = without_wrapper_module(found)
         if all(name in model.tensors for name in shorter.values()):
             found = shorter
+    bare = {key: _without_adapter(name, model) for key, name in found.items()}
+    if len({*bare.values()}) == len(bare):  # else several adapters were trained
+        found = bare
     lost = [name for name in found.values() if name not in model.tensors]
     if lost:
         raise NotMergeableError(
@@ -296,6 +299,12 @@ def _recorded(names: Sequence[str], model: Catalog) -> dict[Key, str]:
             hint="are the optimizer and the model of the same checkpoint?",
         )
     return dict(found.items())
+
+
+def _without_adapter(name: str, model: Catalog) -> str:
+    """Return the name under which PEFT saves a parameter: without that of its adapter."""
+    forms = (_ADAPTER.sub(kept, name) for kept in (r"\1\2", r"\1"))
+    return name if name in model.tensors else next(filter(model.tensors.__contains__, forms), name)
 
 
 def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> OptimizerState:
