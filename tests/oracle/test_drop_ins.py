@@ -1,5 +1,6 @@
 """The commands of the tools that unshard replaces, as documented, on checkpoints of real runs."""
 
+import json
 import os
 import re
 import shutil
@@ -461,6 +462,13 @@ def test_convert_fsdp_to_hf_under_torchrun(verl: Path, tmp_path: Path) -> None:
         *("--torch_dtype", "float16"),
     )
     assert done.stdout.count("✅ Conversion complete!") == 1
+    written = tmp_path / "o" / "generation_config.json"  # which `merge` does not derive
+    fields = json.loads(written.read_text())
+    assert fields["_from_model_config"]
+    record = json.loads((tmp_path / "o" / "unshard.json").read_text())
+    assert record["output"]["companions"].pop(written.name) == written.stat().st_size
+    written.unlink()
+    (tmp_path / "o" / "unshard.json").write_text(json.dumps(record, indent=2) + "\n")
     together, alone = snapshot(tmp_path / "o"), snapshot(tmp_path / "alone")
     assert {name: one[2] for name, one in together.items()} == {
         name: one[2] for name, one in alone.items()

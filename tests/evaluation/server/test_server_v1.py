@@ -90,6 +90,8 @@ def test_the_beginning_of_an_id_is_the_job_if_no_other_begins_like_it(
         assert answer.status_code == 400
         assert error_of(answer).found == "abcdabcd00000000, abcdabcd11111111"
     assert server.v1("GET", "/jobs/abcdabcd1")["id"] == "abcdabcd11111111"
+    for start in ("abcdabcd0", "abcdabcd1"):  # they would wait for their profile
+        assert server.v1("DELETE", f"/jobs/{start}")["status"] == "cancelled"
     store.close()
 
 
