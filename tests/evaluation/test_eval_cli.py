@@ -389,7 +389,9 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
         why = "waits for the server's configuration: unknown profile 'renamed'"
         out = cli(server.url, "status", jobs[0].id).stdout
         assert f"    {why}" in out  # it is not about an attempt
-        for one in (server.job({"id": jobs[0].id}), server.client().jobs(limit=3)[2]):
+        with server.client() as client:
+            listed = client.jobs(limit=3)[2]
+        for one in (server.job({"id": jobs[0].id}), listed):
             assert f"waits for {one['waits_for']}".startswith(why)
             assert one["error"] is None
         theirs = server.call("GET", f"/jobs/{jobs[0].id}").json()
