@@ -251,6 +251,7 @@ TRAINERS: dict[str, Trainer] = {
     "torch_checkpointing, safetensors": Trainer(
         "step-100", items_of_safetensors, "step-100", "torch_checkpointing"
     ),
+    "torchtitan, last_save_in_hf": Trainer("step-100/sharded", shards, "step-100", "torchtitan"),
     "torchtune": Trainer("epoch_100", model, "epoch_100", "torchtune", others=("recipe_state/x",)),
     "Composer": Trainer("ep1-ba100", dcp_under("state", "model"), "ep1-ba100", "Composer"),
     "OLMo-core": Trainer(

@@ -10,8 +10,8 @@ from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 
 
-def only(path: Path, *, step: int | None = None) -> Location:
-    (found,) = discover(path, Choice(step))
+def only(path: Path, *, step: int | None = None, role: str | None = None) -> Location:
+    (found,) = discover(path, Choice(step, role))
     return found
 
 
@@ -124,7 +124,8 @@ def test_the_default_output_does_not_depend_on_the_level(tmp_path: Path, tool: s
     weights, step = plant(tmp_path / "run", tool)
     for level in levels(tmp_path / "run", weights, TREES[tool][1]):
         if level.name != "meta.pt" and (tool, level) != ("accelerate", tmp_path / "run"):
-            assert only(level).default_output == step.parent / "merged" / step.name, level
+            name = step.name.removesuffix(".ckpt")
+            assert only(level).default_output == step.parent / "merged" / name, level
 
 
 @pytest.mark.parametrize("tool", TREES)
@@ -191,6 +192,44 @@ def test_two_models_of_one_step_have_outputs_of_their_own(tmp_path: Path) -> Non
     shutil.copytree(weights, step / "pytorch_model_fsdp_1")
     outputs = {only(step / f"pytorch_model_fsdp_{number}").default_output for number in (0, 1)}
     assert len(outputs) == 2
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "model.pt", "best.safetensors"])
+def test_the_output_of_a_directory_with_the_name_of_a_file_is_not_called_so(
+    tmp_path: Path, name: str
+) -> None:
+    for file in DCP_FILES:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / file).write_bytes(b"x")
+    assert only(tmp_path / name).default_output == tmp_path / "merged" / Path(name).stem
+
+
+@pytest.mark.parametrize(
+    "name", ["weight_v{:06d}-fsdp", "weight_v{:06d}", "global_step{}_universal"]
+)
+def test_the_number_of_these_names_is_the_step(tmp_path: Path, name: str) -> None:
+    for step in (3, 12):
+        for file in SHARDS:
+            (tmp_path / name.format(step)).mkdir()
+            (tmp_path / name.format(step) / file).write_bytes(b"x")
+    assert [at.step for at in discover(tmp_path, Choice())] == [12, 3]
+    found = only(tmp_path / name.format(3))
+    assert (found.step, found.role) == (3, None)
+
+
+@pytest.mark.parametrize("places", ["model/{}", "{}/model", "weights/modules/{}", "{}/model/dcp"])
+def test_the_modules_of_a_step_have_their_names_in_the_error(tmp_path: Path, places: str) -> None:
+    """VeOmni saves a folder per module."""
+    for module in ("talker", "thinker"):
+        folder = tmp_path / "global_step_10" / places.format(module)
+        folder.mkdir(parents=True)
+        for file in DCP_FILES:
+            (folder / file).write_bytes(b"x")
+    with pytest.raises(UsageError, match="2 sets of weights") as refused:
+        discover(tmp_path, Choice())
+    assert refused.value.found == "talker (2 B), thinker (2 B)"
+    assert "--role 'talker|thinker'" in refused.value.hint
+    assert places.format("talker") in str(only(tmp_path, role="talker").weights_dir)
 
 
 @pytest.mark.parametrize("name", ["ema.pt", "last.ckpt", "weights.safetensors", "model.pth"])

@@ -66,6 +66,16 @@ def test_inspect_says_what_there_is(cases: Path) -> None:
     assert (experts.shape, experts.chunks) == ((2, 4, 16, 16), 16)
 
 
+@pytest.mark.parametrize(("stated", "expected"), [(8, 8), (1, 2), ("many", 2), (True, 2)])
+def test_the_ranks_that_trained_are_counted_also_if_they_wrote_nothing(
+    cases: Path, tmp_path: Path, stated: object, expected: int
+) -> None:
+    """Of replicas one writes; common.pt records the arguments of the training."""
+    run = Path(shutil.copytree(cases / "qwen3_moe_ep2", tmp_path / "run"))
+    torch.save({"args": Namespace(world_size=stated)}, run / STEP / "common.pt")
+    assert unshard.inspect(run).world_size == expected
+
+
 def test_a_released_checkpoint_has_no_step(run: Path, tmp_path: Path) -> None:
     (run / STEP).rename(run / "release")
     (run / "latest_checkpointed_iteration.txt").write_text("release")

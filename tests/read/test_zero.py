@@ -22,6 +22,8 @@ from unshard import (
     UnknownFormatError,
     UsageError,
 )
+from unshard.read.finding.discover import discover
+from unshard.read.format import Choice
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -301,6 +303,51 @@ def test_a_universal_checkpoint_without_a_parameter_is_incomplete(
     shutil.rmtree(copy / "global_step3_universal/zero/layers.0.up.weight")
     with pytest.raises(IncompleteError, match=r"no folder of 1 parameters: layers\.0\.up\.weight"):
         unshard.inspect(copy)
+
+
+def test_a_universal_checkpoint_has_the_step_of_its_name(unpacked: Path) -> None:
+    run = unpacked / "deepspeed/universal_from_zero2_bf16"
+    for place in (run, run / "global_step3_universal"):
+        found = unshard.inspect(place)
+        assert (found.step, found.world_size) == (3, 4)
+        assert found.output == str(run / "merged/global_step3_universal")
+
+
+def test_a_universal_checkpoint_next_to_its_original_changes_nothing(
+    unpacked: Path, copy: Path
+) -> None:
+    universal = unpacked / "deepspeed/universal_from_zero2_bf16/global_step3_universal"
+    shutil.copytree(universal, copy / universal.name)
+    assert unshard.inspect(copy).path == str(copy / "global_step3")
+    assert unshard.inspect(copy, step=3).path == str(copy / "global_step3")
+    assert len(discover(copy, Choice())) == 1
+    shutil.copytree(copy / "global_step3", copy / "global_step12")
+    assert unshard.inspect(copy).step == 12
+
+
+@pytest.mark.parametrize("latest", ["global_step4", None])
+def test_a_universal_checkpoint_in_a_trainers_step_changes_nothing(
+    unpacked: Path, tmp_path: Path, latest: str | None
+) -> None:
+    run = Path(shutil.copytree(unpacked / "deepspeed/hf_trainer_zero2", tmp_path / "run"))
+    step = run / "checkpoint-4"
+    universal = unpacked / "deepspeed/universal_from_zero2_bf16/global_step3_universal"
+    shutil.copytree(universal, step / "global_step4_universal")
+    (step / "latest").unlink()
+    if latest is not None:
+        (step / "latest").write_text(latest)
+    for place in (run, step):
+        assert unshard.inspect(place).path == str(step / "global_step4")
+    (step / "trainer_state.json").unlink()  # accelerate's steps have none
+    if latest is not None:
+        assert unshard.inspect(step).path == str(step / "global_step4")
+    found = unshard.inspect(step / "global_step4_universal")
+    assert (found.step, found.path) == (4, str(step / "global_step4_universal"))
+
+
+def test_the_ranks_that_trained_are_counted_where_one_file_has_all(unpacked: Path) -> None:
+    assert unshard.inspect(unpacked / "deepspeed/zero0_bf16").world_size == 2
+    assert unshard.inspect(unpacked / "deepspeed/zero2_bf16", weights="module").world_size == 4
 
 
 def test_of_tags_without_steps_the_one_that_latest_names_is_taken(copy: Path) -> None:

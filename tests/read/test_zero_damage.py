@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import unshard
-from ranks import some_tensors
+from ranks import assert_same, merged, some_tensors
 from unshard import CheckpointError, CorruptError, NotMergeableError
 from zero_files import ZeroModel, save_zero
 
@@ -144,9 +144,21 @@ def test_a_rank_of_another_world_is_refused(tag: Path) -> None:
 
 
 def test_partitions_of_groups_of_ranks_are_refused(tag: Path) -> None:
+    """DeepSpeed records these groups if experts of its AutoEP are cut over them."""
     changed(tag / OPTIM, lambda state: state.update({"ds_zero_partition_groups": []}))
-    with pytest.raises(NotMergeableError, match="hpZ, MiCS"):
+    with pytest.raises(NotMergeableError, match=r"groups of ranks: experts of .* AutoEP"):
         unshard.inspect(tag)
+
+
+def test_hpz_is_read_like_any_stage_3(tmp_path: Path) -> None:
+    """Its second partition is in memory alone: the float32 weights are cut over all ranks."""
+    tag = save_zero(tmp_path / "global_step1", MODEL, world=2, stage=3)
+    hpz = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+    for path in (*tag.glob("*model_states.pt"), *tag.glob("*optim_states.pt")):
+        state = torch.load(path, weights_only=False)
+        torch.save({**state, "ds_config": {**state.get("ds_config", {}), **hpz}}, path)
+    unshard.merge(tag, tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), MODEL.truth)
 
 
 def test_parameters_without_values_are_named(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from unshard.tensors.catalog import Catalog
 _COMPARED = 1 << 20
 
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
+_FILE_SUFFIX = re.compile(r"(?<=.)\.(?:ckpt|pt|pth|bin|safetensors)$")
 _FAIRSEQ2 = re.compile(r"sdp_\d+\.pt")
 
 # Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
@@ -159,7 +160,8 @@ class Location:
         """`merged/<step directory>[-ROLE][-WEIGHTS]` next to the step directory.
 
         Neither an actor nor model weights are named. A file that is a checkpoint of its own has its
-        output next to it; a second model of one step has its number in the name.
+        output next to it; a second model of one step has its number in the name. A directory that
+        is called like a file (Lightning's `….ckpt`) gives it its name without the suffix.
         """
         suffix = "" if self.role in (None, "actor") else f"-{self.role}"
         suffix += "" if self.weights == "model" else f"-{self.weights}"
@@ -167,7 +169,8 @@ class Location:
             return self.weights_dir / "merged" / (self.place.stem + suffix)
         if number := _NUMBERED.fullmatch(self.weights_dir.name):
             suffix = f"-{number[1]}" + suffix
-        return self.step_dir.parent / "merged" / (self.step_dir.name + suffix)
+        name = _FILE_SUFFIX.sub("", self.step_dir.name)
+        return self.step_dir.parent / "merged" / (name + suffix)
 
 
 @dataclass(frozen=True, slots=True)

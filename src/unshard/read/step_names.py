@@ -11,12 +11,15 @@ Sources: the trainers in `tests/trainers`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd
 from pathlib import Path
 
 STATE_FOLDER = "_unshard"
 """The directory in a run that contains all our files: see `evaluate.run_folder`."""
+
+UNIVERSAL = "_universal"
+"""What DeepSpeed's `ds_to_universal` adds to the name of the step that it converts."""
 
 _COUNTERS = "steps?|iter(?:ation)?|checkpoint|ckpt|epoch|save|snapshot|update|batch|round"
 _STEPS = tuple(
@@ -24,7 +27,8 @@ _STEPS = tuple(
     for pattern in (
         r".*step=(\d+).*\.ckpt",  # Lightning
         r"ep\d+-ba(\d+)",  # Composer
-        rf"(?:.*[^a-z])??(?:global|dist|epoch)?(?:{_COUNTERS})[-_=]?(\d+)(?:-ckpt)?",
+        rf"(?:.*[^a-z])??(?:global|dist|epoch)?(?:{_COUNTERS})[-_=]?(\d+)(?:-ckpt|{UNIVERSAL})?",
+        r"weight_v(\d+)(?:-fsdp)?",  # the versions that slime publishes
         r"(\d{1,10})",  # lerobot, lingua, DINOv3; more digits are a time
     )
 )
@@ -110,7 +114,14 @@ def count_steps(numbers: Sequence[int | None]) -> bool:
 
 def family(name: str) -> str:
     """Return what the names of one run's steps have in common: the name without its numbers."""
-    return re.sub(r"\d+", "#", _VERSION.sub("", name))
+    return re.sub(r"\d+", "#", _VERSION.sub("", name.removesuffix(UNIVERSAL)))
+
+
+def without_converted(folders: Iterable[Path]) -> list[Path]:
+    """Return folders but for the universal checkpoints that were made of others of them."""
+    every = list(folders)
+    made = {one.with_name(one.name + UNIVERSAL) for one in every}
+    return [one for one in every if one not in made]
 
 
 def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:

@@ -77,7 +77,7 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
         known = ([at for at in kept if at.is_called(name)] for name in DEFAULT_ROLES)
         kept = next((sets for sets in known if sets), kept)
     if len(kept) > 1:
-        names = [_called(place, at) for at in kept]
+        names = [_called(place, at, kept) for at in kept]
         can_choose = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
         role = f"choose with --role '{'|'.join(names)}', or " if can_choose else ""
         one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
@@ -96,14 +96,20 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
     return kept[0]
 
 
-def _called(place: Path, at: Location) -> str:
-    """Return what to call a set of weights: its role, or the first folder on the way to it."""
+def _called(place: Path, at: Location, found: list[Location]) -> str:
+    """Return what to call one of these sets of weights: its role, or the first folder of its own.
+
+    Folders that others of the sets are in, too, do not tell it from them.
+    """
     inner = at.weights_dir.relative_to(place).parts if at.weights_dir != place else (place.name,)
-    return at.role or inner[0]
+    shared = {part for one in found if one != at for part in one.weights_dir.parts}
+    return at.role or next((part for part in inner if part not in shared), inner[0])
 
 
 def _listed(place: Path, found: list[Location]) -> str:
-    shown = (f"{_called(place, at)} ({human_size(_size(at.place))})" for at in found[:_LISTED])
+    shown = (
+        f"{_called(place, at, found)} ({human_size(_size(at.place))})" for at in found[:_LISTED]
+    )
     return ", ".join(shown) + (f" and {len(found) - _LISTED} more" if len(found) > _LISTED else "")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unshard.read.format import Location
-from unshard.read.step_names import step_of
+from unshard.read.step_names import UNIVERSAL, step_of, without_converted
 from unshard.read.zero.files import is_zero_file
 
 _NAMES = (
@@ -84,8 +84,15 @@ def step_of_tag(place: Path) -> Path | None:
         return place / tag
     if step_of(place.name) is None:
         return None
-    is_only = sum(step_of(one.name) is not None and one.is_dir() for one in place.iterdir()) == 1
+    tags = without_converted(one for one in place.iterdir() if one.is_dir())
+    is_only = sum(step_of(one.name) is not None for one in tags) == 1
     return place / tag if is_only or _is_trainers_step(place) else None
+
+
+def is_tag(folder: Path) -> bool:
+    """Return whether a folder, or what it was converted from, is the tag of the one above it."""
+    tag = folder.with_name(folder.name.removesuffix(UNIVERSAL))
+    return step_of_tag(folder.parent) in (folder, tag)
 
 
 def _is_trainers_step(place: Path) -> bool:
@@ -95,7 +102,8 @@ def _is_trainers_step(place: Path) -> bool:
 
 def _highest_tag(place: Path) -> Path | None:
     """Return the folder of DeepSpeed's files with the highest step; None if that is not one."""
-    folders = [one for one in sorted(place.iterdir()) if one.is_dir() and _has_partitions(one)]
+    tags = (one for one in sorted(place.iterdir()) if one.is_dir() and _has_partitions(one))
+    folders = without_converted(tags)
     steps = [-1 if (step := step_of(one.name)) is None else step for one in folders]
     highest = max(steps, default=-1)
     return folders[steps.index(highest)] if steps.count(highest) == 1 else None

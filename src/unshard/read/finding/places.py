@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.keywords import Weights
-from unshard.read.finding.markers import step_of_tag
+from unshard.read.finding.markers import is_tag, step_of_tag
 from unshard.read.finding.search import FORMATS, WEIGHT_SUFFIXES, format_in, search
 from unshard.read.format import ROLES, Choice, Format, Location, role_in
 from unshard.read.rank_files.reader import RANK_FILES
@@ -73,7 +73,7 @@ def location_of(folder: Path, place: Path, form: Format) -> Location:
     """Return where weights are that were found from a place, at or above their folder."""
     named = step_of_parents(folder, sharded=form.sharded)
     is_inner = folder.name in ROLES or _FSDP_FOLDER.fullmatch(folder.name)
-    if step_of_tag(folder.parent) == folder and step_of(folder.parent.name) is not None:
+    if is_tag(folder) and step_of(folder.parent.name) is not None:
         step_dir, step = folder.parent, step_of(folder.parent.name)
     elif named is not None:
         step_dir, step = named

@@ -26,6 +26,7 @@ from unshard.read.step_names import (
     step_of,
     step_of_parents,
     version_of,
+    without_converted,
 )
 from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.whole_files.reader import WHOLE_FILES
@@ -142,7 +143,7 @@ def steps_in(run: Path) -> list[tuple[int, Path]]:
     Without directories whose names count training, those of an in-house name that hold sharded
     weights are its steps, and those of the same name that may not be read.
     """
-    folders = [child for child in children(run) if child.is_dir()]
+    folders = without_converted(child for child in children(run) if child.is_dir())
     found = [(step, one) for one in folders if (step := step_of(one.name)) is not None]
     if not found and step_of_parents(run, sharded=False) is None:  # else a step's own parts
         loose = [(step, one) for one in folders if (step := loose_step_of(one.name)) is not None]

@@ -99,6 +99,7 @@ _RULES: tuple[_Rule, ...] = (
     ("xtuner", lambda at: at.inner == ("weights",) and at.is_below(".xtuner")),
     ("finetrainers", lambda at: at.has_step("finetrainers_step_.*")),
     ("AReaL", lambda at: at.has_step(r"epoch\d+epochstep\d+globalstep\d+")),
+    ("torchtitan", lambda at: at.inner == ("sharded",) and at.has_step(r"step-\d+")),
     ("torchtune", lambda at: "recipe_state" in at.run or at.has_step(r"dist_epoch_\d+")),
     ("NeMo AutoModel", lambda at: ".hf_metadata" in at.weights and at.has_step("epoch_.*_step_.*")),
     ("fairseq2", lambda at: at.inner == ("hg",) and {"model", "trainer"} <= at.step),

@@ -75,12 +75,16 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     kinds = {name: _kind(name) for name in (*metadata.tensors, *metadata.objects)}
     names = {name: name for name in metadata.tensors if kinds[name] is None}
     common = find_file(location.roots, _COMMON)
+    recorded = {} if common is None else read_arguments(common)
+    catalog, world = read_catalog(metadata, names, location), recorded.get("world_size")
+    trained = world if type(world) is int else 1  # of replicas, one rank wrote
     return replace(
-        read_catalog(metadata, names, location),
+        catalog,
         writer="Megatron-core",
+        world_size=max(trained, catalog.world_size),
         skipped=tuple(_skipped(metadata, kinds)),
         training_state=() if common is None else (common,),
-        recorded={} if common is None else read_arguments(common),
+        recorded=recorded,
     )
 
 

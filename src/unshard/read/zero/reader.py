@@ -164,7 +164,7 @@ class _Reading:
                 "float32 has no names"
             )
         paths = (self.state.path,)
-        return self._catalog(self._module_tensors(paths), paths, 1)
+        return self._catalog(self._module_tensors(paths), paths, self.state.world_size or 1)
 
     def of_universal(self) -> Catalog:
         """Return the tensors of a universal checkpoint, and what its model's files have."""

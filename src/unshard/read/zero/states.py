@@ -159,9 +159,9 @@ def read_optim_state(path: Path) -> OptimState:
         raise CorruptError(f"{path}: not a file of ZeRO's optimizer states")
     if _PARTITION_GROUPS in state:
         raise NotMergeableError(
-            f"{path}: partitions of groups of ranks (hpZ, MiCS)",
+            f"{path}: partitions of groups of ranks: experts of DeepSpeed's AutoEP",
             expected="partitions over all data parallel ranks",
-            hint="save with zero_hpz_partition_size 1 and without mics_shard_size",
+            hint="make a universal checkpoint of it with ds_to_universal, and give that",
         )
     is_stage3 = "fp32_flat_groups" in state
     flat = state.get("fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups")
