@@ -337,7 +337,7 @@ def test_what_is_not_a_file_is_named(step: Path, tmp_path: Path) -> None:
     rank_file(step, 2).unlink()
     rank_file(step, 2).mkdir()
     report = unshard.merge(step, tmp_path / "out")
-    assert f"{rank_file(step, 2)}: not a file" in told(report)[0]
+    assert f"{rank_file(step, 2)}: cannot be opened: not a regular file" in told(report)[0]
 
 
 @pytest.mark.slow

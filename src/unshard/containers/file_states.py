@@ -4,7 +4,9 @@ Such a save is as valid as the one before it, with checksums of its own, so noth
 shows that one half of them is of another step. What shows it is the status of the file.
 """
 
+import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +26,8 @@ _COARSE_NS = 2_000_000_000 + _TICK_NS
 _PATIENCE_S = 5.0
 """How long to wait for a file that is written again and again; then its next write will show."""
 _SECOND_NS = 10**9
+
+_OF_KERNEL = ("/proc/", "/sys/")
 
 Look = Callable[[], os.stat_result]
 """Returns the status of an open file."""
@@ -170,10 +174,27 @@ def _settled(path: Path, look: Look) -> FileState:
     return state
 
 
+def check_regular(path: Path) -> None:
+    """Raise if a path is not a regular file: to open it may act, or wait.
+
+    Files of the kernel, such as /proc/kmsg, have the mode of regular files, and a size of 0.
+
+    Raises:
+        OSError: it is missing, a directory, a device, a pipe, or a file of the kernel.
+    """
+    if isinstance(path, RemotePath):
+        return
+    status = path.stat()
+    is_file = stat.S_ISREG(status.st_mode)
+    if not is_file or (not status.st_size and os.path.realpath(path).startswith(_OF_KERNEL)):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
 def _status(path: Path) -> os.stat_result:
     """Return the status of a path; of a network file system, as its server knows it."""
     if isinstance(path, RemotePath):
         return path.stat()
+    check_regular(path)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening asks the server, a status may not
     try:
         return os.fstat(fd)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from unshard.containers.open_files import is_regular, opened, pread, size_of
+from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError
 
 _T = TypeVar("_T")
@@ -48,12 +48,10 @@ def json_object(path: Path) -> dict[str, object]:
     """
     try:
         with opened(path) as file:
-            regular, size = is_regular(file), size_of(file)
-            text = pread(file, size, 0) if regular and size <= MAX_JSON else b""
+            size = size_of(file)
+            text = pread(file, size, 0) if size <= MAX_JSON else b""
     except OSError as error:
         raise CorruptError(f"{path}: cannot be read: {error.strerror}") from error
-    if not regular:
-        raise CorruptError(f"{path}: cannot be read: not a regular file")
     if size > MAX_JSON:
         raise CorruptError(f"{path}: longer than {MAX_JSON} bytes")
     return parsed_object(text, str(path))

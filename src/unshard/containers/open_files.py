@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
-from stat import S_ISREG
 from threading import Lock
 from typing import Self
 
-from unshard.containers.file_states import FileStates, noted_here
+from unshard.containers.file_states import FileStates, check_regular, noted_here
 from unshard.errors import CorruptError, UsageError
 from unshard.stores.changes import gone
 from unshard.stores.remote_file import RemoteFile
@@ -30,10 +29,10 @@ Pread = Callable[[int, int], bytes]
 
 @contextmanager
 def opened(path: Path) -> Iterator[Opened]:
-    """Open a file for reading; a pipe does not make us wait.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: it cannot be opened, or is not a regular file.
         CorruptError: it was noted (`file_states.noting`), and has changed since.
     """
     if isinstance(path, RemotePath):
@@ -44,6 +43,7 @@ def opened(path: Path) -> Iterator[Opened]:
         finally:
             file.close()
         return
+    check_regular(path)
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _see(path, fd, noted_here())
@@ -90,11 +90,6 @@ def pread_many(file: Opened, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     if isinstance(file, RemoteFile):
         return file.pread_many(ranges)
     return [os.pread(file, count, at) for count, at in ranges]
-
-
-def is_regular(file: Opened) -> bool:
-    """Return whether an open file is neither a folder nor a device nor a pipe."""
-    return isinstance(file, RemoteFile) or S_ISREG(os.fstat(file).st_mode)
 
 
 def name_of(file: Opened) -> str:
@@ -160,6 +155,8 @@ class OpenFiles:
         if len(self._open) >= self._limit:
             self._close_first()
         try:
+            if self._flags == os.O_RDONLY:
+                check_regular(path)
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
             raise gone(str(path)) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.containers.file_states import check_regular
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.convert.lora.files import completed
 from unshard.convert.lora.fuse import known_alpha
@@ -72,6 +73,7 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
             if isinstance(source, bytes):
                 copy.write(source)
             else:
+                check_regular(source)
                 with source.open("rb") as file:
                     shutil.copyfileobj(file, copy)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.containers.open_files import is_regular, opened, pread, read_whole
+from unshard.containers.open_files import opened, pread, read_whole
 from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import unpickle
@@ -124,8 +124,6 @@ def _head(path: Path, offset: int, length: int | None) -> bytes:
     """Return the first bytes of the window."""
     try:
         with opened(path) as file:
-            if not is_regular(file):
-                raise CorruptError(f"{path}: not a file")
             head = pread(file, _HEAD if length is None else min(_HEAD, length), offset)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.containers.file_states import check_regular
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError
 from unshard.read.format import Location, Role, role_in
@@ -86,6 +87,7 @@ def _role_of(keys: tuple[str, ...]) -> Role | None:
 def _settings(path: Path) -> Iterator[_Setting]:
     """Yield the text values of a file, each with its keys; of a file that is not valid, none."""
     with suppress(CorruptError, OSError, ValueError, RecursionError):
+        check_regular(path)
         if path.suffix == ".json":
             yield from _leaves(json_object(path))
         elif path.suffix == ".toml":

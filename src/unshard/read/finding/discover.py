@@ -70,6 +70,8 @@ def find(path: Path, choice: Choice) -> Iterator[Location]:
 def _find(path: Path, choice: Choice) -> Iterator[Location]:
     if not path.exists():
         raise UnknownFormatError(f"{path}: no such file or directory", hint=why_unlisted(path))
+    if not (path.is_file() or path.is_dir()):
+        raise UnknownFormatError(f"{path}: is not a regular file")
     if is_marker(path):
         raise UsageError(
             f"{path}: states which step is the latest, and is not a checkpoint",
