@@ -50,6 +50,16 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def having(count: int, noun: str) -> str:
+    """Return the subject and the verb of a sentence: 1 tensor has, 2 tensors have."""
+    return f"{counted(count, noun)} {'has' if count == 1 else 'have'}"
+
+
+def plain(number: object) -> str:
+    """Return a value as text; a whole number without a point: 102560, not 102560.0."""
+    return f"{number:.15g}" if isinstance(number, float) else str(number)
+
+
 def listed(names: Sequence[str], most: int = 3) -> str:
     """Return a few of some names, and how many more there are: a, b, c and 2 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

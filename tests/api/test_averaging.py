@@ -275,7 +275,7 @@ def test_sums_that_are_too_large_are_counted_and_named(tmp_path: Path) -> None:
     report = unshard.average(run, tmp_path / "out")
     assert merged(tmp_path / "out")["w"][:3].tolist() == [torch.inf, 1.0, torch.inf]
     (said,) = [warning for warning in report.warnings if "too large" in warning]
-    assert said.startswith("1 values of 1 tensors are too large for float32")
+    assert said.startswith("1 value of 1 tensor became infinite, too large for float32")
 
 
 def test_float64_loses_digits_and_the_report_says_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from command import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, some_tensors
@@ -93,11 +94,29 @@ def test_json_is_one_object_on_stdout(checkpoint: Path, tmp_path: Path) -> None:
     assert "writing" in done.stderr
 
 
+@pytest.mark.parametrize("group", ["", "eval"])
+def test_the_list_of_commands_cuts_no_summary(group: str) -> None:
+    done = unshard(*group.split(), "--help")
+    commands = done.stdout.partition("Commands:\n")[2].splitlines()
+    assert len(commands) > 5
+    assert [line for line in commands if line.endswith(("...", "…"))] == []
+    assert all(line.endswith((".", ").")) for line in commands)
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_one_tensor_is_counted_as_one(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    report = api.merge(tmp_path, tmp_path / "out", allow_missing=True, allow_unexpected=True)
+    for one in (report, api.inspect(tmp_path)):
+        assert re.search(r"\b1 tensor\b", repr(one))
+
+
 def test_a_dry_run_prints_the_plan(checkpoint: Path, tmp_path: Path) -> None:
     done = unshard("merge", checkpoint, tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
     assert done.returncode == 0
     for words in (
         "model.safetensors",
+        "\n  unshard.json\n",
         "3 (3 bfloat16)",
         "3 Cast",
         "reads:      648 bytes",

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import unshard
 from lora_recipes import EXPERTS, Shapes, entry, linear, lora_only, recipes
 from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
 from unshard.convert.lora.files import adapter_tensors, completed
@@ -551,12 +553,27 @@ def test_shapes_that_do_not_fit_are_refused(
         fused(shapes)
 
 
+def test_quantised_weights_of_any_shapes_are_one_fault(tmp_path: Path) -> None:
+    """QLoRA's weights are packed, each to its own length."""
+    stored: dict[str, torch.Tensor] = {}
+    for layer in range(9):
+        path = f"base_model.model.layers.{layer}.q_proj"
+        stored[f"{path}.base_layer.weight"] = torch.zeros(layer + 3, 1, dtype=torch.uint8)
+        stored[f"{path}.lora_A.default.weight"] = torch.zeros(2, 8)
+        stored[f"{path}.lora_B.default.weight"] = torch.zeros(8, 2)
+    torch.save(stored, tmp_path / "model.pt")
+    with pytest.raises(ConversionError, match="9 problems") as error:
+        unshard.merge(tmp_path / "model.pt", dry_run=True, lora_alpha=4.0)
+    assert str(error.value).count("is quantised") == 1
+    assert "and 8 more tensors: layers.1.q_proj.weight" in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "float8_e4m3fn"])
 def test_a_quantised_weight_is_refused(dtype: str) -> None:
     tensors = recipes(linear("m.q"))
     name = f"{FRONT}m.q.base_layer.weight"
     tensors[name] = take(entry(name, (6, 5), dtype))
-    with pytest.raises(ConversionError, match=rf"m\.q\.weight is quantised[\s\S]*{dtype}"):
+    with pytest.raises(ConversionError, match=rf"m\.q\.weight: is quantised[\s\S]*{dtype}"):
         fuse(split_adapter(tensors), PLAIN, None, None)
 
 

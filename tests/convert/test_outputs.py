@@ -165,7 +165,7 @@ def test_the_configs_dtype_needs_a_config() -> None:
 
 
 def test_a_config_may_name_no_dtype() -> None:
-    with pytest.raises(ConversionError, match="it names none"):
+    with pytest.raises(ConversionError, match=r"config\.json names no dtype"):
         target_dtype("config", {"hidden_size": 8})
 
 

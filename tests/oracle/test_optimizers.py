@@ -1,6 +1,7 @@
 """The state of an optimizer, from what torch saves, against what torch itself gathers."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -321,9 +322,24 @@ def fewer(saved: Saved) -> None:
     saved["state"].popitem()
 
 
+def without_rate(saved: Saved) -> None:
+    saved["param_groups"][0]["lr"] = math.nan
+
+
+def test_a_rate_that_is_not_a_number_is_equal_on_all_ranks(
+    trained: Trained, tmp_path: Path
+) -> None:
+    for path in copied(trained("fsdp2") / "verl", tmp_path / "run"):
+        saved = torch.load(path, weights_only=False)
+        without_rate(saved)
+        torch.save(saved, path)
+    state_of(tmp_path / "run")
+
+
 CHANGES: dict[Callable[[Saved], None], str] = {
     trained_on: r"tensor state\.0\.step",
     other_rate: "lr of group 0",
+    without_rate: "lr of group 0",
     fewer: "the tensors of parameter",
 }
 

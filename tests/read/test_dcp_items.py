@@ -9,13 +9,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config
 
+import unshard
 from properties import examples
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
-from unshard.errors import CorruptError, IncompleteError, UnsafeError, UnshardError
+from unshard.errors import (
+    CorruptError,
+    IncompleteError,
+    NotMergeableError,
+    UnsafeError,
+    UnshardError,
+)
 from unshard.read.dcp import items as dcp_items
 from unshard.read.dcp.items import StoredItem, Window, read_items
 
@@ -273,3 +282,18 @@ def test_a_damaged_item_after_a_good_one_is_what_it_is_alone(
         assert str(after) == str(alone)
     else:
         assert after == alone
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("under", ["model", "optim"])
+def test_items_in_the_form_of_safetensors_are_refused_as_such(
+    tmp_path: Path, count: int, under: str
+) -> None:
+    """Several are at byte 0 of one file, which is not damage."""
+    tensors = {under: {f"layers.{number}.weight": torch.ones(2, 2) for number in range(count)}}
+    form = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    save(tensors, storage_writer=form, no_dist=True)
+    with pytest.raises(NotMergeableError, match=r"__0_0\.distcp: .* form of safetensors") as error:
+        unshard.inspect(tmp_path)
+    assert "serialization_format" in error.value.hint

@@ -240,7 +240,7 @@ def test_an_index_tells_that_a_tensor_is_missing(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3), "b": torch.randn(3)}
     write_shard(shard_path(tmp_path, 0), {"a": whole(tensors["a"])})
     index_of(tmp_path / "model.safetensors.index.json", tensors)
-    with pytest.raises(IncompleteError, match="lists 1 tensors that no shard has") as caught:
+    with pytest.raises(IncompleteError, match="lists 1 tensor that no shard has") as caught:
         read(tmp_path)
     assert caught.value.expected == "b"
 
@@ -278,7 +278,7 @@ def test_the_names_of_nemo_tell_that_a_tensor_is_missing(tmp_path: Path) -> None
     names.write_text('{"model.norm.weight": 1}')
     assert read(tmp_path).writer == "NeMo AutoModel"
     names.write_text('{"model.norm.weight": 1, "lm_head.weight": 1}')
-    with pytest.raises(IncompleteError, match="lists 1 tensors"):
+    with pytest.raises(IncompleteError, match="lists 1 tensor"):
         read(tmp_path)
 
 

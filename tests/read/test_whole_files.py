@@ -266,7 +266,7 @@ def test_a_name_that_the_index_leaves_out_is_read_and_reported(tmp_path: Path) -
     write_index(tmp_path / INDEX, listed)
     reading = read(tmp_path)
     assert reading.tensors.keys() == tensors.keys()
-    assert reading.notes == (f"{INDEX} does not list 1 tensors that its files have: layers.2.b",)
+    assert reading.notes == (f"{INDEX} does not list 1 tensor that its files have: layers.2.b",)
 
 
 @pytest.mark.parametrize(

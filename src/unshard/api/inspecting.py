@@ -159,7 +159,7 @@ class Inspection:
         step = "" if self.step is None else f", step {self.step}"
         return (
             f"<Inspection of {self.path!r}: {self.format}{step}, "
-            f"{counted(self.world_size, 'rank')}, {len(self.tensors)} tensors, "
+            f"{counted(self.world_size, 'rank')}, {counted(len(self.tensors), 'tensor')}, "
             f"{self.parameters:,} parameters, {self.size_bytes:,} bytes>"
         )
 

@@ -314,9 +314,10 @@ def late_notes(
         listed = ", ".join(f"{name} ({count})" for name, count in worst)
         tensors = (tensor for file in prepared.plan.layout.files for tensor in file.tensors)
         dtypes = sorted({one.dtype.name for one in tensors if one.name in overflows})
-        what = f"{sum(overflows.values())} values of {len(overflows)} tensors are too large for "
+        values, of = counted(sum(overflows.values()), "value"), counted(len(overflows), "tensor")
         hint = "; bfloat16 can represent them" if dtypes == ["float16"] else ""
-        notes.append(f"{what}{', '.join(dtypes)} and became infinite: {listed}{hint}")
+        what = f"{values} of {of} became infinite, too large for {', '.join(dtypes)}"
+        notes.append(f"{what}: {listed}{hint}")
     if refused:
         what = "the store did not copy weights itself, so they were down- and uploaded"
         notes.append(f"{what}: {refused}")

@@ -262,9 +262,9 @@ def verify(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Compare every tensor of a merged model with a checkpoint or another model.
+    """Compare a merged model with a checkpoint or another model.
 
-    The comparison is exact, bit by bit, unless --atol or --rtol is given. Exit code 1 means that
+    Every tensor is compared bit by bit, unless --atol or --rtol is given. Exit code 1 means that
     the models differ.
     """
     from unshard import api
@@ -300,7 +300,7 @@ def push(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Upload the model that `merge` would write to the Hugging Face hub, without a local copy."""
+    """Upload the model of a merge to the hub, without a local copy."""
     from unshard import api
 
     with _working(quiet=quiet, front=front_of(push)) as listener:
@@ -348,10 +348,10 @@ def reshard(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Write a checkpoint for another number of ranks or in another format, to resume from it.
+    """Write a checkpoint for other ranks or in another format.
 
-    Model, optimizer, scheduler and random state are written; of a model of the hub, the model
-    alone, to start a run.
+    Model, optimizer, scheduler and random state are written, to resume from it; of a model of the
+    hub, the model alone, to start a run.
     """
     from unshard import api
 

@@ -61,7 +61,7 @@ _SGLANG = _Engine(
 
 @taking(EngineKeywords)
 def vllm(context: typer.Context, checkpoint: CheckpointArgument, **given: object) -> None:
-    """Serve a checkpoint with vLLM of the same environment, without a merge.
+    """Serve a checkpoint with this environment's vLLM, unmerged.
 
     All other options, after CHECKPOINT, are those of `vllm serve`.
     """
@@ -74,7 +74,7 @@ def vllm(context: typer.Context, checkpoint: CheckpointArgument, **given: object
 
 @taking(EngineKeywords)
 def sglang(context: typer.Context, checkpoint: CheckpointArgument, **given: object) -> None:
-    """Serve a checkpoint with SGLang of the same environment, without a merge.
+    """Serve a checkpoint with this environment's SGLang, unmerged.
 
     All other options, after CHECKPOINT, are those of `python -m sglang.launch_server`.
     """

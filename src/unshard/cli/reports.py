@@ -9,7 +9,8 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from unshard.fronts import Front, reword_warning
-from unshard.showing import counted, human_size, listed
+from unshard.read.hub_files import RECORD_NAME
+from unshard.showing import counted, human_size, listed, plain
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, ReshardReport
@@ -121,7 +122,7 @@ def _print_plan(report: "Report") -> None:
     print(f"plan: {', '.join(report.sources)} -> {report.output} (nothing was written)")
     for name, length in report.files.items():
         print(f"  {name}  {counted(length, 'byte')}")
-    for name in report.companions:
+    for name in (*report.companions, RECORD_NAME):
         print(f"  {name}")
     operations = ", ".join(f"{count} {kind}" for kind, count in report.operations.items())
     parameters = counted(report.parameters, "parameter")
@@ -182,7 +183,7 @@ def _describe_optimizer(state: "OptimizerInfo") -> str:
     parts = [
         ", ".join(f"{name} of {counted(n, 'parameter')}" for name, n in state.tensors.items()),
         human_size(state.size_bytes),
-        "" if state.step is None else f"step {state.step:g}",
+        "" if state.step is None else f"step {plain(state.step)}",
         f"{groups} (lr {rates})" if rates else groups,
         f"names {state.names}",
     ]

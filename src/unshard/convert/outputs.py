@@ -323,7 +323,8 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
     named = None if config is None else config.dtype
     if named is None:
         raise ConversionError(
-            "--dtype config: " + ("there is no config.json" if config is None else "it names none"),
+            "--dtype config: "
+            + ("there is no config.json" if config is None else f"{config.path} names no dtype"),
             hint="name the dtype, or give a config: --config FILE|DIR",
         )
     if named not in CASTS:

@@ -77,9 +77,10 @@ class Report:
     def __repr__(self) -> str:
         """Return one line: what was made, where, from how many ranks and checkpoints."""
         made = "would save" if self.dry_run else "saved"
+        tensors = counted(self.tensors, "tensor")
         several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
         return (
-            f"<Report: {made} {self.tensors} tensors in {counted(len(self.files), 'file')} "
+            f"<Report: {made} {tensors} in {counted(len(self.files), 'file')} "
             f"({self.bytes_written:,} bytes) to {self.output or self.url!r}, from {several}"
             f"{counted(self.world_size, 'rank')}, {counted(len(self.notes), 'warning')}>"
         )

@@ -21,7 +21,7 @@ def compare(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the best step of each run with the last, and runs with the first one named."""
+    """Compare the best step with the last. Runs are compared with the first one named."""
     names = list(dict.fromkeys(runs))
     with connect(server, token_file) as client:
         from unshard.evaluate.comparing import as_results, compare_runs

@@ -136,7 +136,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check what a server needs, before it is started; the exit code is 1 if something is wrong."""
+    """Check what a server needs before it starts. Exits 1 on any problem."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.doctor import Trial, examine
     from unshard.evaluate.server.serve import Given

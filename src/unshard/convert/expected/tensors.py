@@ -7,6 +7,7 @@ from unshard.convert.expected.shapes import Stated
 from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.read.rank_files.buffers import settle
+from unshard.showing import having
 from unshard.tensors.dtypes import DTypeKind
 
 _Shape = tuple[int, ...]
@@ -75,14 +76,14 @@ def check_expected(
             )
     changed, wrong = _other_shapes(tensors, expected)
     if wrong:
-        what = f"{len(wrong)} tensors have another shape than in {expected.name}"
+        what = f"{having(len(wrong), 'tensor')} another shape than in {expected.name}"
         found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
         problems.append(ConversionError(what, found=found, hint=expected.advice))
     raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
     notes += expected.remarks
     if changed:
         listed = ", ".join(changed[:_SHOWN])
-        what = f"{len(changed)} tensors have another vocabulary than {expected.name}: {listed}"
+        what = f"{having(len(changed), 'tensor')} another vocabulary than {expected.name}: {listed}"
         notes.append(what)
     return notes
 

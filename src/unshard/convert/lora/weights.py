@@ -273,9 +273,9 @@ def _misfit(
 
 def _quantised(name: str, weights: Mapping[str, Recipe]) -> ConversionError:
     return ConversionError(
-        f"the weight {name} is quantised, and LoRA cannot be fused into it",
+        f"tensor {name}: is quantised, and LoRA cannot be fused into it",
         expected="floating point of 16 bits or more",
-        found=f"{dtype_of(weights[name])} {list(shape_of(weights[name]))}",
+        found=f"{dtype_of(weights[name])}",
         hint="write the adapter by itself (--lora adapter), and put it on the model in full "
         "precision; a base in block FP8 becomes one by a merge of its own with --dtype bfloat16",
     )

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from unshard.containers.open_files import opened, pread
 from unshard.containers.torch_files.reader import read_torch_file
-from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
 from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata, Item, read_metadata
 from unshard.read.dcp.model import model_names, read_object
@@ -80,6 +81,7 @@ def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Loca
     Raises:
         CheckpointError: files are missing or damaged, or the metadata contradicts them or itself.
     """
+    _refuse_safetensors(metadata, location)
     _check_disjoint(metadata, location)
     tensors, archives = read_tensors(metadata, names, location.roots)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
@@ -124,6 +126,20 @@ def metadata_files(location: Location) -> list[Path]:
         hint="the save was interrupted, or the file is on another node: name that node's "
         "directory: --also DIR",
     )
+
+
+def _refuse_safetensors(metadata: DcpMetadata, location: Location) -> None:
+    """Refuse items in torch's other form, of which several share one header."""
+    item = next(iter(metadata.items.values()), None)
+    if item is None or (path := find_file(location.roots, item.path)) is None:
+        return
+    with opened(path) as file:
+        head = pread(file, 9, item.offset)
+    if head[8:] == b"{":
+        raise NotMergeableError(
+            f"{path}: its items are saved in the form of safetensors",
+            hint="save without FileSystemWriter's serialization_format, as torch.save does",
+        )
 
 
 def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:

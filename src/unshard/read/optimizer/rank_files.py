@@ -49,6 +49,7 @@ from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
 from unshard.read.wrapper_names import names_without_wrappers
+from unshard.showing import plain
 from unshard.tensors.catalog import ByteRange, TensorEntry
 from unshard.tensors.dtypes import DType, numpy_dtype
 
@@ -268,11 +269,11 @@ def _compare(first: _One, one: _One) -> None:
     ours, theirs = _facts(first), _facts(one)
     for what in dict.fromkeys([*ours, *theirs]):
         expected, found = ours.get(what), theirs.get(what)
-        if expected != found:
+        if expected != found and repr(expected) != repr(found):  # nan is not nan
             raise CorruptError(
                 f"{one.path}: rank {one.rank} disagrees with rank {first.rank} about {what}",
-                expected=f"{str(expected)[:_SHOWN]}, as in {first.path.name}",
-                found=str(found)[:_SHOWN],
+                expected=f"{plain(expected)[:_SHOWN]}, as in {first.path.name}",
+                found=plain(found)[:_SHOWN],
                 hint="the files are of two saves, or the ranks were trained apart",
             )
 

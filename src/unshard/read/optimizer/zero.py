@@ -111,12 +111,13 @@ def _compare_groups(first: _Base, base: _Base) -> None:
     """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
     for number, ((_, ours), (_, theirs)) in enumerate(zip(first.groups, base.groups, strict=False)):
         for key in dict.fromkeys([*ours, *theirs]):
-            if ours.get(key) != theirs.get(key):
+            expected, found = ours.get(key), theirs.get(key)
+            if expected != found and repr(expected) != repr(found):  # nan is not nan
                 raise CorruptError(
                     f"{base.state.path}: disagrees with {first.state.path.name} about {key} of "
                     f"group {number}",
-                    expected=str(ours.get(key))[:_SHOWN],
-                    found=str(theirs.get(key))[:_SHOWN],
+                    expected=str(expected)[:_SHOWN],
+                    found=str(found)[:_SHOWN],
                     hint="files of two saves are in one directory: take another checkpoint",
                 )
 

@@ -34,6 +34,7 @@ from unshard.read.format import Location, shortened
 from unshard.read.hub_files import INDEX_NAME, weight_map
 from unshard.read.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.safetensors_shards.names import ShardSet
+from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 
 _NEMO = ".hf_metadata"
@@ -116,7 +117,7 @@ def _absent_names(
         absent = [name for name in absent if not name.endswith(_OUTPUT)]
     if absent:
         yield IncompleteError(
-            f"{path}: lists {len(absent)} tensors that no shard has",
+            f"{path}: lists {counted(len(absent), 'tensor')} that no shard has",
             expected=shortened(absent),
             found=f"shards of {len(tensors)} other tensors",
             hint=_HINT.format(path.name),

@@ -30,6 +30,7 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
 from unshard.read.whole_files.names import choose_files, is_part_of_set, is_whole_file
 from unshard.read.wrapper_names import without_wrapper_module
+from unshard.showing import counted
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
@@ -227,7 +228,8 @@ def _compare(
         for file, names in wrong.items()
     ]
     rest = [name for name in holders if name not in stated]  # transformers loads these, too
-    what = f"{index.name} does not list {len(rest)} tensors that its files have: {shortened(rest)}"
+    unlisted = counted(len(rest), "tensor")
+    what = f"{index.name} does not list {unlisted} that its files have: {shortened(rest)}"
     return problems, [what] if rest else []
 
 

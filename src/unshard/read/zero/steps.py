@@ -16,6 +16,7 @@ from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError
 from unshard.read.torch_save.state_dict import ShortStorageError, start_of
 from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
+from unshard.showing import plain
 from unshard.tensors.dtypes import numpy_dtype
 
 _MOST = 1 << 53  # larger numbers are slips, or attacks
@@ -63,8 +64,8 @@ def check_steps(ranks: Iterable[tuple[Path, Mapping[int, float]]]) -> None:
                 raise CorruptError(
                     f"{path}: was not saved together with {first.name}: its optimizer is at "
                     "another step",
-                    expected=f"step {expected}",
-                    found=f"step {step}",
+                    expected=f"step {plain(expected)}",
+                    found=f"step {plain(step)}",
                     hint="a save was interrupted after some files of an older one were "
                     "overwritten: take another checkpoint",
                 )
