@@ -28,7 +28,6 @@ _PATIENCE_S = 5.0
 _SECOND_NS = 10**9
 
 _OF_KERNEL = ("/proc/", "/sys/")
-
 Look = Callable[[], os.stat_result]
 """Returns the status of an open file."""
 
@@ -175,12 +174,9 @@ def _settled(path: Path, look: Look) -> FileState:
 
 
 def check_regular(path: Path) -> None:
-    """Raise if a path is not a regular file: to open it may act, or wait.
+    """Raise OSError if a path is not a regular file: to open a device or a pipe may act, or wait.
 
     Files of the kernel, such as /proc/kmsg, have the mode of regular files, and a size of 0.
-
-    Raises:
-        OSError: it is missing, a directory, a device, a pipe, or a file of the kernel.
     """
     if isinstance(path, RemotePath):
         return

@@ -169,8 +169,7 @@ class Location:
             return self.weights_dir / "merged" / (self.place.stem + suffix)
         if number := _NUMBERED.fullmatch(self.weights_dir.name):
             suffix = f"-{number[1]}" + suffix
-        name = _FILE_SUFFIX.sub("", self.step_dir.name)
-        return self.step_dir.parent / "merged" / (name + suffix)
+        return self.step_dir.parent / "merged" / (_FILE_SUFFIX.sub("", self.step_dir.name) + suffix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs,
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.base_model import find_base
 from unshard.evaluate.values import Whole, expects, in_our_words, split_names
+from unshard.evaluate.yaml_files import read_yaml
 
 _TRAINER = ("eval_strategy", "eval_steps", "save_steps")
 _UNUSED = ("device", "log_samples", "predict_only", "output_dir")
@@ -183,8 +184,7 @@ class EvalConfig:
             is_text = isinstance(source, str) and (
                 "\n" in source or (":" in source and not Path(source).is_file())
             )
-            text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
-            found = yaml.safe_load(text)
+            found = read_yaml(str(source) if is_text else Path(source))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UsageError(f"{source}: cannot be read: {error}") from error
         if not isinstance(found, dict):

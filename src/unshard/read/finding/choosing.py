@@ -97,10 +97,7 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
 
 
 def _called(place: Path, at: Location, found: list[Location]) -> str:
-    """Return what to call one of these sets of weights: its role, or the first folder of its own.
-
-    Folders that others of the sets are in, too, do not tell it from them.
-    """
+    """Return what to call one of these sets: its role, or the first folder of its own, if any."""
     inner = at.weights_dir.relative_to(place).parts if at.weights_dir != place else (place.name,)
     shared = {part for one in found if one != at for part in one.weights_dir.parts}
     return at.role or next((part for part in inner if part not in shared), inner[0])

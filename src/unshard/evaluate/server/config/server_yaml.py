@@ -40,6 +40,7 @@ from unshard.evaluate.server.config.profiles import (
 )
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
+from unshard.evaluate.yaml_files import read_yaml
 
 RAY = "ray"
 EXECUTORS = ("embedded", RAY)
@@ -222,7 +223,7 @@ def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> S
         UsageError: the file cannot be read, or a key is unknown or has a wrong value.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     document = {} if document is None else document

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from unshard.errors import UsageError
 from unshard.evaluate.server.store.schema import migrate, writing
 
 _BUSY_S = 30.0
@@ -53,7 +54,15 @@ class Connections:
         self._local = threading.local()
         self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
         path.parent.mkdir(parents=True, exist_ok=True)
-        _ = self.own
+        found = ""
+        try:
+            found = self.texts("PRAGMA quick_check(1)")[0]
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # busy, or a full disk
+                raise
+        if found != "ok":
+            hint = "restore a copy, or move it elsewhere: the server then begins without its jobs"
+            raise UsageError(f"{path}: is damaged", found=found, hint=hint)
 
     @property
     def own(self) -> sqlite3.Connection:

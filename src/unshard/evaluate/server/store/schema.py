@@ -184,8 +184,9 @@ def is_outdated(path: Path) -> bool:
     """Return whether a database exists that `migrate` would change."""
     if not path.is_file():
         return False
-    with closing(sqlite3.connect(path)) as connection:
+    with suppress(sqlite3.DatabaseError), closing(sqlite3.connect(path)) as connection:
         return _version(connection) < LATEST
+    return False  # it is damaged
 
 
 @contextmanager

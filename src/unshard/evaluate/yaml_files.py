@@ -1,0 +1,32 @@
+"""YAML as it is meant: without keys that are given twice, and of a depth that people write."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unshard.containers.open_files import read_whole
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[tuple[str, object]]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.MarkedYAMLError(
+                    None, None, f"{key.value} is given twice", key.start_mark
+                )
+            seen.add((key.tag, key.value if isinstance(key, yaml.ScalarNode) else id(key)))
+        return node
+
+
+def read_yaml(source: Path | str) -> object:
+    """Return what a file, or a text, of YAML contains; raise as PyYAML does, or ValueError."""
+    try:
+        text = source if isinstance(source, str) else read_whole(source).decode()
+        return yaml.load(text, _UniqueKeys)  # noqa: S506 (it is a SafeLoader)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
