@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 _CUT_RETRIES = 3
 """How often the rest of a body is asked for again that ended early; requests are retried below."""
 _REQUEST_RETRIES = 10
+_SILENT = "30s"  # after which a web server that sends nothing is asked again, for three minutes
 _STREAMED = 1 << 20
 _STAT_FIELDS = 10
 
 _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
+_ODD_KEY = re.compile(r'with invalid path: [^"]*"([^"\n]{1,999})"')
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _CUT = "the connection was cut"
 _WHOLE = "the server sends the whole file for a part of it"
@@ -118,7 +120,7 @@ def client(url: str) -> "ObjectStore":
     retries: RetryConfig = {"max_retries": _REQUEST_RETRIES}
     with refusing(url):
         if url.startswith("http"):
-            options: ClientConfig = {"allow_http": True, "timeout": "300s"}  # it may be slow
+            options: ClientConfig = {"allow_http": True, "timeout": "300s", "read_timeout": _SILENT}
             return HTTPStore.from_url(url, client_options=options, retry_config=retries)
         return from_url(url, retry_config=retries)
 
@@ -389,6 +391,8 @@ def _reason(error: Exception) -> str:
         return f"the store answers {', '.join(words)}"
     if isinstance(answered := getattr(getattr(error, "response", None), "status_code", None), int):
         return f"the server answers {answered}"  # the hub
+    if odd := _ODD_KEY.search(text):
+        return f"no path can have the key that begins with {odd[1]!r}: remove it, or rename it"
     for mark, reason in _KNOWN_REASONS.items():
         if mark in text:
             return reason
