@@ -165,6 +165,7 @@ def test_every_tensor_of_every_type_has_the_shape_that_its_config_states(
     assert not check(shapes, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_every_tensor_of_another_shape_is_refused(
     models: Any, model_type: str, sizes: tuple[Fields, Fields]
@@ -203,6 +204,7 @@ def _without(fields: Fields, path: tuple[str, ...]) -> dict[str, Any]:
     return {**rest, key: _without(rest[key], tuple(inner))} if inner else rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_a_config_that_leaves_a_size_out_states_the_same_shapes_or_none(
     models: Any, model_type: str, sizes: tuple[Fields, Fields]
