@@ -79,7 +79,7 @@ def test_peft_adapts_what_was_adapted(
 ) -> None:
     torch.manual_seed(0)
     model: Any = get_peft_model(
-        Transformer(),  # type: ignore[arg-type]
+        Transformer(),
         LoraConfig(target_modules=targets, r=2, lora_alpha=4, init_lora_weights=False),
     )
     pairs = {name for name in model.state_dict() if ".lora_" in name}
@@ -90,7 +90,7 @@ def test_peft_adapts_what_was_adapted(
     if written is not None:
         assert stated == written
     torch.manual_seed(0)
-    again: Any = PeftModel.from_pretrained(Transformer(), tmp_path / "out")  # type: ignore[arg-type]
+    again: Any = PeftModel.from_pretrained(Transformer(), tmp_path / "out")
     assert {name for name in again.state_dict() if ".lora_" in name} == pairs
     for name in pairs:
         assert torch.equal(again.state_dict()[name], model.state_dict()[name])
@@ -108,7 +108,7 @@ def trained(tmp_path: Path) -> tuple[Path, Any]:
     asked = LoraConfig(
         target_modules=["q_proj"], r=2, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM"
     )
-    model: Any = get_peft_model(base, asked)  # type: ignore[arg-type]
+    model: Any = get_peft_model(base, asked)
     pairs = {name: one for name, one in model.state_dict().items() if ".lora_" in name}
     save_ranks(tmp_path / "ckpt", pairs, 1)
     return tmp_path, model

@@ -294,7 +294,7 @@ def adapted(adapter: str, **more: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     asked = {"target_modules": ["embed", "proj"], "init_lora_weights": False, **more}
     config = LoraConfig(r=2, **asked)
-    model: Any = get_peft_model(Peft(), config, adapter_name=adapter)  # type: ignore[arg-type]
+    model: Any = get_peft_model(Peft(), config, adapter_name=adapter)
     return model, stepped(model)
 
 

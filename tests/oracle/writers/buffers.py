@@ -86,7 +86,8 @@ class Counted(nn.Module):
             self.seen += len(x) * (1 + dist.get_rank())
             self.mean_norm.copy_(x.norm())
             self.input_amax.copy_(x.abs().amax(0))
-        return self.linear(x)
+        out: torch.Tensor = self.linear(x)
+        return out
 
 
 def trainable() -> nn.Sequential:
@@ -179,7 +180,8 @@ class Ignoring(nn.Module):
         self.running_gain = nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)) * self.logit_scale * self.running_gain.sum()
+        out: torch.Tensor = self.norm(self.linear(x)) * self.logit_scale * self.running_gain.sum()
+        return out
 
 
 def _ignored(world: int) -> tuple[nn.Module, Optimizer]:
