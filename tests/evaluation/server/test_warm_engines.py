@@ -198,13 +198,15 @@ def test_a_cancelled_job_or_one_that_takes_too_long_ends_its_engine(place: Place
     assert "timed out after 8 s" in str(failed.error)
 
 
-def test_a_worker_that_cannot_begin_is_a_failed_attempt_with_its_reason(place: Place) -> None:
+def test_a_worker_that_cannot_begin_is_waited_for_with_its_reason(place: Place) -> None:
     (place.root / "python").write_text("#!/bin/sh\necho no such library\nexit 3\n")
-    with running(place) as (store, _):
+    with running(place) as (store, server):
         job = submit(store, checkpoint(place.root / "run", 1))
-        failed = wait_for(store, job.id, Status.FAILED)
-    assert "exit code 3" in str(failed.error)
-    assert "no such library" in str(failed.error)
+        wait_until(lambda: server.waits_for(job_of(store, job.id)) is not None, "the reason")
+        reason = str(server.waits_for(job_of(store, job.id)))
+        assert job_of(store, job.id).status is Status.QUEUED
+    assert "exit code 3" in reason
+    assert "no such library" in reason
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
         is_found = done.returncode != _NOT_FOUND
         absent = why_cannot_run(work.profile, work.directory) if is_found else failed.error
         if absent is not None:
-            return _absent(absent, work)
+            return _absent(failed.error if not is_found else f"{absent}\n{failed.error}", work)
     is_killed = is_ended_by(_KILLS, done.returncode)
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
 
