@@ -47,7 +47,7 @@ from unshard.convert.quantised import (
     quantise,
     true_config,
 )
-from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype
+from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, takes
 from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.plan.layout import OPTIMIZER_FILES
@@ -172,9 +172,8 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
         return made
     trained = training_names(as_stored(base), checkpoint.config)
     if absent := list_absent(split, [*base.files, *trained]):
-        shown = ", ".join(absent[:3]) + (", ..." if absent[3:] else "")
         number = counted(len(absent), "module")
-        note = f"{base.name} lacks {number} that the adapter adapts: {shown}"
+        note = f"{base.name} lacks {number} that the adapter adapts: {listed(absent)}"
         made = replace(made, notes=(note,))
     return replace(made, names_checked="base")
 
@@ -201,16 +200,15 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         else:
             renamed = names_of_base(trained, base.files, config, base.shapes)
         tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
-    expected = expected_names(tensors, config, options)
-    listed = base.files if base else expected.names if expected else ()
-    tensors = with_embedding(tensors, listed, config)
+    stated = base.files if base else _stated_names(tensors, config, options)
+    tensors = with_embedding(tensors, stated, config)
     ties = _ties(tensors, config)
     notes += ties.notes
     tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
     rule = replace(rule, scales=scales_of_kept(tensors))
     kept = select_tensors(tensors, options.include, options.exclude)
     tensors, config, more = complete_mtp(kept, tensors, checkpoint.base, config, options.select)
-    notes += (*check_plain(tensors, listed, selects=options.reading.selects), *more)
+    notes += (*check_plain(tensors, stated, selects=options.reading.selects), *more)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)
@@ -219,6 +217,21 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         config = critic_config(resized, tensors)
         config = true_config(config.untied() if ties.different else config, converted)
     return Conversion(converted, config, notes)
+
+
+def _stated_names(
+    tensors: Mapping[str, Recipe], config: ModelConfig | None, options: MergeOptions
+) -> Collection[str]:
+    """Return the names that a model of the config has, if one of the tensors depends on them.
+
+    The names of many experts take long, and `convert` derives them for the output anyway.
+    """
+    is_lone = config is not None and config.is_tied and sum(map(is_head, tensors)) == 1
+    entries = (one.entry for recipe in tensors.values() for one in takes(recipe))
+    if not is_lone and all(entry.doubt is None for entry in entries):
+        return ()
+    expected = expected_names(tensors, config, options)
+    return () if expected is None else expected.names
 
 
 def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:

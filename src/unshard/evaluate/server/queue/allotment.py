@@ -139,8 +139,7 @@ class Allotment:
 
     def why_not(self, request: Request) -> str | None:
         """Return why a job cannot begin now, as the server is configured; None if it can."""
-        until, why = self._held.get(base_of(request.profile), (0.0, ""))
-        return why if time.monotonic() < until else why_unfit(partial(self.find, request))
+        return self._why_held(request.profile) or why_unfit(partial(self.find, request))
 
     def take(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
@@ -167,7 +166,7 @@ class Allotment:
 
     def _needs(self, name: str, asked: int | None) -> int | None:
         """Return how many GPUs a job needs, 0 for the CPU; None if it cannot begin."""
-        if time.monotonic() < self._held.get(base_of(name), (0.0, ""))[0]:
+        if self._why_held(name) is not None:
             return None
         try:
             profile, _ = self._profiles.find(name)
@@ -176,6 +175,10 @@ class Allotment:
         except UnshardError:
             return None
         return 0 if self._slots.are_cpu(count) else count
+
+    def _why_held(self, name: str) -> str | None:
+        until, why = self._held.get(base_of(name), (0.0, ""))
+        return why if time.monotonic() < until else None
 
     def _free(self) -> Free:
         lent = self._engines.list_lent()
