@@ -52,14 +52,18 @@ IN_PLACE = KEPT | FRESH | {"config.json": "old config"}
 Texts = dict[str, str]
 
 
-def write(directory: Path, texts: Texts) -> None:
-    """Write files; `unshard.json` becomes the record that lists all but KEPT as ours."""
+def write(directory: Path, texts: Texts, *, is_placed: bool = True) -> None:
+    """Write files; `unshard.json` becomes the record that lists all but KEPT as ours.
+
+    Before an output is placed, its record lists weights alone.
+    """
     own = {name: len(text) for name, text in texts.items() if name not in KEPT}
     weights = {name: size for name, size in own.items() if is_weight_file(name)}
     for name, text in texts.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"unshard": text, "output": {"files": weights, "companions": own}}
+        listed = {"files": weights} | ({"companions": own} if is_placed else {})
+        record = {"unshard": text, "output": listed}
         path.write_text(json.dumps(record) if name == "unshard.json" else text)
 
 
@@ -80,9 +84,9 @@ def checkpoint(target: Path) -> Path:
     return target / "ckpt"
 
 
-def merge_into(target: Path, sources: tuple[Path, ...] = ()) -> None:
+def merge_into(target: Path, sources: tuple[Path, ...] = (), texts: Texts = FRESH) -> None:
     with Staging(target, 100, sources=sources, overwrite=True) as stage:
-        write(stage.directory, FRESH)
+        write(stage.directory, texts, is_placed=False)
         stage.commit()
 
 
@@ -145,12 +149,12 @@ def die_at(number: int, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None]
         monkeypatch.setattr(unshard.write.staging.commit, "exchange", counted(real))
 
 
-def survives(number: int, action: Callable[[], None]) -> bool:
+def survives(number: int, action: Callable[[], None], die: Callable[[], None] = kill) -> bool:
     """Run an action in a forked child that dies at its n-th step; return whether it survived."""
     pid = os.fork()
     if pid == 0:
         try:
-            die_at(number, pytest.MonkeyPatch())
+            die_at(number, pytest.MonkeyPatch(), die)
             action()
             os._exit(0)
         except BaseException:  # noqa: BLE001 (the child must not return into pytest)

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +28,7 @@ from commits import (
     alone,
     checkpoint,
     die_at,
+    kill,
     killed_with_a_journal,
     merge_into,
     read,
@@ -140,6 +142,50 @@ def test_two_merges_into_one_checkpoint_do_not_mix(tmp_path: Path) -> None:
         write(first.directory, FRESH)
         first.commit()
     assert read(tmp_path / "run")["model.safetensors"] == "new weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exchange", "aside"])
+@pytest.mark.parametrize("end", ["goes on", "is killed"])
+@alone
+def test_another_merge_at_any_step_leaves_one_output_and_no_staging(
+    tmp_path: Path, mode: str, end: str
+) -> None:
+    """At the n-th step of one merge another one is made as a whole; then the first goes on."""
+    if mode == "aside":
+        pytest.MonkeyPatch().setattr(unshard.write.staging.commit, "exchange", lambda *_: False)
+    other = FRESH | {"model.safetensors": "other weights"}
+    seen: set[str] = set()
+    for number, world in worlds(tmp_path):
+        target, has_met = world / "out", False
+        write(target, OLD)
+
+        def meet(target: Path = target) -> None:
+            nonlocal has_met
+            has_met = True
+            merge_into(target, texts=other)
+            if end == "is killed":
+                kill()
+
+        def merge(target: Path = target) -> None:
+            merge_into(target)
+
+        if end == "is killed":
+            has_met = not survives(number, merge, meet)
+        else:
+            with pytest.MonkeyPatch.context() as patch, suppress(OutputError):
+                die_at(number, patch, meet)
+                merge()
+        age(world)
+        recover(world)
+        assert staged(world) == [], number
+        found = read(target)
+        assert found in (REPLACED, REPLACED | other), number
+        seen.add(found["model.safetensors"])
+        if not has_met:
+            break
+    assert number > 15
+    assert seen == {"new weights", "other weights"}
 
 
 @pytest.mark.slow

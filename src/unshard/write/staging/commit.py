@@ -108,13 +108,15 @@ def finish(place: StagingDirectory, journal: Journal) -> list[str]:
     """Follow a journal; return notes about files that others changed in the meantime.
 
     Raises:
+        OutputError: another process has replaced the target, before anything was done.
         OSError: a step failed, or the target is not what it was; it can be tried again.
     """
     if journal.mode is Mode.REPLACE:
         return _replace(place, journal)
     with opened(journal.target, within=place.parent) as target:
         if os.fstat(target).st_ino != journal.old:
-            raise _not_what_it_was(place, journal)
+            path = place.path.parent / journal.target
+            raise FileExistsError(f"{path} is not the directory that was to be written to")
         with opened(OUTPUT, within=place.fd) as output:
             notes = _move_in(output, target, journal)
         os.utime(target, ns=(os.fstat(target).st_atime_ns, journal.mtime_ns))
@@ -125,36 +127,61 @@ def finish(place: StagingDirectory, journal: Journal) -> list[str]:
 def is_begun(place: StagingDirectory, journal: Journal) -> bool:
     """Return whether a step of the journal has already changed the target."""
     if journal.mode is Mode.REPLACE:
-        there = status_of(journal.target, within=place.parent)
-        return there is None or there.st_ino != journal.old
+        return _inode(ASIDE, place.fd) is not None or _inode(OUTPUT, place.fd) != journal.new
     with opened(OUTPUT, within=place.fd) as output:
         return any(status_of(path, within=output) is None for path in journal.place)
 
 
 def _replace(place: StagingDirectory, journal: Journal) -> list[str]:
-    there = status_of(journal.target, within=place.parent)
-    inode = None if there is None else there.st_ino
-    if inode not in (None, journal.old, journal.new):
-        raise _not_what_it_was(place, journal)
-    if inode == journal.old and not exchange(place.fd, OUTPUT, place.parent, journal.target):
-        os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
-        inode = None
-    if inode is None:
+    if not is_begun(place, journal):
+        _take_old(place, journal)
+    if _inode(OUTPUT, place.fd) == journal.new and _inode(journal.target, place.parent) is None:
         os.rename(OUTPUT, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
     os.fsync(place.parent)
-    aside = status_of(ASIDE, within=place.fd)
-    with (
-        opened(OUTPUT if aside is None else ASIDE, within=place.fd) as old,
-        opened(journal.target, within=place.parent) as new,
-    ):
+    taken = OUTPUT if _inode(ASIDE, place.fd) is None else ASIDE
+    if _inode(OUTPUT, place.fd) == journal.new:  # another process made the target just now, ...
+        if taken == OUTPUT:
+            raise _overtaken(place, journal)
+        journal = replace(journal, carried={})  # ... without anything of the old one
+    if None in (_inode(taken, place.fd), _inode(journal.target, place.parent)):
+        return []  # somebody has removed the old one, or the new one
+    with opened(taken, within=place.fd) as old, opened(journal.target, within=place.parent) as new:
         notes = settle(Sides(old, new, place.fd), journal)
         os.fsync(new)
     return notes
 
 
-def _not_what_it_was(place: StagingDirectory, journal: Journal) -> OSError:
+def _take_old(place: StagingDirectory, journal: Journal) -> None:
+    """Take the old output, if there is one: in exchange for the new one, or aside.
+
+    Raises:
+        OutputError: another process has replaced it.
+    """
+    there = _inode(journal.target, place.parent)
+    if there is None:
+        return
+    taken = OUTPUT
+    if there == journal.old and not exchange(place.fd, OUTPUT, place.parent, journal.target):
+        taken = ASIDE
+        os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
+    if _inode(taken, place.fd) == journal.old:
+        return
+    if there == journal.old:  # it was replaced after the first look: give back what replaced it
+        if taken == ASIDE:
+            os.rename(ASIDE, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+        else:
+            exchange(place.fd, OUTPUT, place.parent, journal.target)
+    raise _overtaken(place, journal)
+
+
+def _overtaken(place: StagingDirectory, journal: Journal) -> OutputError:
     target = place.path.parent / journal.target
-    return FileExistsError(f"{target} is not the directory that was to be written to")
+    return OutputError(f"{target}: another process replaced it in the meantime")
+
+
+def _inode(name: str, within: int) -> int | None:
+    status = status_of(name, within=within)
+    return None if status is None else status.st_ino
 
 
 def _paths(directory: int) -> list[str]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from unshard.errors import OutputError
 from unshard.write.dirfd import names_in, opened, remove, status_of
 from unshard.write.staging.commit import finish
 from unshard.write.staging.finished import FINISHED_NAME
@@ -60,8 +61,11 @@ def _recover(found: StagingDirectory, target: str, *, resume: bool) -> None:
             owner = dead.owner
             journal = read_journal(place)
             if journal is not None:
-                for sentence in finish(place, journal):
-                    _log.warning("%s: %s", place.path.parent / journal.target, sentence)
+                try:
+                    for sentence in finish(place, journal):
+                        _log.warning("%s: %s", place.path.parent / journal.target, sentence)
+                except OutputError as error:  # nothing of it had taken its place
+                    _log.info("removed: %s: %s", place.path, error)
             elif _has_output(place) and (resume if owner.target == target else owner.keeps):
                 _log.info("left to be gone on with: %s", place.path)
                 return
