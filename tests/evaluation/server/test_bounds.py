@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -89,6 +89,29 @@ def test_answers_that_are_not_read_cost_a_bounded_memory(server: Live) -> None:
         until(lambda: sum(map(is_open, slow)) == 0, "the end of all connections")
     assert server.call("GET", "/health").status_code == 200
     assert peak(server) - before < MOST
+
+
+def test_one_client_that_follows_the_events_too_often_is_refused(server: Live) -> None:
+    """It would otherwise take all connections, and nobody could ask for the server's health."""
+    with ExitStack() as stack:
+        opened, lines = list[socket.socket](), list[bytes]()
+        for _ in range(600):
+            opened.append(
+                stack.enter_context(connected(server.url, get(f"/api/v1/events?since={2**53}")))
+            )
+            with suppress(ConnectionResetError):
+                lines.append(opened[-1].makefile("rb").readline())
+        assert server.call("GET", "/health").status_code == 200
+        streams = [one for one, line in zip(opened, lines, strict=True) if b" 200 " in line]
+        assert len(streams) == 64
+        assert [line for line in lines if b" 429 " not in line] == lines[:64]
+        streams[0].close()
+
+        def is_let_in() -> bool:
+            with httpx.stream("GET", f"{server.url}/api/v1/events", timeout=LIMIT_S) as answer:
+                return answer.status_code == 200
+
+        until(is_let_in, "place for another stream")
 
 
 def test_a_list_of_results_has_pages(server: Live) -> None:

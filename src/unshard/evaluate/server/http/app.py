@@ -6,6 +6,7 @@ another site, which a cluster without internet access cannot reach.
 
 import logging
 import sqlite3
+from collections import Counter
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -42,6 +43,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     )
     app.state.service = service
     app.state.rules = rules
+    app.state.streams = Counter()
     app.include_router(v1.router)
     app.include_router(lmms.router)
     app.include_router(routes.router)

@@ -5,6 +5,7 @@ Its OpenAPI description comes from the models of its requests and answers.
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import cache
 from typing import Annotated
@@ -13,6 +14,7 @@ import fastapi
 from fastapi import APIRouter, Header, HTTPException, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.types import Receive, Scope, Send
 
 from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Result, Status, WeightsName
 from unshard.evaluate.server.http.answers import (
@@ -23,12 +25,14 @@ from unshard.evaluate.server.http.answers import (
     answer,
     answer_page,
 )
+from unshard.evaluate.server.http.security import refused
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.values import LARGEST, Whole
 
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
+_STREAMS = 64  # of a client
 _EVENTS = 100  # read at once, and held for a client that reads slowly
 _OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
 
@@ -299,6 +303,23 @@ def profiles(service: Served) -> ProfileList:
 _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
+class _Stream(StreamingResponse):
+    """Events for one client. Each stream reads the database, so a client may have 64 at once."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: Counter[str] = scope["app"].state.streams
+        client = str((scope.get("client") or ("",))[0])
+        if streams[client] >= _STREAMS:
+            refusal = refused(429, f"{client} follows the events {_STREAMS} times: close some")
+            await refusal(scope, receive, send)
+            return
+        streams[client] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            streams -= Counter((client,))  # which also forgets a client without any
+
+
 @router.get("/events", response_model=None, responses={200: _STREAM})
 def events(
     request: fastapi.Request,
@@ -310,7 +331,7 @@ def events(
     text = last_event_id or ""
     if text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST)):
         since = min(int(text), LARGEST)
-    return StreamingResponse(
+    return _Stream(
         _follow(request, service, since),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"},
