@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import unshard
 from ranks import assert_same, merged, save_ranks
@@ -103,6 +104,44 @@ def test_an_average_is_checked_too(tmp_path: Path) -> None:
         saved(tmp_path / f"global_step_{step}" / "actor", changed, config)
     with pytest.raises(ConversionError, match="intermediate_size"):
         unshard.average(tmp_path, tmp_path / "out")
+
+
+# experts
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_experts_that_were_never_saved_are_said_to_be_lost(tmp_path: Path, family: str) -> None:
+    """What torch leaves of two groups of ranks that give their experts the same names."""
+    tensors, config = model(family)
+    first = {n: FIRST_HALF(one) if ".experts." in n else one for n, one in tensors.items()}
+    save(first, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConversionError, match=r"layers have 2 of 4 experts: .* are lost"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "end", ["experts.3.up_proj.weight", "experts.down_proj", "mlp.gate.weight"]
+)
+def test_a_tensor_of_experts_that_is_missing_is_not_said_to_be_lost(
+    tmp_path: Path, end: str
+) -> None:
+    tensors, config = model("qwen3_moe")
+    ckpt = saved(tmp_path / "whole", tensors, config)
+    whole = tensors
+    if "experts.3" in end:
+        unshard.merge(ckpt, tmp_path / "hub")
+        whole = merged(tmp_path / "hub")
+    rest = {
+        name: one
+        for name, one in whole.items()
+        if name not in (f"{LAYER}.mlp.{end}", f"{LAYER}.{end}")
+    }
+    assert len(rest) == len(whole) - 1
+    with pytest.raises(ConversionError, match="Missing key") as raised:
+        unshard.merge(saved(tmp_path / "ckpt", rest, config), tmp_path / "out")
+    assert "are lost" not in str(raised.value)
 
 
 # the vocabulary

@@ -190,11 +190,27 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
         )
     if old and turned:
         return transpose(recipe)
+    lost = (lost_experts(count, size) for one in sizes for size in one.count)
+    hint = "check --config, or leave the names as they are with --names training"
     raise ConversionError(
         f"tensor {name}: these are not the experts that config.json describes",
         expected=" or ".join(one.shown(part) for one in sizes),
         found=str([count, rows, columns]),
-        hint="check --config, or leave the names as they are with --names training",
+        hint=next(filter(None, lost), hint),
+    )
+
+
+def lost_experts(count: int, stated: int) -> str:
+    """Return why a layer may have `count` of the `stated` experts; "" if it is no equal part.
+
+    torch saves one of several tensors that have a name, a place and a shape in common. So of groups
+    in expert parallelism that give their experts the same names, it writes the first.
+    """
+    if not 0 < count < stated or stated % count:
+        return ""
+    return (
+        f"layers have {count} of {stated} experts: if groups of ranks saved theirs under the same "
+        "names, the others were never written and are lost"
     )
 
 

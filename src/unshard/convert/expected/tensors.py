@@ -1,18 +1,21 @@
 """Compare tensors with those of a base model, of a model of the config, or of one in memory."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unshard.convert.expected.shapes import Stated
+from unshard.convert.experts import lost_experts
 from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.read.rank_files.buffers import settle
-from unshard.showing import having
+from unshard.showing import counted, having
 from unshard.tensors.dtypes import DTypeKind
 
 _Shape = tuple[int, ...]
 
 _SHOWN = 8
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PER_TOKEN = frozenset(
     "embed_tokens lm_head wte embed_in embed_out word_embeddings tok_embeddings shared".split()
 )
@@ -60,25 +63,27 @@ def check_expected(
     missing = [name for name in expected.names if name not in tensors and name not in excused]
     unexpected = [name for name in tensors if name not in stated and name not in excused]
     problems, notes = [], []
+    advice = _lost_experts(tensors, expected, missing) or expected.advice
     for kind, names, allowed in (
         ("missing", missing, allow_missing),
         ("unexpected", unexpected, allow_unexpected),
     ):
         if names and allowed:
-            notes.append(f"{len(names)} {kind} tensors, by {expected.name}: {_listed(names)}")
+            count = counted(len(names), f"{kind} tensor")
+            notes.append(f"{count}, by {expected.name}: {_listed(names)}")
         elif names:
             problems.append(
                 ConversionError(
                     f"{kind.capitalize()} key(s) in state_dict: {_listed(names)}",
                     expected=f"the tensors of {expected.name}",
-                    hint=f"{expected.advice}; to write the output all the same: --allow-{kind}",
+                    hint=f"{advice}; to write the output all the same: --allow-{kind}",
                 )
             )
     changed, wrong = _other_shapes(tensors, expected)
     if wrong:
         what = f"{having(len(wrong), 'tensor')} another shape than in {expected.name}"
         found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
-        problems.append(ConversionError(what, found=found, hint=expected.advice))
+        problems.append(ConversionError(what, found=found, hint=advice))
     raise_all(ConversionError, f"the tensors do not fit {expected.name}", problems)
     notes += expected.remarks
     if changed:
@@ -132,6 +137,19 @@ def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[li
         if not resized or (fields and len(rows) > 1):
             wrong.append(fields or changed[-1])
     return changed, wrong
+
+
+def _lost_experts(tensors: Mapping[str, Recipe], expected: Expected, missing: Sequence[str]) -> str:
+    """Return what to say if all layers have the first part of their experts; "" if not."""
+    kept, absent = (
+        {int(one[1]) for one in map(_EXPERT.search, names) if one} for names in (tensors, missing)
+    )
+    counts = {(len(kept), len(kept | absent))} if absent else set()
+    for name, stated in expected.shapes.items():
+        found = shape_of(tensors[name]) if name in tensors and ".experts." in name else stated
+        if found != stated and found[1:] == stated[1:]:
+            counts.add((found[0], stated[0]))
+    return lost_experts(*counts.pop()) if len(counts) == 1 else ""
 
 
 def _is_per_token(name: str) -> bool:
