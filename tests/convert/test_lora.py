@@ -433,7 +433,7 @@ def test_whole_tensors_of_an_adapter_take_the_place_of_the_bases() -> None:
     result = fuse(split_adapter(tensors), PLAIN, None, recipes(BASE))
     assert list(result.value) == [*BASE, "score.weight", "model.q.bias"]
     assert result.value["model.embed.weight"] is tensors[f"{FRONT}model.embed.weight"]
-    assert result.notes == ("3 tensors of the checkpoint replace the base's",)
+    assert result.notes == ("of the base, replaced by the checkpoint's: 3 tensors",)
 
 
 def test_a_pair_that_the_base_does_not_know_is_an_error() -> None:
@@ -484,7 +484,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_tensors_of_other_adapters_are_refused_by_name(reason: str) -> None:
     word = re.split(r"[,(]", reason, maxsplit=1)[0].strip()
-    with pytest.raises(ConversionError, match=rf"1 tensors \(\S+ …\)[\s\S]*{word}"):
+    with pytest.raises(ConversionError, match=rf"1 tensor \(\S+ …\)[\s\S]*{word}"):
         split_adapter(recipes(REFUSED[reason]))
 
 

@@ -88,7 +88,7 @@ def test_without_ep_size_they_are_refused_and_it_is_named(tmp_path: Path, groups
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups)
     with pytest.raises(NotMergeableError, match="ep_size=2") as caught:
         unshard.merge(checkpoint, tmp_path / "out")
-    assert "2 tensors are stored 2 times" in caught.value.subject
+    assert "stores 2 tensors 2 times" in caught.value.subject
     assert EXPERTS[0] in caught.value.subject
     assert not (tmp_path / "out").exists()
 

@@ -106,7 +106,7 @@ def test_what_is_next_to_other_sharded_safetensors_is_not_theirs(tmp_path: Path)
     dcp(
         {"optim": get_optimizer_state_dict(other, stepped(other), options=FLAT)}, tmp_path / "optim"
     )
-    assert "that the model does not have" in problem(tmp_path / "model")
+    assert "that the model lacks" in problem(tmp_path / "model")
 
 
 # torchtitan: the weights of wqkv are saved divided, its moments are not.
@@ -342,4 +342,4 @@ def test_two_adapters_that_become_one_are_not_readable(tmp_path: Path) -> None:
     dcp({"model": saved}, tmp_path / "checkpoint-7" / "pytorch_model_fsdp_0")
     state = get_optimizer_state_dict(model, stepped(model))
     dcp({"optimizer": state}, tmp_path / "checkpoint-7" / "optimizer_0")
-    assert "that the model does not have" in problem(tmp_path / "checkpoint-7")
+    assert "that the model lacks" in problem(tmp_path / "checkpoint-7")

@@ -301,7 +301,7 @@ def test_a_universal_checkpoint_without_a_parameter_is_incomplete(
 ) -> None:
     copy = shutil.copytree(unpacked / "deepspeed/universal_from_zero2_bf16", tmp_path / "copy")
     shutil.rmtree(copy / "global_step3_universal/zero/layers.0.up.weight")
-    with pytest.raises(IncompleteError, match=r"no folder of 1 parameters: layers\.0\.up\.weight"):
+    with pytest.raises(IncompleteError, match=r"no folder of 1 parameter: layers\.0\.up\.weight"):
         unshard.inspect(copy)
 
 

@@ -14,7 +14,7 @@ from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
 from unshard.read.optimizer_state import OptimizerState, flat_name
-from unshard.showing import listed
+from unshard.showing import counted, listed
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 _SHOWN = 5
@@ -49,7 +49,7 @@ def convert_optimizer(
     renamed = _renamed(outputs, state, owners)
     left = [name for name in moments if name not in {*owners.values()}]
     what = (
-        f"the optimizer's state of {len(left)} parameters was left out, as they are: "
+        f"left out, like their parameters: the state of {counted(len(left), 'parameter')}: "
         f"{listed(left, _SHOWN)}"
     )
     return Noted(made, (*([what] if left else []), *_lost(renamed))), renamed

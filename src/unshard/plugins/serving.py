@@ -24,7 +24,7 @@ from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ModelConfig
-from unshard.showing import hearing
+from unshard.showing import counted, hearing
 from unshard.stores.remote_path import path_of
 from unshard.write.companions import companion_files, write_files
 
@@ -174,7 +174,7 @@ def check_shapes(weights: Weights, before: Shapes) -> None:
         for name in differing[:_SHOWN]
     )
     raise ConversionError(
-        f"{weights.path}: {len(differing)} tensors are not those that the engine was started with",
+        f"{weights.path}: has {counted(len(differing), 'tensor')} the engine did not start with",
         found=shown,
         hint="start a new engine for this model",
     )

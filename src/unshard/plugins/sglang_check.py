@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from unshard.errors import UnshardError
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights
+from unshard.showing import counted
 
 _SHOWN = 5
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -60,7 +61,7 @@ def verify(weights: Weights, model: nn.Module) -> None:
     if problems or not compared:
         raise UnshardError(
             f"{weights.path}: the engine does not hold this checkpoint after the update",
-            found=f"{len(problems)} parameters differ: {', '.join(problems[:_SHOWN])}",
+            found=f"{counted(len(problems), 'other parameter')}: {', '.join(problems[:_SHOWN])}",
             hint="end the engine: what it holds is not known",
         )
 

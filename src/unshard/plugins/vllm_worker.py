@@ -28,6 +28,7 @@ from unshard.plugins.fused_experts import compare_experts, has_experts, packing
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights, check_shapes, weights_of
 from unshard.plugins.vllm_loader import check_config, options_of_reload, point_to, shapes_in
+from unshard.showing import counted
 
 _SHOWN = 5
 _COLUMNS = 64  # of a packed matrix, about: to read all of a large one takes longer than to load it
@@ -160,7 +161,7 @@ def _verify(weights: Weights, model: _Model) -> dict[str, object]:
     if problems or not elements:
         raise UnshardError(
             f"{weights.path}: the engine does not hold this checkpoint after the reload",
-            found=f"{len(problems)} parameters differ: {', '.join(problems[:_SHOWN])}",
+            found=f"{counted(len(problems), 'other parameter')}: {', '.join(problems[:_SHOWN])}",
             hint="end the engine: what it holds is not known",
         )
     found = {"path": weights.path, "step": weights.step, "unchecked": sorted(unchecked)}

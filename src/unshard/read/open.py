@@ -29,6 +29,7 @@ from unshard.read.optimizer_state import OptimizerState
 from unshard.read.step_names import step_of
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
+from unshard.showing import counted
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 
@@ -249,7 +250,8 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     alone = [name for name in ema.tensors if name not in regular.tensors]
     if alone:
         raise NotMergeableError(
-            f"{len(alone)} tensors of the EMA set are not in the regular weights: {alone[0]} …",
+            f"the EMA set has {counted(len(alone), 'tensor')} that the regular weights lack: "
+            f"{alone[0]} …",
             expected=f"names such as {next(iter(regular.tensors), 'none')}",
             hint="to merge the EMA set alone, copy its directory to another place",
         )
@@ -257,7 +259,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     absent = [name for name in tensors if name not in ema.tensors]
     if not absent:
         return replace(ema, tensors=tensors)
-    note = f"{len(absent)} tensors are not in the EMA set, and were taken from the regular weights"
+    note = f"the EMA set lacks {counted(len(absent), 'tensor')}, taken from the regular weights"
     return replace(
         ema,
         tensors=tensors,
@@ -291,7 +293,7 @@ def check_coverage(catalog: Catalog) -> None:
         f"{catalog.roots[0]}: Missing checkpoint for rank {ranks} of world size "
         f"{catalog.world_size}\n{names}{more}",
         expected=f"the files of all {catalog.world_size} ranks (replicas of others may be missing)",
-        found=f"{len(problems)} tensors with holes, the first: {problems[0].subject}",
+        found=f"{counted(len(problems), 'tensor')} with holes, the first: {problems[0].subject}",
         hint="copy the files here from the nodes that wrote them, or take another checkpoint",
     )
 

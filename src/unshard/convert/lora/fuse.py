@@ -165,7 +165,7 @@ def _weights(
             "it does not fit the model given as --base",
             hint="save the whole model, or convert the adapter to plain LoRA with peft",
         )
-    replaced = f"{len(split.base)} tensors of the checkpoint replace the base's"
+    replaced = f"of the base, replaced by the checkpoint's: {counted(len(split.base), 'tensor')}"
     return {**base, **split.base}, ((replaced,) if split.base else ())
 
 

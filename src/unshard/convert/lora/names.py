@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from unshard.convert.heads import is_head
 from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError, raise_all
+from unshard.showing import counted
 
 FRONT = "base_model.model."
 """The path at which PEFT has the model: all names in its files begin with it."""
@@ -178,7 +179,8 @@ def _parsed_names(names: Iterable[str]) -> tuple[list[_Matrix], list[_Weight]]:
     hint = "merge the adapter into the model with peft, before saving"
     problems = [
         ConversionError(
-            f"{len(found)} tensors ({found[0]} …) belong to an adapter that is {reason}", hint=hint
+            f"{counted(len(found), 'tensor')} ({found[0]} …) of an adapter that is {reason}",
+            hint=hint,
         )
         for reason, found in refused.items()
     ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from unshard.errors import NotMergeableError
+from unshard.showing import counted
 from unshard.tensors.placements import Placement
 
 _MAX_STATES = 200_000
@@ -54,12 +55,12 @@ def match_by_order(
         NotMergeableError: no assignment fits the model, or more than one.
     """
     places = _of_all(where, groups, forms, model)
-    count = sum(map(len, groups))
+    sizes = f"{counted(sum(map(len, groups)), 'parameter')} in {counted(len(groups), 'group')}"
     if places is None:
         raise NotMergeableError(
             f"{where}: the optimizer's state does not fit the model",
-            expected=f"the shapes and placements of {len(model)} parameters of the model, in order",
-            found=f"{count} parameters in {len(groups)} groups, of other shapes or order",
+            expected=f"the model's {counted(len(model), 'parameter')}, of their shapes, in order",
+            found=f"{sizes}, of other shapes or order",
             hint=_HINT,
         )
     for number, found in places.items():
@@ -68,7 +69,7 @@ def match_by_order(
             raise NotMergeableError(
                 f"{where}: parameter {number} of the optimizer may be {one} or {other}",
                 expected="one assignment that has the order and the shapes of the model",
-                found=f"{count} of {len(model)} parameters in {len(groups)} groups, without names",
+                found=f"{sizes}, without names",
                 hint=_HINT,
             )
     return {number: model[at].name for number, (at,) in places.items()}

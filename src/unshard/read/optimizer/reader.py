@@ -207,7 +207,7 @@ def _check_listed(found: SavedState) -> None:
     unknown = (found.keys.keys() | found.values.keys()) - set(every)
     if unknown or not all(isinstance(key, int) for key in every):
         raise CorruptError(
-            f"{found.where}: {len(unknown)} parameters with state are in no parameter group",
+            f"{found.where}: outside all groups: {counted(len(unknown), 'parameter')} with state",
             found=", ".join(sorted(map(str, unknown))[:5]),
         )
 
@@ -293,8 +293,8 @@ def _recorded(names: Sequence[str], model: Catalog) -> dict[Key, str]:
     lost = [name for name in found.values() if name not in model.tensors]
     if lost:
         raise NotMergeableError(
-            f"{model.roots[0]}: the optimizer has {len(lost)} parameters that the model does not "
-            f"have: {lost[0]}",
+            f"{model.roots[0]}: the optimizer has {counted(len(lost), 'parameter')} that the model "
+            f"lacks: {lost[0]}",
             expected=f"names such as {next(iter(model.tensors))}",
             hint="are the optimizer and the model of the same checkpoint?",
         )

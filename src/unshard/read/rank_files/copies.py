@@ -36,6 +36,7 @@ from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_al
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
 from unshard.read.rank_files.buffers import find_buffers
+from unshard.showing import counted
 from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
@@ -90,8 +91,11 @@ def resolve_plain(
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
-    text = "{} plain tensors were taken {}: {}"
-    notes = (text.format(len(names), why, ", ".join(names)) for why, names in assumed.items())
+    text = "{} taken {}: {}"
+    notes = (
+        text.format(counted(len(names), "plain tensor"), why, ", ".join(names))
+        for why, names in assumed.items()
+    )
     return Noted(entries, tuple(notes))
 
 
@@ -184,8 +188,8 @@ def resolve_experts(
     raise_all(NotMergeableError, f"--ep-size {options.ep_size} does not fit", problems)
     joined = {name: _experts_joined(tensors[name], options.ep_size) for name in experts}
     note = (
-        f"--ep-size {options.ep_size}: {len(joined)} tensors were joined along dimension 0, their "
-        f"groups in the order of their lowest ranks: {', '.join(joined)}"
+        f"--ep-size {options.ep_size}: {counted(len(joined), 'tensor')} joined along dimension 0, "
+        f"their groups in the order of their lowest ranks: {', '.join(joined)}"
     )
     return Noted({**tensors, **joined}, (note,))
 
@@ -244,7 +248,7 @@ def _experts_refused(
     copies = _unexplained_copies(entry, {})
     whole = Box.whole(entry.shape)
     return NotMergeableError(
-        f"{location.weights_dir}: {len(differing)} tensors are stored {copies} times with "
+        f"{location.weights_dir}: stores {counted(len(differing), 'tensor')} {copies} times with "
         f"different values, the first: {name} {list(entry.shape)}",
         expected="equal copies",
         found=f"different values of {whole} on different ranks, and no record of which is which: "

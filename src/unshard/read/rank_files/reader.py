@@ -32,6 +32,7 @@ from unshard.read.rank_files.buffers import settle
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
+from unshard.showing import counted
 from unshard.tensors.catalog import ByteRange, Catalog
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
@@ -235,7 +236,7 @@ def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptE
             lacking.setdefault(rank, []).append(name)
     return [
         CorruptError(
-            f"{files[rank].name}: {len(names)} tensors that other ranks have are missing",
+            f"{files[rank].name}: lacks {counted(len(names), 'tensor')} that other ranks have",
             found=f"no {shortened(names)}",
         )
         for rank, names in lacking.items()

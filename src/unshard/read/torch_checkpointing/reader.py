@@ -36,6 +36,7 @@ from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
 from unshard.read.whole_files.names import is_whole_file
 from unshard.read.whole_files.reader import WHOLE_FILES
+from unshard.showing import counted
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.placements import PlacementError, Replicate, place
@@ -254,13 +255,13 @@ def _check_names(
         raise IncompleteError(
             f"{location.weights_dir}: Missing checkpoint for rank {shortened(missing, 16)} of "
             f"world size {stated.world_size}",
-            expected=f"{len(lost)} tensors that {_METADATA} lists and no file has: "
+            expected=f"{counted(len(lost), 'tensor')} that {_METADATA} lists and no file has: "
             f"{shortened(lost)}",
             hint="copy the files here from the nodes that wrote them, or take another checkpoint",
         )
     if lost:
         raise CorruptError(
-            f"{location.weights_dir}: no file has {len(lost)} tensors that {_METADATA} lists",
+            f"{location.weights_dir}: in no file: {counted(len(lost), 'tensor')} of {_METADATA}",
             found=f"no {shortened(lost)}",
             hint="do the files belong to one save?",
         )

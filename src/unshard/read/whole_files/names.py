@@ -15,6 +15,7 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
+from unshard.showing import counted
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
@@ -111,7 +112,7 @@ def _by_index(index: Path) -> WholeSet:
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
         raise IncompleteError(
-            f"{index}: {len(absent)} of its {len(names)} files are missing",
+            f"{index}: missing: {len(absent)} of its {counted(len(names), 'file')}",
             expected=shortened(absent, 16),
             hint="the download or the copy was interrupted; fetch the missing files",
         )

@@ -221,7 +221,7 @@ def _compare(
             wrong.setdefault(file, []).append(name)
     problems = [
         CorruptError(
-            f"{index}: {len(names)} tensors are not in {file}, where it says they are",
+            f"{index}: {file} does not have {counted(len(names), 'tensor')} that it should have",
             found=f"no {shortened(names)}",
             hint="does the index belong to another save?",
         )

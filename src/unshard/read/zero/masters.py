@@ -14,6 +14,7 @@ from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError
 from unshard.read.zero.flat import FlatCuts, Run, Runs
 from unshard.read.zero.states import ModelState, OptimState, Shapes, flat_run
+from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
@@ -45,8 +46,8 @@ def _of_groups(
     for state in states:
         if len(state.flat) != len(groups):
             raise CorruptError(
-                f"{state.path}: has partitions of {len(state.flat)} groups",
-                expected=f"{len(groups)} groups, as param_shapes has",
+                f"{state.path}: has partitions of {counted(len(state.flat), 'group')}",
+                expected=f"{counted(len(groups), 'group')}, as param_shapes has",
                 hint=_SAME_SAVE,
             )
     found: dict[str, TensorEntry] = {}

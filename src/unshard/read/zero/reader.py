@@ -31,6 +31,7 @@ from unshard.read.zero.states import (
 )
 from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
+from unshard.showing import having
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
 _NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
@@ -341,7 +342,7 @@ def _place(entry: TensorEntry) -> tuple[int, tuple[int, ...]]:
 
 def _without_values(path: Path, names: Sequence[str]) -> NotMergeableError:
     return NotMergeableError(
-        f"{path}: {len(names)} parameters have no values in any file: {shortened(names)}",
+        f"{path}: {having(len(names), 'parameter')} no values in any file: {shortened(names)}",
         expected="that the optimizer has them, or that they are stored as not trained",
         hint="DeepSpeed before 0.9.1 saved neither parameters that are not trained nor tied ones; "
         "of a parameter that the optimizer was not given, stage 3 saves the name alone",

@@ -20,6 +20,7 @@ from unshard.read.torch_save.table import RankTable
 from unshard.read.torch_save.values import is_tensor, items_of, named
 from unshard.read.zero.flat import FlatCuts, Run
 from unshard.read.zero.states import Shapes
+from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 
 FILE = "fp32.pt"
@@ -51,7 +52,7 @@ def universal_tensors(
     lost = [name for name in shapes if name not in folders]
     if lost:
         raise IncompleteError(
-            f"{paths[0].parent}: has no folder of {len(lost)} parameters: {shortened(lost)}",
+            f"{paths[0].parent}: no folder of {counted(len(lost), 'parameter')}: {shortened(lost)}",
             expected=f"zero/{lost[0]}/{file}",
             hint="make the universal checkpoint again: was ds_to_universal interrupted?",
         )

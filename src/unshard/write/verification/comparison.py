@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from unshard.showing import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
@@ -152,7 +154,8 @@ class Comparison:
             if names
         )
         verdict = "the same" if self.equal else "not the same"
-        return f"<Comparison: {verdict}, {len(self.tensors)} tensors compared{''.join(counts)}>"
+        compared = counted(len(self.tensors), "tensor")
+        return f"<Comparison: {verdict}, {compared} compared{''.join(counts)}>"
 
     @property
     def equal(self) -> bool:
