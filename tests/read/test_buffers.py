@@ -150,6 +150,24 @@ class TestSelected:
         unshard.merge(checkpoint, tmp_path / "out", include="^(norm|lm_head)")
         assert {*merged(tmp_path / "out")} == {"lm_head.weight"}
 
+    @pytest.mark.parametrize("options", [{"include": "^ones"}, {"exclude": "^w$"}])
+    def test_where_all_tensors_are_plain_an_equal_one_may_still_be_a_part(
+        self, tmp_path: Path, options: dict[str, str]
+    ) -> None:
+        plain = [part | {"ones": torch.ones(4)} for part in per_rank(w=(4, 3))]
+        checkpoint = save_ranks(tmp_path / "ckpt", {}, 2, plain=plain)
+        with pytest.raises(NotMergeableError, match=r"^tensor ones: a plain tensor that may be"):
+            unshard.merge(checkpoint, tmp_path / "out", **options)
+
+    @pytest.mark.parametrize("name", ["mlp.experts.bias", "moe.expert_0.norm.weight"])
+    def test_parts_of_experts_may_be_equal(self, tmp_path: Path, name: str) -> None:
+        plain = [part | {name: torch.ones(4)} for part in per_rank(**{"mlp.experts.w": (4, 3)})]
+        checkpoint = save(tmp_path, plain)
+        with pytest.raises(NotMergeableError, match=f"^tensor {name}: a plain tensor that may be"):
+            unshard.merge(checkpoint, tmp_path / "out", exclude=r"experts\.w")
+        unshard.merge(checkpoint, tmp_path / "out", exclude="expert")
+        assert_same(merged(tmp_path / "out"), some_tensors())
+
     def test_names_of_the_files_do_not_count(self, tmp_path: Path) -> None:
         plain = per_rank(**{"block._orig_mod.w": (4, 3)})
         checkpoint = save(tmp_path, plain)

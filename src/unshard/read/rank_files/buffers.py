@@ -41,12 +41,17 @@ def find_buffers(
     return {name: kind for name, kind in kinds.items() if kind is not False}
 
 
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor is below experts, which ranks may divide among them."""
+    return _EXPERTS.search(name) is not None
+
+
 def _is_buffer(
     entry: TensorEntry, tensors: Mapping[str, TensorEntry], base: tuple[int, ...] | None
 ) -> bool | None:
     name, shape, sizes = entry.fqn, entry.shape, entry.chunks.sizes
     joined = (len(sizes) * shape[0], *shape[1:]) if shape else None
-    if _EXPERTS.search(name) or (sizes != sizes[0]).any() or (shape and joined == base):
+    if is_of_experts(name) or (sizes != sizes[0]).any() or (shape and joined == base):
         return False
     for ends, beside in _BUFFERS.items():
         if found := re.fullmatch(rf"((?:.*\.)?)(?:{ends})", name):

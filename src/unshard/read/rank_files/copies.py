@@ -35,7 +35,7 @@ from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
-from unshard.read.rank_files.buffers import find_buffers
+from unshard.read.rank_files.buffers import find_buffers, is_of_experts
 from unshard.showing import counted
 from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
@@ -85,8 +85,8 @@ def resolve_plain(
         elif options.assume_dim0 and joined is not None and name not in buffers:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0 (--assume-dim0)"].append(name)
-        elif options.selects and name not in differing:
-            entries[name] = entry
+        elif options.selects and is_mixed and name not in differing and not is_of_experts(name):
+            entries[name] = entry  # what differs may be left out
         else:
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
