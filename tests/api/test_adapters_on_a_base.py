@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import unshard
 from ranks import Tensors, merged, save_ranks
-from tiny_models import assert_same_model, model_class, tiny_model
+from tiny_models import assert_same_model, logits, model_class, tiny_model
 from unshard import ConversionError
 
 pytestmark = [
@@ -106,6 +106,66 @@ def test_it_is_fused_as_peft_fuses_it(tmp_path: Path, kind: str) -> None:
     assert not found["unexpected_keys"]
     read = unshard.from_pretrained(adapter, base=tmp_path / "base")
     assert_same_model(read, model)
+
+
+_QUERIES = ["q_proj"]
+TIED = {
+    "head": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
+    "head alone": ("gemma2", {"target_modules": ["lm_head"]}),
+    "embedding": ("qwen2", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "both": ("gemma2", {"target_modules": ["lm_head", "embed_tokens"]}),
+    "whole embedding": (
+        "qwen2",
+        {"target_modules": _QUERIES, "modules_to_save": ["embed_tokens"]},
+    ),
+    "whole head": ("qwen2", {"target_modules": _QUERIES, "modules_to_save": ["lm_head"]}),
+    "inside": ("gemma3", {"target_modules": _QUERIES, "modules_to_save": ["embed_tokens"]}),
+    "conv1d": ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["wte"]}),
+    "kept tie": (
+        "qwen2",
+        {
+            "target_modules": _QUERIES,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("has_layers", [True, False])
+@pytest.mark.parametrize("kind", TIED)
+def test_of_a_tied_pair_only_what_was_trained_changes(
+    tmp_path: Path, kind: str, *, has_layers: bool
+) -> None:
+    """The model in training is the truth: PEFT's merging changes tied weights twice.
+
+    Trainers may save the trained tensors only, without the `base_layer` that PEFT's files have.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    family, lora = TIED[kind]
+    base = tiny_model(family, tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    model: Any = get_peft_model(base, LoraConfig(r=3, lora_alpha=8, **lora))
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    checkpoint = tmp_path / "adapter" / "adapter_model.safetensors"
+    if not has_layers:
+        stored = model.state_dict()
+        trained = {n: t for n, t in stored.items() if "lora_" in n or ".modules_to_save." in n}
+        checkpoint = save_ranks(tmp_path / "ckpt", trained, 2)
+        config = (tmp_path / "adapter" / "adapter_config.json").read_text()
+        (checkpoint / "adapter_config.json").write_text(config)
+    unshard.merge(checkpoint, tmp_path / "out", base=tmp_path / "base")
+    found, info = model_class(family).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert found.config.tie_word_embeddings is (kind == "kept tie")
+    with torch.no_grad():
+        expected = model.eval()(input_ids=IDS).logits
+    torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_names_may_have_the_adapters_own_and_the_files_may_be_sharded(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
+from tiny_models import logits, model_class, tiny_model
 from unshard import IncompleteError, NotMergeableError
 from unshard.read.model_config import TIED_BY_DEFAULT
 
@@ -171,3 +172,34 @@ def test_other_ties_are_known_too(tmp_path: Path, repeated: str, original: str) 
     (tmp_path / "ckpt" / "config.json").write_text('{"tie_word_embeddings": true}')
     unshard.merge(tmp_path / "ckpt", tmp_path / "out")
     assert list(merged(tmp_path / "out")) == [original]
+
+
+@pytest.mark.parametrize(
+    ("head", "rest", "embedding"),
+    [
+        ("cls.predictions.decoder", "cls.predictions", "bert.embeddings.word_embeddings"),
+        ("lm_head.decoder", "lm_head", "roberta.embeddings.word_embeddings"),
+    ],
+)
+def test_the_bias_of_a_head_that_differs_stays(
+    tmp_path: Path, head: str, rest: str, embedding: str
+) -> None:
+    """transformers unties all of a model at once, and would make up the bias."""
+    bias = torch.randn(13)
+    tensors = {f"{name}.weight": torch.randn(13, 6) for name in (head, embedding)}
+    tensors |= {f"{name}.bias": bias.clone() for name in (head, rest)}
+    save_ranks(tmp_path / "ckpt", tensors, 2)
+    (tmp_path / "ckpt" / "config.json").write_text('{"tie_word_embeddings": true}')
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    assert_same(merged(tmp_path / "out"), tensors)
+
+
+def test_an_encoder_whose_head_was_parted_loads(tmp_path: Path) -> None:
+    model = tiny_model("bert", tie_word_embeddings=False)
+    model.cls.predictions.decoder.bias = model.cls.predictions.bias
+    model.config.tie_word_embeddings = True
+    save_ranks(tmp_path / "ckpt", {n: t.clone() for n, t in model.state_dict().items()}, 2)
+    model.config.save_pretrained(tmp_path / "ckpt")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    loaded = model_class("bert").from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))

@@ -5,15 +5,17 @@ from pathlib import Path
 
 from unshard.api.sources import adapter_beside
 from unshard.containers.json_file import json_object
+from unshard.convert.heads import left_out_heads
 from unshard.convert.lora.fuse import fuse
-from unshard.convert.lora.names import split_adapter
+from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
 from unshard.convert.recipes import Recipe, Take, take
 from unshard.errors import ConversionError, UsageError
 from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.read.base import Base
-from unshard.read.beside.adapter_config import read_adapter_config
+from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
+from unshard.read.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog
@@ -39,6 +41,7 @@ def fuse_adapter(
             f"--lora ignore: the adapter is among the weights of {checkpoint.location.place}",
             hint="--lora ignore leaves out an adapter in a file next to them",
         )
+    config = read_adapter_config(source.location)
     base: Mapping[str, Recipe] | None = None
     model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
     if split.adapter_only and model is not None:
@@ -46,12 +49,31 @@ def fuse_adapter(
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
             base = training_names(base, checkpoint.config, modules)
-    config = read_adapter_config(source.location)
+        base = {**base, **_own_heads(base, split, config, checkpoint.config)}
     types = () if checkpoint.config is None else checkpoint.config.types
     fused = fuse(split, config, alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
+
+
+def _own_heads(
+    base: Mapping[str, Recipe],
+    split: Split,
+    config: AdapterConfig | None,
+    model: ModelConfig | None,
+) -> dict[str, Recipe]:
+    """Return the head that a base leaves out as tied, if training has parted it from the embedding.
+
+    PEFT updates one of the two, and the other keeps what both were; or it was told to keep the tie.
+    """
+    changed = {*split.base, *(f"{pair.module}.weight" for pair in split.pairs.values())}
+    keeps = config is not None and config.fields.get("ensure_weight_tying")
+    return {
+        head: base[embedding]
+        for head, embedding in left_out_heads(base, model).items()
+        if head in changed or (embedding in changed and not keeps)
+    }
 
 
 def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:

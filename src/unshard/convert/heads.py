@@ -105,6 +105,8 @@ def find_ties(
             equal[name] = found
         elif like and is_head(name):
             different[name] = like[0]
+    for head in different:  # its bias is no longer tied either
+        equal.pop(f"{head.removesuffix('weight')}bias", None)
     return Ties(equal, different)
 
 
@@ -136,7 +138,8 @@ def left_out_heads(names: Collection[str], config: ModelConfig | None) -> dict[s
         return {}
     classes = config.fields.get("architectures")
     named = [str(one) for one in classes] if isinstance(classes, list) else []
-    if not any(one.endswith((_LANGUAGE_MODEL, "ForConditionalGeneration")) for one in named):
+    with_heads = (_LANGUAGE_MODEL, "ForConditionalGeneration", "LMHeadModel")
+    if not any(one.endswith(with_heads) for one in named):
         return {}
     endings = ("embed_tokens.weight", "wte.weight")
     found = [name for name in names if f".{name}".endswith(tuple(f".{one}" for one in endings))]
