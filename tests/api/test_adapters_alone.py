@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unshard
 from ranks import save_ranks
+from tiny_models import logits, tiny_model
 from unshard.cli.main import main
 
 pytestmark = [
@@ -157,3 +158,36 @@ def test_modules_that_the_base_lacks_are_named(trained: tuple[Path, Any]) -> Non
     unshard.merge(place / "ckpt", place / "alone", lora="adapter", lora_alpha=4)
     fields = json.loads((place / "alone" / "adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] is None
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")  # peft corrects it
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("qwen2_5_vl", "q_proj"), ("gpt2", "c_fc"), ("bert", "query"), ("llava", "v_proj")],
+)
+def test_a_model_without_a_task_of_peft_is_loaded_by_its_class(
+    tmp_path: Path, family: str, target: str
+) -> None:
+    base = tiny_model(family)
+    base.save_pretrained(tmp_path / "base")
+    model: Any = get_peft_model(base, LoraConfig(r=3, lora_alpha=4, target_modules=[target]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    pairs = {name: one for name, one in model.state_dict().items() if "lora_" in name}
+    save_ranks(tmp_path / "ckpt", pairs, 2)
+    checkpoint, given = tmp_path / "ckpt", tmp_path / "base"
+    unshard.merge(checkpoint, tmp_path / "out", lora="adapter", base=given, lora_alpha=4)
+    loaded: Any = AutoPeftModel.from_pretrained(tmp_path / "out")
+    assert type(loaded.get_base_model()) is type(base)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_class_of_remote_code_is_not_named(trained: tuple[Path, Any]) -> None:
+    place, _ = trained
+    file = place / "base" / "config.json"
+    fields = json.loads(file.read_text()) | {"architectures": ["Own"], "auto_map": {"Own": "own"}}
+    file.write_text(json.dumps(fields))
+    out = place / "out"
+    unshard.merge(place / "ckpt", out, lora="adapter", base=place / "base", lora_alpha=4)
+    assert json.loads((out / "adapter_config.json").read_text())["auto_mapping"] is None

@@ -173,11 +173,12 @@ def adapter_config_json(
     known = known_alpha(config, alpha)
     config = completed(split, config, () if base is None else base.files)
     written = config.fields if "peft_type" in config.fields else {}
-    targets = config.target_modules or ()
+    targets, task = config.target_modules or (), _task(config, model_config)
     fields: dict[str, object] = {
         **_PLAIN,
         **written,
         "alpha_pattern": dict(config.alpha_pattern),
+        "auto_mapping": written.get("auto_mapping") or _class(model_config, base, task),
         "base_model_name_or_path": _origin(config, model_config, base),
         "fan_in_fan_out": config.fan_in_fan_out,
         "inference_mode": True,
@@ -186,7 +187,7 @@ def adapter_config_json(
         "r": config.rank,
         "rank_pattern": dict(config.rank_pattern),
         "target_modules": targets if isinstance(targets, str) else list(targets),
-        "task_type": _task(config, model_config),
+        "task_type": task,
     }
     if config.target_parameters:  # older versions of PEFT do not know the field
         fields["target_parameters"] = list(config.target_parameters)
@@ -204,6 +205,17 @@ def _origin(
         return config.base_model_name_or_path
     name = (model_config or {}).get("_name_or_path")
     return name if isinstance(name, str) and name else None
+
+
+def _class(
+    model_config: Mapping[str, object] | None, base: Base | None, task: str | None
+) -> dict[str, str] | None:
+    """Return the class that AutoPeftModel makes the base with, which PEFT states without a task."""
+    match model_config or {}:
+        case {"architectures": [str(name)], **others} if "auto_map" not in others:
+            found = {"base_model_class": name, "parent_library": "transformers"}
+            return None if base is None or task is not None else found
+    return None
 
 
 def _task(config: AdapterConfig, model_config: Mapping[str, object] | None) -> str | None:
