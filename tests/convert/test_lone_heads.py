@@ -1,6 +1,7 @@
 """A tied pair of which only the head is stored: the output has the embedding, as on the hub."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,98 @@ def test_a_head_of_another_vocabulary_is_resized_as_the_embedding_would_be(tmp_p
     assert torch.equal(
         merged(tmp_path / "out")["model.embed_tokens.weight"], stored["lm_head.weight"]
     )
+
+
+_SMALL = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_XLNET = {"vocab_size": 37, "d_model": 16, "n_layer": 1, "n_head": 4, "d_inner": 24}
+_BART = {
+    "d_model": 16,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 24 for part in ("encoder", "decoder")},
+}
+HEADS: dict[str, dict[str, Any]] = {
+    "AlbertForMaskedLM": {**_SMALL, "embedding_size": 8},
+    "BertForMaskedLM": _SMALL,
+    "RobertaForMaskedLM": _SMALL,
+    "ElectraForMaskedLM": {**_SMALL, "embedding_size": 8},
+    "DistilBertForMaskedLM": {
+        "vocab_size": 37,
+        "dim": 16,
+        "hidden_dim": 24,
+        "n_layers": 1,
+        "n_heads": 4,
+    },
+    "ModernBertForMaskedLM": {**_SMALL, **_ENDS, "cls_token_id": 1, "sep_token_id": 2},
+    "XLNetLMHeadModel": _XLNET,
+    "MambaForCausalLM": {**_SMALL, "state_size": 4},
+    "MPNetForMaskedLM": _SMALL,
+}
+
+
+def other_model(name: str, fields: dict[str, Any]) -> Any:
+    model_class = getattr(import_module("transformers"), name)
+    model = model_class(model_class.config_class(**fields)).train(mode=False)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("is_lone", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_base_has_tied_heads_of_many_names(tmp_path: Path, name: str, *, is_lone: bool) -> None:
+    model = other_model(name, HEADS[name])
+    model.save_pretrained(tmp_path / "hub")
+    (embedding,) = (
+        one for head, one in model.all_tied_weights_keys.items() if head.endswith("weight")
+    )
+    stored = {
+        name: one.detach().clone()
+        for name, one in model.state_dict().items()
+        if name != embedding or not is_lone
+    }
+    save_ranks(tmp_path / "ckpt", stored, 2)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=tmp_path / "hub")
+    assert_same(merged(tmp_path / "out"), merged(tmp_path / "hub"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, HEADS[name]) for name in ("BertForMaskedLM", "XLNetLMHeadModel")),
+        ("MPNetForMaskedLM", _SMALL),
+        ("BartForConditionalGeneration", {**_SMALL, **_BART, **_ENDS}),
+    ],
+)
+def test_a_resized_vocabulary_has_resized_biases(
+    tmp_path: Path, name: str, fields: dict[str, Any]
+) -> None:
+    model = other_model(name, fields)
+    model.save_pretrained(tmp_path / "hub")
+    model.resize_token_embeddings(44)
+    model.save_pretrained(tmp_path / "resized")
+    save_ranks(tmp_path / "ckpt", {n: t.clone() for n, t in model.state_dict().items()}, 2)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=tmp_path / "hub")
+    assert_same(merged(tmp_path / "out"), merged(tmp_path / "resized"))
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_a_bias_of_another_size_is_refused_next_to_a_resized_vocabulary(tmp_path: Path) -> None:
+    model = other_model("BertForMaskedLM", _SMALL)
+    model.save_pretrained(tmp_path / "hub")
+    model.resize_token_embeddings(44)
+    stored = {n: t.clone() for n, t in model.state_dict().items()}
+    for bias in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
+        stored[bias] = stored[bias][:40].clone()
+    save_ranks(tmp_path / "ckpt", stored, 2)
+    with pytest.raises(ConversionError, match=r"cls.predictions.bias \[37\] -> \[40\]"):
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=tmp_path / "hub")

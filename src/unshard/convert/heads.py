@@ -25,6 +25,8 @@ EMBEDDINGS = (
     "word_embeddings.weight",
     "tok_embeddings.weight",
     "shared.weight",
+    "backbone.embeddings.weight",
+    "word_embedding.weight",
 )
 # Ends of names, and the ends of the names of tensors that they may repeat.
 _HEADS: Mapping[str, tuple[str, ...]] = {
@@ -32,13 +34,15 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
     "embed_out.weight": EMBEDDINGS,
     "output.weight": EMBEDDINGS,
     "proj_out.weight": ("decoder.embed_tokens.weight",),
-    "cls.predictions.decoder.weight": ("word_embeddings.weight",),
-    "lm_head.decoder.weight": ("word_embeddings.weight",),
+    "decoder.weight": EMBEDDINGS,
+    "vocab_projector.weight": EMBEDDINGS,
+    "generator_lm_head.weight": EMBEDDINGS,
+    "lm_loss.weight": EMBEDDINGS,
 }
 _OTHERS: Mapping[str, tuple[str, ...]] = {
     "encoder.embed_tokens.weight": ("shared.weight",),
     "decoder.embed_tokens.weight": ("shared.weight",),
-    "cls.predictions.decoder.bias": ("cls.predictions.bias",),
+    "predictions.decoder.bias": ("predictions.bias",),
     "lm_head.decoder.bias": ("lm_head.bias",),
 }
 _TRL = "pretrained_model."

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from unshard.convert.expected.shapes import Stated
 from unshard.convert.experts import lost_experts
+from unshard.convert.heads import EMBEDDINGS
 from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.read.rank_files.buffers import settle
@@ -123,6 +124,12 @@ def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[li
         for name, stated in expected.shapes.items()
         if isinstance(stated, Stated) and name in tensors and _is_per_token(name)
     }
+    vocabularies = {  # of embeddings; heads have biases of many names and shapes
+        pair
+        for name, stated in expected.shapes.items()
+        if name.endswith(EMBEDDINGS) and name in tensors
+        for pair in zip(stated[:1], shape_of(tensors[name])[:1], strict=False)
+    }
     changed, wrong = [], []
     for name, recipe in tensors.items():
         found, stated, fields = shape_of(recipe), expected.shapes.get(name), ""
@@ -133,7 +140,10 @@ def _other_shapes(tensors: Mapping[str, Recipe], expected: Expected) -> tuple[li
                 continue
             fields = f"{name} {list(found)} instead of {list(stated)} ({', '.join(stated.fields)})"
         changed.append(f"{name} {list(stated)} -> {list(found)}")
-        resized = _is_per_token(name) and found[1:] == stated[1:] and 0 not in found
+        sides = {pair for pair in zip(stated, found, strict=False) if pair[0] != pair[1]}
+        of_base = not fields and len(found) == len(stated) and sides <= vocabularies
+        is_resized = of_base or (_is_per_token(name) and found[1:] == stated[1:])
+        resized = is_resized and 0 not in found
         if not resized or (fields and len(rows) > 1):
             wrong.append(fields or changed[-1])
     return changed, wrong
