@@ -1,16 +1,18 @@
 """Adapters without a config of their own, as PEFT loads what is written of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import AutoPeftModel, AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unshard
-from ranks import save_ranks
+from ranks import assert_same, save_ranks
 from tiny_models import logits, tiny_model
 from unshard.cli.main import main
 
@@ -97,6 +99,22 @@ def test_peft_adapts_what_was_adapted(
         assert torch.equal(again.state_dict()[name], model.state_dict()[name])
     x = torch.randn(3, 6)
     assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("target", ["0", "2.0"])
+def test_a_number_at_the_root_is_that_module_only(tmp_path: Path, target: str) -> None:
+    def model() -> nn.Sequential:
+        inner = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6)))
+        outer = nn.Sequential(nn.ReLU(), nn.ModuleList([nn.ModuleList([nn.Linear(6, 6)])]))
+        return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), inner, outer)
+
+    asked = LoraConfig(target_modules=re.escape(target), r=2, init_lora_weights=False)
+    state = get_peft_model(model(), asked).state_dict()
+    pairs = {name: one for name, one in state.items() if ".lora_" in name}
+    save_ranks(tmp_path / "ckpt", pairs, 1)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", lora_alpha=8)
+    again = PeftModel.from_pretrained(model(), tmp_path / "out").state_dict()
+    assert_same({name: one for name, one in again.items() if ".lora_" in name}, pairs)
 
 
 @pytest.fixture

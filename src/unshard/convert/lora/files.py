@@ -52,7 +52,8 @@ def completed(
     known = [*base] if split.adapter_only else [*split.base]
     others = _suffixes(_modules([*known, *split.pairs]) - modules.keys())
     targets: tuple[str, ...] | str = _ends(modules, others, parts=1) if known else (*modules,)
-    if not others.isdisjoint(targets):
+    is_open = not known and any(one[0].isdecimal() for one in targets)  # may end other names
+    if is_open or not others.isdisjoint(targets):
         targets = "|".join(map(re.escape, targets))
     return replace(
         config or AdapterConfig(),
