@@ -159,7 +159,8 @@ def test_of_a_tied_pair_only_what_was_trained_changes(
         checkpoint = save_ranks(tmp_path / "ckpt", trained, 2)
         config = (tmp_path / "adapter" / "adapter_config.json").read_text()
         (checkpoint / "adapter_config.json").write_text(config)
-    unshard.merge(checkpoint, tmp_path / "out", base=tmp_path / "base")
+    report = unshard.merge(checkpoint, tmp_path / "out", base=tmp_path / "base")
+    assert not any("this output is the base" in warning for warning in report.warnings)
     found, info = model_class(family).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert found.config.tie_word_embeddings is (kind == "kept tie")

@@ -304,7 +304,8 @@ def late_notes(
     base = prepared.checkpoint.base
     notes: list[str] = []
     # A merge of the wrong weights often gives the base model itself.
-    if base is not None and changed is not None and not changed[0]:
+    has_more = base is not None and any(one.name not in base.files for one in prepared.tensors)
+    if base is not None and changed is not None and not changed[0] and not has_more:
         notes.append(
             f"ALL {changed[1]} TENSORS EQUAL THOSE OF {base.name}: this output is the base "
             "model. Was the right checkpoint merged, and was anything trained?"
