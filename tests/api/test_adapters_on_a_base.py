@@ -167,6 +167,23 @@ def test_of_a_tied_pair_only_what_was_trained_changes(
     with torch.no_grad():
         expected = model.eval()(input_ids=IDS).logits
     torch.testing.assert_close(logits(found), expected, rtol=1e-4, atol=1e-4)
+    assert unshard.verify(tmp_path / "out", checkpoint, base=tmp_path / "base").equal
+    read = unshard.from_pretrained(checkpoint, model_class(family), base=tmp_path / "base")
+    assert torch.equal(logits(read), logits(found))
+
+
+def test_an_adapter_next_to_its_tied_model_parts_it(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = tiny_model("qwen2", tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "model")
+    lora = LoraConfig(r=3, target_modules=["embed_tokens"], init_lora_weights=False)
+    model: Any = get_peft_model(base, lora)
+    model.save_pretrained(str(tmp_path / "model"))
+    unshard.merge(tmp_path / "model", tmp_path / "out", lora="fuse")
+    found = model_class("qwen2").from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(found), logits(model), rtol=1e-4, atol=1e-4)
+    assert unshard.verify(tmp_path / "out", tmp_path / "model").equal
 
 
 def test_names_may_have_the_adapters_own_and_the_files_may_be_sharded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
-from unshard.read.model_config import ModelConfig
+from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog
@@ -49,7 +49,9 @@ def fuse_adapter(
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
             base = training_names(base, checkpoint.config, modules)
-        base = {**base, **_own_heads(base, split, config, checkpoint.config)}
+        own = checkpoint.own_config and config_at(checkpoint.own_config, None)
+        own = checkpoint.base.companions.model if checkpoint.base is not None else own
+        base = {**base, **_own_heads(base, split, config, own or checkpoint.config)}
     types = () if checkpoint.config is None else checkpoint.config.types
     fused = fuse(split, config, alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
