@@ -109,7 +109,7 @@ def test_it_is_fused_as_peft_fuses_it(tmp_path: Path, kind: str) -> None:
 
 
 _QUERIES = ["q_proj"]
-TIED = {
+TIED: dict[str, tuple[str, dict[str, Any]]] = {
     "head": ("qwen2", {"target_modules": ["q_proj", "lm_head"]}),
     "head alone": ("gemma2", {"target_modules": ["lm_head"]}),
     "embedding": ("qwen2", {"target_modules": ["q_proj", "embed_tokens"]}),

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import unshard
 from ranks import as_rank, assert_same, merged, save_ranks, some_tensors
 from unshard import NotMergeableError
+from unshard.keywords import MergeKeywords
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -152,7 +153,7 @@ class TestSelected:
 
     @pytest.mark.parametrize("options", [{"include": "^ones"}, {"exclude": "^w$"}])
     def test_where_all_tensors_are_plain_an_equal_one_may_still_be_a_part(
-        self, tmp_path: Path, options: dict[str, str]
+        self, tmp_path: Path, options: MergeKeywords
     ) -> None:
         plain = [part | {"ones": torch.ones(4)} for part in per_rank(w=(4, 3))]
         checkpoint = save_ranks(tmp_path / "ckpt", {}, 2, plain=plain)
