@@ -35,6 +35,10 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+BIASES = {
+    kind: Case("qwen2", {"target_modules": ["q_proj"], "bias": kind})
+    for kind in ("all", "lora_only")
+}
 HEADS = {
     "layers and head": Case("llama", {"target_modules": ["q_proj", "lm_head"]}),
     "head alone": Case("llama", {"target_modules": ["lm_head"]}),
@@ -64,7 +68,7 @@ EXPERTS = {
         "qwen3_5_moe", {"target_modules": ["q_proj"], "target_parameters": ALL}
     ),
 }
-CASES = HEADS | EXPERTS
+CASES = HEADS | EXPERTS | BIASES
 
 
 def train(case: Case, place: Path) -> tuple[Any, Tensors]:
@@ -268,3 +272,18 @@ def test_modules_that_were_trained_whole_are_missed_next_to_a_head(tmp_path: Pat
     (tmp_path / "ckpt" / "adapter_config.json").write_text(config)
     with pytest.raises(ConversionError, match="modules that were trained whole are not in"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out", base=tmp_path / "base")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", BIASES)
+def test_biases_that_were_trained_and_not_saved_are_missed(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    train(Case(family, BIASES[kind].lora), tmp_path)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({n: one for n, one in load_file(file).items() if "lora_" in n}, file)
+    if family == "llama":  # has no biases
+        unshard.merge(file, tmp_path / "out", base=tmp_path / "base")
+    else:
+        with pytest.raises(ConversionError, match=r"biases that were trained[\s\S]*q_proj\.bias"):
+            unshard.merge(file, tmp_path / "out", base=tmp_path / "base")

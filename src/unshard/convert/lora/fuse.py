@@ -17,7 +17,7 @@ from unshard.convert.recipes import LowRank, Recipe, Stack, Take, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
-from unshard.showing import counted
+from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
 
 _T = TypeVar("_T")
@@ -128,6 +128,24 @@ def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
         )
 
 
+def _check_biases(split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe]) -> None:
+    """Check that a checkpoint has the biases that were trained with the matrices."""
+    trained = None if config is None else config.fields.get("bias")
+    if config is None or trained not in ("all", "lora_only"):
+        return
+    pairs = {f"{pair.module}.bias" for pair in split.pairs.values()}
+    biases = [
+        name for name in base if name.endswith(".bias") and (trained == "all" or name in pairs)
+    ]
+    if biases and not any(name.endswith(".bias") for name in split.base):
+        raise ConversionError(
+            "biases that were trained are not in the checkpoint",
+            expected=f"{listed(biases)} (bias in {config.source} is {trained})",
+            found="the LoRA pairs only",
+            hint="save the whole model, or the adapter by peft",
+        )
+
+
 def _refuse_variants(config: AdapterConfig | None) -> None:
     """Refuse adapters whose update is not scale * B A."""
     if config is None:
@@ -158,6 +176,7 @@ def _weights(
             hint="give that model: --base MODEL; or write the adapter by itself: --lora adapter",
         )
     check_saved_modules(split, config)
+    _check_biases(split, config, base)
     start = "" if config is None else str(config.fields.get("init_lora_weights")).lower()
     if start.startswith(_CHANGES_BASE):
         raise ConversionError(
