@@ -343,3 +343,35 @@ def test_two_adapters_that_become_one_are_not_readable(tmp_path: Path) -> None:
     state = get_optimizer_state_dict(model, stepped(model))
     dcp({"optimizer": state}, tmp_path / "checkpoint-7" / "optimizer_0")
     assert "that the model lacks" in problem(tmp_path / "checkpoint-7")
+
+
+# Flattened next to the model's own names: what is a moment is known by its group, not by its key.
+
+
+def names_in(path: Path) -> set[str]:
+    return {one.name for one in unshard.inspect(path).tensors}
+
+
+@pytest.mark.parametrize("above", [None, "app"])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adadelta, torch.optim.ASGD],
+)
+def test_moments_of_any_name_are_not_the_models(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], above: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = kind(model.parameters())  # type: ignore[call-arg]  # each has defaults
+    for one in model.parameters():
+        one.grad = torch.randn_like(one)
+    optimizer.step()
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    saved = {**model.state_dict(), **flat}
+    dcp(saved if above is None else {above: saved}, tmp_path / "step-7")
+    assert names_in(tmp_path / "step-7") == {*model.state_dict()}
+    assert_same(state_of(tmp_path / "step-7"), moments(flat))
+    report = unshard.reshard(tmp_path / "step-7", tmp_path / "out", world_size=2)
+    assert report.optimizer_tensors == len(moments(flat))
+    assert names_in(tmp_path / "out") == {*model.state_dict()}
+    assert_same(state_of(tmp_path / "out"), moments(flat))

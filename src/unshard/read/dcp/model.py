@@ -6,7 +6,8 @@ tensor `model.norm.weight` of accelerate, while `("model.norm.weight",)` is that
 torchtitan saves it. No prefix is ever guessed from the names themselves.
 
 An optimizer's state that was flattened (`torch.distributed.checkpoint.state_dict` does it:
-`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is recognised by the ends of its names.
+`state.<name>.exp_avg`, `….step`, `param_groups.<name>.lr`) is recognised by its groups, or by the
+ends of its names.
 
 With `flatten_state_dict=False` whole dicts are saved, each pickled as one object, of which only
 rank 0's copy is kept. Of plain tensors that is all there is; of DTensors it is rank 0's part, and
@@ -90,6 +91,9 @@ def _of_optimizer(metadata: DcpMetadata, paths: Mapping[str, _KeyPath]) -> froze
     flat = {name: ".".join(path) for name, path in outside.items()}
     owners = {owner for name in flat.values() if (owner := name.rpartition("."))[2] in _MOMENTS}
     stems = {stem for stem, _, _ in owners}
+    for name in metadata.objects:  # moments have any name where a group has their parameter's
+        before, is_group, rest = ".".join(metadata.paths.get(name, ())).partition("param_groups.")
+        stems |= {f"{before}state.{rest.rpartition('.')[0]}"} if is_group else set()
     return frozenset(
         name
         for name, whole in flat.items()
