@@ -287,13 +287,32 @@ def test_a_damaged_item_after_a_good_one_is_what_it_is_alone(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("under", ["model", "optim"])
+@pytest.mark.parametrize("before", [{}, {"step": 7}])  # objects keep the form of torch.save
 def test_items_in_the_form_of_safetensors_are_refused_as_such(
-    tmp_path: Path, count: int, under: str
+    tmp_path: Path, count: int, under: str, before: dict[str, object]
 ) -> None:
     """Several are at byte 0 of one file, which is not damage."""
     tensors = {under: {f"layers.{number}.weight": torch.ones(2, 2) for number in range(count)}}
+    saved = {**before, **tensors}
     form = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    save(tensors, storage_writer=form, no_dist=True)
+    save(saved, storage_writer=form, no_dist=True)
     with pytest.raises(NotMergeableError, match=r"__0_0\.distcp: .* form of safetensors") as error:
         unshard.inspect(tmp_path)
     assert "serialization_format" in error.value.hint
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("moment", ["exp_avg", "momentum_buffer"])
+@pytest.mark.parametrize("folder", ["optimizer_0", "optimizer"])
+def test_an_optimizer_in_the_form_of_safetensors_is_refused_as_such(
+    tmp_path: Path, folder: str, moment: str
+) -> None:
+    model = "pytorch_model_fsdp_0" if folder.endswith("0") else "model"
+    weight = torch.ones(2, 2)
+    save({"model": {"a.weight": weight}}, checkpoint_id=tmp_path / model, no_dist=True)
+    state = {"state": {"a.weight": {moment: weight}}, "param_groups": [{"params": ["a.weight"]}]}
+    form = FileSystemWriter(tmp_path / folder, serialization_format=SerializationFormat.SAFETENSORS)
+    save({"optimizer": state}, storage_writer=form, no_dist=True)
+    found = unshard.inspect(tmp_path).optimizer
+    assert found is not None
+    assert "form of safetensors" in (found.problem or "")

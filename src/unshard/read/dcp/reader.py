@@ -81,7 +81,7 @@ def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Loca
     Raises:
         CheckpointError: files are missing or damaged, or the metadata contradicts them or itself.
     """
-    _refuse_safetensors(metadata, location)
+    _refuse_safetensors(metadata, location.roots)
     _check_disjoint(metadata, location)
     tensors, archives = read_tensors(metadata, names, location.roots)
     ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
@@ -128,10 +128,12 @@ def metadata_files(location: Location) -> list[Path]:
     )
 
 
-def _refuse_safetensors(metadata: DcpMetadata, location: Location) -> None:
-    """Refuse items in torch's other form, of which several share one header."""
-    item = next(iter(metadata.items.values()), None)
-    if item is None or (path := find_file(location.roots, item.path)) is None:
+def _refuse_safetensors(metadata: DcpMetadata, roots: tuple[Path, ...]) -> None:
+    """Refuse tensors in torch's other form, of which several share one header."""
+    item = next(
+        (one for (name, _), one in metadata.items.items() if name in metadata.tensors), None
+    )
+    if item is None or (path := find_file(roots, item.path)) is None:
         return
     with opened(path) as file:
         head = pread(file, 9, item.offset)
@@ -186,6 +188,7 @@ def read_tensors(
     metadata: DcpMetadata, names: Mapping[str, str], roots: tuple[Path, ...]
 ) -> tuple[dict[str, TensorEntry], tuple[ByteRange, ...]]:
     """Return the tensors under their names, each as it is stored, and the items that were read."""
+    _refuse_safetensors(metadata, roots)
     problems: list[UnshardError] = []
     pieces, paths = _pieces(metadata, names, roots, problems)
     drafts = {
