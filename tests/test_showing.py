@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from unshard import showing
+from unshard.fronts import PYTHON, Command, Front
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
 from unshard.showing import human_size, listening
 
@@ -98,6 +99,29 @@ def test_a_long_wait_is_shown_in_minutes_and_hours(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().err.splitlines()
     assert lines[1].endswith("100.0 MB/s, 2 h 46 min left")
     assert lines[2].endswith("1.0 GB/s, 16 min left")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    ("front", "text"),
+    [
+        (Command(), "give --config FILE or --base MODEL"),
+        (
+            Command({"base": "--hf_model"}, "unshard merge a b"),
+            "give --config FILE or --hf_model MODEL (use: unshard merge a b --config FILE)",
+        ),
+        (PYTHON, "give config=… or base=…"),
+    ],
+)
+def test_a_warning_is_in_the_words_of_its_front(
+    monkeypatch: pytest.MonkeyPatch, front: Front, text: str, *, terminal: bool
+) -> None:
+    shown = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    with listening(quiet=False, front=front) as listener:
+        listener(Warned("give --config FILE or --base MODEL"))
+    assert shown.getvalue().strip() == f"warning: {text}"
 
 
 def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ def _as_lines(clock: Clock) -> Listener:
 
 
 def _write_message(event: Chosen | Warned) -> str:
-    return f"warning: {event.message}" if isinstance(event, Warned) else event.message
+    return f"warning: {event.text}" if isinstance(event, Warned) else event.message
 
 
 def _import_bars() -> "type[tqdm]":
