@@ -35,13 +35,13 @@ _STAT_FIELDS = 10
 _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
 _ODD_KEY = re.compile(r'with invalid path: [^"]*"([^"\n]{1,999})"')
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
-_CUT = "the connection was cut"
+_CUT, _LATE = "the connection was cut", "it did not answer in time"
 _WHOLE = "the server sends the whole file for a part of it"
 _KNOWN_REASONS = {
     "ConnectionRefused": "the connection was refused",
     "dns error": "its host name is not known",
-    "TimedOut": "it did not answer in time",
-    "timed out": "it did not answer in time",
+    "TimedOut": _LATE,
+    "timed out": _LATE,
     "certificate": "its certificate is not accepted",
     "IncompleteMessage": _CUT,
     "ConnectionReset": _CUT,
@@ -265,7 +265,7 @@ class Bucket:
             if not length:
                 return
             cuts += 1
-            if cuts > _CUT_RETRIES and error is not None:
+            if error is not None and (cuts > _CUT_RETRIES or _reason(error) == _LATE):
                 raise self._failed(key, error) from None
             if cuts > _CUT_RETRIES:
                 raise StoreError(f"{self.url}/{key}: every answer ends early, at byte {start}")
