@@ -131,6 +131,17 @@ def test_groups_of_many_layers_of_equal_shapes_are_refused_at_once() -> None:
         bounded(groups, forms, model_of(shapes * 500))
 
 
+@pytest.mark.parametrize(("kinds", "each"), [(40, 200), (10, 400)])
+def test_shapes_that_each_have_several_groups_share_one_bound(kinds: int, each: int) -> None:
+    """They are matched apart, but not each with the time of all: here the last would be too many."""
+    shapes = [(4, 1 + at // each) for at in range(each * kinds)]
+    forms: dict[int, Form] = {at: (shape, None) for at, shape in enumerate(shapes)}
+    starts = [each * kind + own for kind in range(kinds) for own in (0, 1)]
+    groups = [list(range(one, one // each * each + each, 2)) for one in starts]
+    with pytest.raises(NotMergeableError, match="too many ways"):
+        match_by_order("a file", groups, forms, model_of(shapes))
+
+
 def test_many_groups_are_matched_where_shapes_tell_them_apart() -> None:
     shapes = [(4, 1 + at // 2 * 2) if at % 2 else (1 + at,) for at in range(3000)]
     forms: dict[int, Form] = {at: (shape, None) for at, shape in enumerate(shapes)}

@@ -16,8 +16,8 @@ from unshard.errors import NotMergeableError
 from unshard.showing import counted
 from unshard.tensors.placements import Placement
 
-_MAX_STATES = 200_000
 _MAX_COUNTS = 2_000_000  # all counts of all states: with many groups, each state is large
+_LEAST_COUNTS = 10  # that a state costs
 _HINT = (
     "save it with names, by get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, "
     "or give the optimizer named_parameters()"
@@ -125,6 +125,7 @@ def _of_all(
     for group, form in ((group, form) for group, kinds in enumerate(own) for form in kinds):
         owners.setdefault(form, []).append(group)
     places: dict[int, set[int]] = {}
+    several = partial(_of_several, where, [_MAX_COUNTS])
     while owners:
         members: set[int] = set()
         wanted = [next(iter(owners))]
@@ -135,7 +136,7 @@ def _of_all(
         fitting = sorted(at for form in set(wanted) for at in by_form.get(form, ()))
         some, part = [groups[group] for group in members], [model[at] for at in fitting]
         many = len(some) > 1
-        found = _of_several(where, some, forms, part) if many else _of_one(some[0], forms, part)
+        found = several(some, forms, part) if many else _of_one(some[0], forms, part)
         if found is None:
             return None
         places |= {number: {fitting[at] for at in ats} for number, ats in found.items()}
@@ -144,6 +145,7 @@ def _of_all(
 
 def _of_several(
     where: str,
+    left: list[int],
     groups: Sequence[Sequence[int]],
     forms: Mapping[int, Form],
     model: Sequence[Parameter],
@@ -151,22 +153,23 @@ def _of_several(
     """Return all places of every number of several groups; None if they do not fit the model.
 
     First, forward, every state that an assignment of the first parameters can lead to; then,
-    backward, those of them from which the rest can be assigned.
+    backward, those of them from which the rest can be assigned. What they cost is taken from what
+    is left for all groups.
     """
     steps = partial(_steps, groups, forms, model)
     layers: list[set[_State]] = [{(0,) * len(groups)}]
-    left = min(_MAX_STATES, _MAX_COUNTS // len(groups))
+    cost = max(_LEAST_COUNTS, len(groups))
     for at in range(len(model)):
         layers.append(set())
         for after in (after for one in layers[-2] for after, _ in steps(one, at)):
             layers[-1].add(after)
-            if len(layers[-1]) > left:  # before the layer is whole, which may be huge
+            if len(layers[-1]) * cost > left[0]:  # before the layer is whole, which may be huge
                 raise NotMergeableError(
                     f"{where}: the parameters of the optimizer have no names, and {len(groups)} "
                     "of its groups fit the model in too many ways",
                     hint=_HINT,
                 )
-        left -= len(layers[-1])
+        left[0] -= len(layers[-1]) * cost
     alive = {tuple(map(len, groups))} & layers[-1]
     places: dict[int, set[int]] = {number: set() for numbers in groups for number in numbers}
     for at in reversed(range(len(model))):
