@@ -12,7 +12,7 @@ import pytest
 from unshard import showing
 from unshard.fronts import PYTHON, Command, Front
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
-from unshard.showing import human_size, listening
+from unshard.showing import human_size, listening, plain
 
 GB = 10**9
 
@@ -58,6 +58,14 @@ class Terminal(io.StringIO):
 )
 def test_sizes_are_decimal(count: float, text: str) -> None:
     assert human_size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(102560.0, "102560"), (0.1 + 0.2, "0.30000000000000004"), (1e20, "1e+20"), ([1.0], "[1.0]")],
+)
+def test_numbers_that_differ_are_shown_as_different(number: object, text: str) -> None:
+    assert plain(number) == text
 
 
 def test_a_log_gets_a_line_when_a_stage_begins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,7 +57,7 @@ def having(count: int, noun: str) -> str:
 
 def plain(number: object) -> str:
     """Return a value as text; a whole number without a point: 102560, not 102560.0."""
-    return f"{number:.15g}" if isinstance(number, float) else str(number)
+    return str(number).removesuffix(".0") if isinstance(number, float) else str(number)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -328,7 +328,8 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
             hint="name the dtype, or give a config: --config FILE|DIR",
         )
     if named not in CASTS:
-        raise ConversionError(f"--dtype config: config.json names {named}", expected=str(CASTS))
+        what = f"--dtype config: {config.path if config else ''} names {named}"
+        raise ConversionError(what, expected=", ".join(CASTS))
     return BY_NAME[named]
 
 
