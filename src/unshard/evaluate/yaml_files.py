@@ -15,7 +15,8 @@ class _UniqueKeys(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen = set[tuple[str, object]]()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+            is_merge = key.tag == "tag:yaml.org,2002:merge"  # of which each adds its keys
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen and not is_merge:
                 raise yaml.MarkedYAMLError(
                     None, None, f"{key.value} is given twice", key.start_mark
                 )
@@ -30,3 +31,5 @@ def read_yaml(source: Path | str) -> object:
         return yaml.load(text, _UniqueKeys)  # noqa: S506 (it is a SafeLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except (AttributeError, LookupError) as error:  # PyYAML's, for !!bool x or !!int ''
+        raise ValueError(f"a value is not what its tag says: {error}") from None

@@ -52,6 +52,9 @@ BAD = {
     "key": ("server: http://h\nserver: http://other\n", "server is given twice"),
     "inner key": ("a:\n  b: 1\n  c: 2\n  'b': 3\n", "b is given twice"),
     "number": ("a: {1: x, 1: y}\n", "1 is given twice"),
+    "boolean": ("a: !!bool x\n", "not what its tag says"),
+    "time": ("a: [!!timestamp x]\n", "not what its tag says"),
+    "empty number": ("a: {b: !!int ''}\n", "not what its tag says"),
 }
 
 
@@ -69,12 +72,46 @@ def test_yaml_that_means_no_one_thing_is_refused(tmp_path: Path, case: str) -> N
 
 
 def test_merged_keys_of_yaml_are_not_given_twice(tmp_path: Path) -> None:
-    """An anchor's keys may be replaced, and "1" is not 1."""
+    """An anchor's keys may be replaced, several be merged, and "1" is not 1."""
     path = tmp_path / "server.yaml"
-    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}\nc: {1: x, '1': y}\n")
+    path.write_text(
+        "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {1: x, '1': y}\nd: {<<: *a, <<: *b}\n"
+    )
     with pytest.raises(UsageError) as error:
         read_server_yaml(path)
     assert "twice" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["1", "on", "~", "2026-01-01"])
+def test_keys_that_are_no_texts_are_as_unknown_as_others(key: str) -> None:
+    needed = "server_url: http://h\nprofile: p\ntasks: [t]\n"
+    assert EvalConfig.from_yaml(f"{needed}{key}: x\nother: y\n").tasks == ("t",)
+    with pytest.raises(UsageError, match="is incomplete"):
+        EvalConfig.from_yaml(f"{key}: x\nother: y\n")
+
+
+def future(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[44:48] = (9).to_bytes(4, "big")  # the format of the schema
+    path.write_bytes(data)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [future, directory])
+def test_a_database_that_cannot_be_opened_is_named(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "jobs.sqlite"
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+    damage(path)
+    with pytest.raises(UsageError, match=r"jobs\.sqlite: cannot be opened"):
+        Store(path)
 
 
 def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:

@@ -201,8 +201,9 @@ def test_a_migration_that_fails_leaves_the_version_before_it(
     with monkeypatch.context() as patch:
         patch.setattr(schema, "_MIGRATIONS", (*schema._MIGRATIONS, fails))
         patch.setattr(schema, "LATEST", LATEST + 1)
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(UsageError, match="cannot be opened") as error:
             Store(old)
+    assert "disk is full" in error.value.found
     assert version_of(old) == LATEST
     assert len(rows_of(old, "jobs")) == len(before)
     assert rows_of(old, "results")

@@ -294,7 +294,7 @@ def _flatten(given: Mapping[str, object]) -> dict[str, object]:
     model_args = _copy_mapping(flat, "model_args")
     _lift({key: model_args.pop(key) for key in _LIFTED if key in model_args}, flat, "model_args")
     model_args.pop(str(flat.get("checkpoint_key") or "model"), None)
-    return {**flat, "model_args": model_args}
+    return {**{str(key): one for key, one in flat.items()}, "model_args": model_args}
 
 
 def _lift(misplaced: Mapping[str, object], to: dict[str, object], of: str) -> None:

@@ -57,9 +57,10 @@ class Connections:
         found = ""
         try:
             found = self.texts("PRAGMA quick_check(1)")[0]
+        except sqlite3.OperationalError as error:  # a full disk, a directory, a future format
+            raise UsageError(f"{path}: cannot be opened", found=str(error)) from error
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # busy, or a full disk
-                raise
+            found = str(error)
         if found != "ok":
             hint = "restore a copy, or move it elsewhere: the server then begins without its jobs"
             raise UsageError(f"{path}: is damaged", found=found, hint=hint)
