@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    VeraConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -331,6 +340,36 @@ def test_moments_of_an_adapter_are_read_and_counted(
     report = unshard.reshard(run, tmp_path / "out", world_size=2)
     assert report.optimizer_tensors == 3 * len(trained)
     assert_same(state_of(tmp_path / "out", names="training"), state)
+
+
+@pytest.mark.parametrize("adapter", ["default", "weight", "proj"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        IA3Config(target_modules=["proj"], feedforward_modules=[]),
+        LoHaConfig(r=2, target_modules=["proj"]),
+        OFTConfig(r=0, oft_block_size=2, target_modules=["proj"]),
+        VeraConfig(r=2, target_modules=["proj"]),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_moments_of_the_other_methods_of_peft_are_read(
+    tmp_path: Path, config: PeftConfig, adapter: str
+) -> None:
+    model: Any = get_peft_model(Peft(), config, adapter_name=adapter)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for one in trained.values():
+        nn.init.normal_(one)
+    full: Any = get_optimizer_state_dict(model, stepped(model))
+    saved = get_peft_model_state_dict(model, adapter_name=adapter)
+    dcp({"model": saved}, tmp_path / "checkpoint-7" / "pytorch_model_fsdp_0")
+    dcp({"optimizer": full}, tmp_path / "checkpoint-7" / "optimizer_0")
+    state = state_of(tmp_path / "checkpoint-7", names="training")
+    assert len(state) == 3 * len(trained)
+    for name, one in trained.items():
+        (own,) = [key for key, value in saved.items() if torch.equal(value, one)]
+        for kind, moment in full["state"][name].items():
+            assert torch.equal(state[f"state.{own}.{kind}"], moment)
 
 
 def test_two_adapters_that_become_one_are_not_readable(tmp_path: Path) -> None:

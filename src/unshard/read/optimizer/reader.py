@@ -43,10 +43,8 @@ from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
-_ADAPTER = re.compile(
-    r"\.modules_to_save\.[^.]+(?=\.)"
-    r"|(\.(?:lora_\w+|trainable_tokens_delta))\.[^.]+(\.weight|\.bias)?$"
-)
+_ADAPTER = re.compile(r"\.modules_to_save\.[^.]+(?=\.)|(\.\w+)\.[^.]+(\.weight|\.bias)?$")
+_OF_PEFT = "base_model."  # begins the names in a model of any of its methods
 
 
 def find_optimizer(
@@ -303,8 +301,10 @@ def _recorded(names: Sequence[str], model: Catalog) -> dict[Key, str]:
 
 def _without_adapter(name: str, model: Catalog) -> str:
     """Return the name under which PEFT saves a parameter: without that of its adapter."""
-    forms = (_ADAPTER.sub(kept, name) for kept in (r"\1\2", r"\1"))
-    return name if name in model.tensors else next(filter(model.tensors.__contains__, forms), name)
+    if name in model.tensors or not name.startswith(_OF_PEFT):
+        return name
+    forms = (*(_ADAPTER.sub(kept, name) for kept in (r"\1\2", r"\1")), name.rpartition(".")[0])
+    return next(filter(model.tensors.__contains__, forms), name)
 
 
 def _named(found: SavedState, names: Mapping[Key, str], model: Catalog) -> OptimizerState:
