@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from typer.testing import CliRunner
 
+from command import unshard
 from ranks import as_rank, save_ranks, shard, some_tensors
 from unshard.cli.main import app
 
@@ -198,3 +199,21 @@ def test_columns_are_told_from_rows(tmp_path: Path) -> None:
         part = {"w": value[:, 2 * rank : 2 * rank + 2].contiguous()}
         save_file(part, path, metadata={"DCP_SHARDING_INFO": known})
     assert "cut 1 x 2 (1 tensor)" in inspect(tmp_path)
+
+
+def test_what_there_is_very_much_of_is_cut(tmp_path: Path) -> None:
+    """One line does not list the rates of all groups, nor one hint all folders."""
+    run = save_ranks(tmp_path / "run", {}, 1, plain=[{"a.weight": torch.ones(50)}])
+    groups: list[dict[str, object]] = [{"lr": at, "params": []} for at in range(50)]
+    groups[0]["params"] = [0]
+    state = {0: {"exp_avg": torch.ones(50)}}
+    torch.save({"state": state, "param_groups": groups}, run / "optim_world_size_1_rank_0.pt")
+    said = unshard("inspect", run).stdout
+    assert "50 parameter groups (lr 0, 1, 2," in said
+    assert "18, 19 and 30 more)" in said
+    for number in range(13):
+        save_ranks(tmp_path / "step_5" / f"part{number}", {"a.weight": torch.ones(5)}, 1)
+    said = unshard("inspect", tmp_path / "step_5").stderr
+    assert "has 13 sets of weights" in said
+    assert "--role" not in said
+    assert str(tmp_path / "step_5" / "part0") in said

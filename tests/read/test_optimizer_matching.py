@@ -133,7 +133,7 @@ def test_groups_of_many_layers_of_equal_shapes_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize(("kinds", "each"), [(40, 200), (10, 400)])
 def test_shapes_that_each_have_several_groups_share_one_bound(kinds: int, each: int) -> None:
-    """They are matched apart, but not each with the time of all: here the last would be too many."""
+    """They are matched apart, but not each with the time of all."""
     shapes = [(4, 1 + at // each) for at in range(each * kinds)]
     forms: dict[int, Form] = {at: (shape, None) for at, shape in enumerate(shapes)}
     starts = [each * kind + own for kind in range(kinds) for own in (0, 1)]

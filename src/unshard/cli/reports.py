@@ -179,7 +179,7 @@ def _describe_optimizer(state: "OptimizerInfo") -> str:
     if state.problem:
         return f"not readable: {state.problem}"
     groups = counted(len(state.groups), "parameter group")
-    rates = ", ".join(f"{one['lr']}" for one in state.groups if "lr" in one)
+    rates = listed([f"{one['lr']}" for one in state.groups if "lr" in one], _SHOWN)
     parts = [
         ", ".join(f"{name} of {counted(n, 'parameter')}" for name, n in state.tensors.items()),
         human_size(state.size_bytes),

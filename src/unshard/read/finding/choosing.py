@@ -78,7 +78,8 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
         kept = next((sets for sets in known if sets), kept)
     if len(kept) > 1:
         names = [_called(place, at, kept) for at in kept]
-        can_choose = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
+        is_clear = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
+        can_choose = is_clear and len(kept) <= _LISTED
         role = f"choose with --role '{'|'.join(names)}', or " if can_choose else ""
         one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
         raise UsageError(
