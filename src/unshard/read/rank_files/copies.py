@@ -91,12 +91,11 @@ def resolve_plain(
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
-    text = "{} taken {}: {}"
-    notes = (
-        text.format(counted(len(names), "plain tensor"), why, ", ".join(names))
-        for why, names in assumed.items()
-    )
-    return Noted(entries, tuple(notes))
+    return Noted(entries, tuple(_taken(names, why) for why, names in assumed.items()))
+
+
+def _taken(names: Sequence[str], why: str) -> str:
+    return f"{counted(len(names), 'plain tensor')} taken {why}: {', '.join(names)}"
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
