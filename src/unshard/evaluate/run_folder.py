@@ -6,7 +6,7 @@ used through their descriptors: see `write.dirfd`. Only regular files are read, 
 bound.
 
 A record of ours names its own inode, which a copy does not share; any other is left alone.
-ARCHITECTURE says why it needs no code made with a key. Devices are not compared: their numbers
+docs/decisions.md says why it needs no code made with a key. Devices are not compared: their numbers
 change when a disk is mounted again.
 """
 
