@@ -272,8 +272,8 @@ PROMISED = {
     "unshard.evaluate.client.lmms.LmmsClient",
     # In pydantic's way, their fields are keys of the same JSON or YAML object as those of the heir.
     "unshard.evaluate.jobs.Arguments",
-    "unshard.evaluate.server.config.profiles.CommonKeys",
-    "unshard.evaluate.server.config.profiles.HarnessKeys",
+    "unshard.evaluate.server.config.profiles.Profile",
+    "unshard.evaluate.server.evaluators.harness.HarnessKeys",
 }
 
 

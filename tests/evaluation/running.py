@@ -19,7 +19,8 @@ import waiting
 from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.gpus import Slots
@@ -38,7 +39,7 @@ def done(**metrics):
 """
 
 
-def script_profile(**changed: object) -> Profile:
+def script_profile(**changed: object) -> CommandProfile:
     profile = CommandProfile(command=("x",), timeout=waiting.LIMIT_S, retries=0, gpus=1)
     return profile.model_copy(update=changed)
 

@@ -22,7 +22,8 @@ from evaluation.running import (
 from unshard.evaluate.jobs import Arguments, Job, Request
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights, keeps_engine
+from unshard.evaluate.server.config.profiles import Profile, Weights
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.programs import Profiles, make_evaluator
 from unshard.evaluate.server.evaluators.work import Evaluator
 from unshard.evaluate.server.gpus import Slots
@@ -103,7 +104,7 @@ class Place:
         known: dict[str, Profile] = {"warm": self.profile(**profile), "script": script_profile()}
 
         def make(one: Profile) -> Evaluator:
-            return make_evaluator(one) if keeps_engine(one) else ScriptEvaluator(script)
+            return make_evaluator(one) if one.engine else ScriptEvaluator(script)
 
         store = Store(self.work / "jobs.sqlite")
         settings = SchedulerSettings(self.work, Limits(grace_s=5.0, poll_s=0.02), backoff_s=0.05)

@@ -14,8 +14,8 @@ import yaml
 from evaluation.local_tasks import OFFLINE, run_evaluator, save_tiny_model, work_at
 from evaluation.running import child_environment, job_of, request, scheduler, wait_for, whole_model
 from unshard.evaluate.jobs import Arguments, Job, Request, Status
-from unshard.evaluate.server.config.profiles import LmEvalProfile
 from unshard.evaluate.server.evaluators.answers import forget_answers, place_of_answers
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 from waiting import wait_until

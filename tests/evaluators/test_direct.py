@@ -15,13 +15,14 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Job, Request, Status, WeightsName
 from unshard.evaluate.server.admission import check_request, list_unfitting
 from unshard.evaluate.server.attempts.merging import GoneError, Merger
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights, keeps_engine
-from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
-from unshard.evaluate.server.evaluators import programs
+from unshard.evaluate.server.config.profiles import Profile, Weights
+from unshard.evaluate.server.evaluators import lm_eval
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE, PLACE_NAME
 from unshard.evaluate.server.evaluators.installed import why_missing
-from unshard.evaluate.server.evaluators.programs import make_evaluator, worker_command
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 
 TASK = "colours_surprise"
 
@@ -67,13 +68,13 @@ def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> No
     assert configured(tmp_path).weights is Weights.MERGED
     assert configured(tmp_path, weights="merged", keep="all").weights is Weights.MERGED
     assert configured(tmp_path, weights="direct").weights is Weights.DIRECT
-    assert not keeps_engine(configured(tmp_path, weights="direct"))
+    assert not configured(tmp_path, weights="direct").engine
     engine = {"weights": "direct", "model": "vllm"}
     for given, expected in ({}, 600), ({"idle_timeout": 5}, 5):
         kept = configured(tmp_path, **engine, **given)
-        assert keeps_engine(kept)
-        assert kept.idle_timeout == expected
-    assert not keeps_engine(configured(tmp_path, model="vllm"))
+        assert kept.engine
+        assert kept.engine.idle_s == expected
+    assert not configured(tmp_path, model="vllm").engine
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_lm_evals_own_command_line_runs_with_another_type_of_model(tmp_path: Pat
     command = make_evaluator(profile).command(work)
     assert command[1:4] == ["-m", "accelerate.commands.launch", "--multi_gpu"]
     config = work.directory / "job.yaml"
-    assert command[-4:] == ["-m", programs.DIRECT, "run", f"--config={config}"]
+    assert command[-4:] == ["-m", lm_eval.DIRECT, "run", f"--config={config}"]
     found = yaml.safe_load(config.read_text())
     assert found["model"] == MODEL_TYPE
     assert found["model_args"] == {"dtype": "float32", "pretrained": str(work.model)}
@@ -154,7 +155,8 @@ def test_a_job_for_an_engine_that_is_kept_is_handed_to_its_worker(tmp_path: Path
     assert found["model"] == "vllm"
     assert found["model_args"] == {"dtype": "auto", "pretrained": str(work.model)}
     worker = "unshard.evaluate.server.warm.worker"
-    assert worker_command(profile)[:3] == ["other", "-m", worker]
+    assert profile.engine
+    assert profile.engine.command[:3] == ("other", "-m", worker)
     several = direct(model="vllm", model_args={"data_parallel_size": 2})
     (problem,) = list_unfitting(work.request, several)
     assert "data_parallel_size is not possible" in str(problem)

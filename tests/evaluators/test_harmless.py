@@ -14,15 +14,12 @@ from evaluation.running import whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.config.profiles import (
-    LmEvalProfile,
-    LmmsEvalProfile,
-    Profile,
-    profile_named,
-)
-from unshard.evaluate.server.config.server_yaml import ServerConfig
+from unshard.evaluate.server.config.profiles import Profile, profile_named
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.trainer.config import EvalConfig
 
 PROFILES: dict[str, Profile] = {

@@ -8,7 +8,8 @@ import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME

@@ -13,7 +13,8 @@ import pytest
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import LmmsEvalProfile, Profile
+from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME

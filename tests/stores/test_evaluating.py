@@ -15,7 +15,8 @@ from ranks import save_ranks, some_tensors
 from unshard.errors import StoreError, UsageError
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.pins.files import fingerprint, read_stamps
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Weights
+from unshard.evaluate.server.config.profiles import Weights
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store as Jobs
 from unshard.evaluate.trainer.completeness import CheckpointFinder

@@ -9,7 +9,7 @@ import pytest
 
 from evaluation.local_tasks import run_evaluator, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import CommandProfile
+from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 

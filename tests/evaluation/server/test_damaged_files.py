@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import UsageError
-from unshard.evaluate.server.config.server_yaml import read_server_yaml
+from unshard.evaluate.server.server_yaml import read_server_yaml
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from unshard.errors import UsageError
-from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.gpus import find_gpus, parse_gpus
+from unshard.evaluate.server.server_yaml import read_server_yaml
 
 MIG = "MIG-3f1bd0c0-7a4b-5d1e-9c2f-0a1b2c3d4e5f"
 

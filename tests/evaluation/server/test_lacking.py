@@ -27,13 +27,11 @@ from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import (
-    CommandProfile,
-    LmEvalProfile,
-    LmmsEvalProfile,
-    Profile,
-)
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.endings import Absent, Failed, Postponed, judge
+from unshard.evaluate.server.evaluators.command import CommandProfile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.programs import Profiles, make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 from unshard.evaluate.server.gpus import Slots

@@ -11,8 +11,8 @@ from evaluation.running import script_profile, whole_model
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.pins.pin import Pin, read_pin
 from unshard.evaluate.server import pinning
-from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import Service
 
 SHORT, LONG = 10, 300

@@ -15,8 +15,8 @@ import pytest
 from evaluation.running import all_gone, request
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.on_result import OnResult
-from unshard.evaluate.server.config.server_yaml import read_server_yaml
 from unshard.evaluate.server.http.on_result import HEADER, SECRET, SIGNATURE, telling_results
+from unshard.evaluate.server.server_yaml import read_server_yaml
 from unshard.evaluate.server.store import deliveries as kept
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S, wait_until

@@ -16,10 +16,10 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.pins.pin import Quota, list_pins, pin_checkpoint, unpin
 from unshard.evaluate.server import service as service_module
-from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.roots import check_links
 from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.store import Store
 

@@ -7,13 +7,11 @@ import pytest
 import yaml
 
 from unshard.errors import UsageError
-from unshard.evaluate.server.config.profiles import (
-    CommandProfile,
-    LmEvalProfile,
-    LmmsEvalProfile,
-)
-from unshard.evaluate.server.config.server_yaml import ServerConfig, read_server_yaml
+from unshard.evaluate.server.evaluators.command import CommandProfile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.serve import Given, configure
+from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 
 WHOLE = """
 roots: [runs, /data/runs]

@@ -18,9 +18,9 @@ from evaluation.servers import SCORE, Live, started
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Filters, Status
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
-from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.serve import make_service
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store import schema
 from unshard.evaluate.server.store.schema import LATEST, migrate
 from unshard.evaluate.server.store.store import Store

@@ -13,14 +13,12 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Request
 from unshard.evaluate.server import admission as validation
 from unshard.evaluate.server.admission import check_request
-from unshard.evaluate.server.config.profiles import (
-    CommandProfile,
-    LmEvalProfile,
-    LmmsEvalProfile,
-)
-from unshard.evaluate.server.config.server_yaml import ServerConfig
+from unshard.evaluate.server.evaluators.command import CommandProfile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.http.v1 import Submission
 from unshard.evaluate.server.roots import check_there, resolve_checkpoint
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import _place
 
 CONFIG = ServerConfig(

@@ -15,7 +15,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Job, Request, Status, WeightsName
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, Weights
+from unshard.evaluate.server.config.profiles import Profile, Weights
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins

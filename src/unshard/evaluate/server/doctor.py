@@ -17,11 +17,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Arguments, Request, Status
+from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.on_result import OnResult
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile
-from unshard.evaluate.server.config.server_yaml import RAY, ServerConfig
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.gpus import Slots, find_gpus
@@ -29,6 +28,7 @@ from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
 from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service
+from unshard.evaluate.server.server_yaml import RAY, ServerConfig
 from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
@@ -198,9 +198,7 @@ def _look_at_profile(name: str, profile: Profile, directory: Path) -> Finding:
 def _try_out(config: ServerConfig, name: str, trial: Trial, work: Path) -> Finding:
     """Evaluate the checkpoint as a server does, with one document of each task of a harness."""
     subject = f"trial of {name}"
-    is_command = isinstance(config.profiles[name], CommandProfile)
-    arguments = Arguments() if is_command else Arguments(limit=1)
-    tasks = tuple(trial.tasks[name])
+    tasks, arguments = tuple(trial.tasks[name]), config.profiles[name].trial
     try:
         service = make_service(config.model_copy(update={"work_directory": work}))
         try:

@@ -13,7 +13,6 @@ from unshard.errors import UnshardError
 from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
 from unshard.evaluate.server.config.arguments import placeholders_in
-from unshard.evaluate.server.config.profiles import CommandProfile
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
 from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
@@ -163,8 +162,7 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
 
 def _absent(why: str, work: Work) -> Outcome:
     """Return that an evaluator is gone; of a program that the request names, only the job waits."""
-    command = work.profile.command[:1] if isinstance(work.profile, CommandProfile) else ()
-    return Postponed(why) if placeholders_in(command) else Absent(why)
+    return Postponed(why) if placeholders_in(work.profile.start[:1]) else Absent(why)
 
 
 def add_log(why: str, directory: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 from unshard.evaluate.pins.files import list_checkpoint
-from unshard.evaluate.server.config.profiles import Profile, Weights
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.read.beside.companions import companions_in
 from unshard.read.step_names import step_of
 from unshard.stores.remote_path import RemotePath, is_url, path_of
@@ -60,7 +60,7 @@ def _is_odd(path: str) -> bool:
 
 def check_merged(checkpoint: Path, profile: Profile) -> None:
     """Raise if a checkpoint in an object store is meant for an evaluator that reads it itself."""
-    if isinstance(checkpoint, RemotePath) and profile.weights is Weights.DIRECT:
+    if isinstance(checkpoint, RemotePath) and profile.is_direct:
         raise UsageError(
             "checkpoint: the profile merges nothing, and evaluators get no credentials of stores",
             expected="a checkpoint on a disk, or a profile with `weights: merged`",

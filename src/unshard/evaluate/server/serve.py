@@ -18,13 +18,6 @@ from uvicorn.config import LOGGING_CONFIG
 from unshard.errors import UsageError, how_to_install
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.server_yaml import (
-    EXECUTORS,
-    LOG_FORMATS,
-    RAY,
-    ServerConfig,
-    read_server_yaml,
-)
 from unshard.evaluate.server.evaluators.installed import tell_missing
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
@@ -37,6 +30,13 @@ from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
+from unshard.evaluate.server.server_yaml import (
+    EXECUTORS,
+    LOG_FORMATS,
+    RAY,
+    ServerConfig,
+    read_server_yaml,
+)
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.schema import is_outdated
 from unshard.evaluate.server.store.store import Store

@@ -22,13 +22,11 @@ from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
 from unshard.evaluate.server.config.profiles import (
-    CommandProfile,
     Profile,
     base_of,
     profile_named,
     resolve_name,
 )
-from unshard.evaluate.server.config.server_yaml import ServerConfig
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck
@@ -42,6 +40,7 @@ from unshard.evaluate.server.roots import (
     not_readable,
     resolve_checkpoint,
 )
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.discover import find
@@ -259,7 +258,7 @@ class Service:
         if job.status is not Status.COMPLETED or job.results is None:
             return None
         profile = self.profiles.get(base_of(job.request.profile))
-        if not isinstance(profile, CommandProfile):
+        if profile is None or profile.is_lmms_form:
             return job.results
         path = self.scheduler.directory_of(job) / "lmms_results.json"
         try:

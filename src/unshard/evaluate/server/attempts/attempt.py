@@ -22,7 +22,7 @@ from unshard.evaluate.server.attempts.merging import (
     ask_disk,
 )
 from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
-from unshard.evaluate.server.config.profiles import LmEvalProfile, Profile, keeps_engine
+from unshard.evaluate.server.config.profiles import Engine, Profile
 from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
@@ -219,8 +219,8 @@ class Runner:
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
         profile, directory = attempt.profile, str(attempt.directory)
         command, own, what = attempt.evaluator.command(work), profile.environment, ""
-        if keeps_engine(profile):
-            place, is_new = self._find_engine(attempt, profile, work)
+        if engine := profile.engine:
+            place, is_new = self._find_engine(attempt, engine, work)
             command, own = [*command, str(place)], {}  # its worker has the profile's
             what = f" with {'a new' if is_new else 'the running'} engine"
         environment = evaluator_environment(
@@ -255,13 +255,11 @@ class Runner:
                 child.reap()
         return outcome
 
-    def _find_engine(
-        self, attempt: Attempt, profile: LmEvalProfile, work: Work
-    ) -> tuple[Path, bool]:
+    def _find_engine(self, attempt: Attempt, engine: Engine, work: Work) -> tuple[Path, bool]:
         """Return the directory of the worker that runs the job, and whether it is new."""
         request = attempt.job.request
-        key = engine_key(profile, request.arguments.model_args, work.model)
-        found = self._engines.ready(attempt.gpus, request.profile, profile, key)
+        key = engine_key(attempt.profile, request.arguments.model_args, work.model)
+        found = self._engines.ready(attempt.gpus, request.profile, engine, key)
         if found is None:
             raise GivenUpError("the engine of another job cannot be ended")
         return found
@@ -299,7 +297,7 @@ class Runner:
         if done is None:
             why = add_log("the evaluator and its supervisor were killed", attempt.directory)
             return Postponed(why, Cause.KILLED)
-        if keeps_engine(attempt.profile) and done.returncode == REPLACE:
+        if attempt.profile.engine and done.returncode == REPLACE:
             return Lost(add_log("the engine did not take the checkpoint", attempt.directory))
         # Results may take many times their size in memory, so they are read one after the other;
         # a job that waits for its turn is not counted as one that ended the server.

@@ -23,7 +23,7 @@ from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Request
 from unshard.evaluate.server.attempts.best_link import link_best, link_of
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile, Weights
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.stores.remote_path import RemotePath, is_url, path_of
@@ -113,13 +113,13 @@ class Merger:
             if is_given_up():
                 raise GivenUpError(f"the merge of {source} was given up before it started")
         options = MergeOptions(weights=job.request.weights, extra_state=False)
-        is_direct = profile.weights is Weights.DIRECT
+        is_direct = profile.is_direct
         order = MergeOrder(
             str(source),
             str(directory / _UNMERGED if is_direct else self.merged(job.id)),
             asdict(options),
             None if profile.config is None else str(profile.config),
-            needs_config=not isinstance(profile, CommandProfile),
+            needs_config=profile.needs_config,
             pin=job.pin,
             may_be_whole=not (is_direct or isinstance(source, RemotePath)),
             is_direct=is_direct,

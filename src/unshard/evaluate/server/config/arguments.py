@@ -8,6 +8,7 @@ a comma adds one.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import OPTIONS
@@ -16,8 +17,20 @@ from unshard.evaluate.values import Scalar
 PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
 """What a command may name in braces: what is evaluated, and the options that clients choose."""
 
+LONGEST_NAME = 200
+
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
 _SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
+
+
+def is_name(value: object, form: re.Pattern[str]) -> bool:
+    """Return whether a value is a text of this form, and not too long."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and bool(form.fullmatch(value))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name is what one of the shell patterns allows."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def has_separator(text: str) -> bool:

@@ -1,39 +1,26 @@
 """The evaluators that a server is configured with (profiles), and which one a client's name means.
 
-Everything that decides which program runs, with which code, is here, on the server; a client only
-chooses a profile by its name. A profile is what server.yaml has below that name. When a file is
-read, it is pydantic's context: relative paths start at its directory, and programs must exist.
+Everything that decides which program runs, with which code, is on the server; a client only chooses
+a profile by its name. A profile is what server.yaml has below that name. When a file is read, it is
+pydantic's context: relative paths start at its directory, and programs must exist.
 """
 
-import re
 import shutil
-import sys
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from unshard.errors import CheckpointError, UsageError
-from unshard.evaluate.server.config.arguments import PLACEHOLDERS, placeholders_in
-from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
+from unshard.evaluate.jobs import Arguments
 from unshard.evaluate.values import Scalar, expected, expects, whole
 from unshard.read.model_config import read_config
 from unshard.stores.remote_path import is_url, path_of
-
-COMMAND_EXPECTED = (
-    "a list of arguments, which may have "
-    + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
-    + "; {{ and }} are braces"
-)
-_VLLM = "vllm"
-DIRECT_MODELS = ("hf", _VLLM)
-"""The types of model of lm-eval that can be made of shards."""
-
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
 
 def drop_nulls(value: object) -> object:
@@ -63,7 +50,7 @@ def _absolute_or_address(value: object, info: ValidationInfo[Path | None]) -> Pa
     return path_of(value) if isinstance(value, str) and is_url(value) else _absolute(value, info)
 
 
-def _program(text: str, info: ValidationInfo[Path | None]) -> str:
+def find_program(text: str, info: ValidationInfo[Path | None]) -> str:
     """Return a program that exists. A link is not resolved: it is what names an environment."""
     if info.context is None:
         return text
@@ -71,11 +58,6 @@ def _program(text: str, info: ValidationInfo[Path | None]) -> str:
     if shutil.which(program) is None:
         raise expected("a program that can be run")
     return program
-
-
-def _started(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
-    """Return a command whose program exists, if it is a path: others may be in another PATH."""
-    return (_program(command[0], info), *command[1:]) if "/" in command[0] else command
 
 
 def _placed(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
@@ -100,14 +82,6 @@ def _is_model_config(path: Path) -> bool:
 
 def _are_folders(paths: tuple[Path, ...]) -> bool:
     return all(path.is_dir() for path in paths)
-
-
-def _is_command(command: tuple[str, ...]) -> bool:
-    return command != () and placeholders_in(command) <= PLACEHOLDERS
-
-
-def _is_below_output(text: str) -> bool:
-    return not Path(text).is_absolute() and ".." not in Path(text).parts
 
 
 Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
@@ -136,7 +110,6 @@ ModelArgs = Annotated[
     expects("a mapping of names to strings, numbers or booleans"),
 ]
 PlacedCommand = Annotated[Texts, expects("a list of arguments"), AfterValidator(_placed)]
-Command = Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)]
 
 
 class Weights(StrEnum):
@@ -148,6 +121,21 @@ class Weights(StrEnum):
     """It reads them from the shards, and nothing is merged."""
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A process that loads one checkpoint after another, and is kept between a profile's jobs.
+
+    Attributes:
+        command: its command line; it ends by itself, too, when it has no jobs.
+        idle_s: how long it waits for the next job.
+        environment: variables that it gets in addition to the server's.
+    """
+
+    command: tuple[str, ...]
+    idle_s: float
+    environment: Mapping[str, str]
+
+
 def _needed(metric: str | None, info: ValidationInfo) -> str | None:
     if metric is None and info.data.get("keep") == "best":
         because = "TASK/METRIC, because of `keep: best`"
@@ -155,11 +143,22 @@ def _needed(metric: str | None, info: ValidationInfo) -> str | None:
     return metric
 
 
-class CommonKeys(BaseModel):
-    """Keys of every profile; those that its kind does not have are refused."""
+class Profile(BaseModel):
+    """The keys of every profile, and what the server asks each kind of evaluator.
+
+    Keys that a kind does not have are refused. The answers here are those of most kinds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    needs_config: ClassVar[bool] = True
+    """Whether it evaluates no model without a config."""
+    is_lmms_form: ClassVar[bool] = False
+    """Whether its results have the form of those of lmms-eval."""
+    trial: ClassVar[Arguments] = Arguments()
+    """The arguments of the shortest evaluation, which `unshard eval doctor` runs."""
+
+    kind: str
     environment: Environment = {}
     """Variables that the evaluator gets in addition to the server's."""
     allowed_tasks: Texts = ()
@@ -190,97 +189,59 @@ class CommonKeys(BaseModel):
     results_bytes: Annotated[int, whole(1)] = 64 << 20
     """The largest file of results that is read, in bytes."""
 
+    @property
+    @abstractmethod
+    def start(self) -> tuple[str, ...]:
+        """The beginning of its command line: the program, and a script if there is one."""
 
-class HarnessKeys(CommonKeys):
-    """Keys of the profiles of lm-eval and lmms-eval."""
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that its program, a Python, must have; none: it is any program."""
+        return ()
 
-    interpreter: Annotated[NonEmptyText, AfterValidator(_program)] = sys.executable
-    """The Python that has the evaluator installed."""
-    include_paths: Folders = ()
-    """Directories with further tasks."""
-    model: NonEmptyText
-    """The type of model, as the evaluator calls it."""
-    checkpoint_key: NonEmptyText = "pretrained"
-    """The argument of the model that takes the checkpoint."""
-    model_args: ModelArgs = {}
-    """Arguments of the model that no client can change."""
-    allowed_model_args: Texts = ()
-    """Shell patterns of the arguments, of the model and of generation, that clients may choose in
-    addition to those known to be harmless."""
-    launcher: Annotated[Literal["accelerate", "none"], expects("accelerate, none")] = "accelerate"
-    """How a job with several GPUs uses them: by a process for each, which has the whole model and a
-    part of the data, or by one process, whose model spreads over them by itself (vllm)."""
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads the shards itself, so that nothing is merged for it."""
+        return self.weights is Weights.DIRECT
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that is kept between its jobs; None: each job loads its model."""
+        return None
 
-class LmEvalProfile(HarnessKeys):
-    """A profile of lm-eval."""
+    @property
+    def client_model(self) -> str | None:
+        """The type of model by which clients may name it; None: its own name only."""
+        return None
 
-    kind: Literal["lm-eval"] = "lm-eval"
-    model: NonEmptyText = "hf"
-    idle_timeout: Annotated[
-        float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
-    ] = 600.0
-    """Seconds for which an engine that is kept between jobs waits for the next one."""
-    resume: Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)] = False
-    """Whether an attempt continues with the answers of one that was interrupted before it."""
+    @abstractmethod
+    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield which arguments of a request it does not allow."""
 
+    def check(self, where: str, *, is_on_cluster: bool) -> None:
+        """Raise if its keys do not fit together, or not the executor; `where` begins the error."""
+        del is_on_cluster
+        if self.is_direct:
+            raise UsageError(
+                f"{where}: weights: direct is not possible: an evaluator of this kind loads a "
+                "model from files",
+                expected="kind lm-eval, or `weights: merged`",
+                found=f"kind {self.kind}",
+            )
 
-class LmmsEvalProfile(HarnessKeys):
-    """A profile of lmms-eval."""
-
-    kind: Literal["lmms-eval"] = "lmms-eval"
-    include_paths: Annotated[Folders, Field(max_length=1)] = ()
-    model: NonEmptyText = "huggingface"
-    allowed_models: Texts = MODEL_TYPES
-    """Shell patterns of the other types of model that clients may choose."""
-
-
-class CommandProfile(CommonKeys):
-    """A profile of any other program."""
-
-    kind: Literal["command"] = "command"
-    command: Command
-    """The arguments, with placeholders such as {checkpoint}; no shell reads them."""
-    results: Annotated[
-        NonEmptyText, expects("a file below the output directory", _is_below_output)
-    ] = "results.json"
-    """The file below {output} that the command writes its numbers to."""
-
-
-HarnessProfile = LmEvalProfile | LmmsEvalProfile
-Profile = HarnessProfile | CommandProfile
-ProfileKeys = Annotated[Profile, Field(discriminator="kind"), BeforeValidator(drop_nulls)]
-"""A profile in a file, where `kind` must be given."""
-KINDS: Mapping[str, type[Profile]] = {
-    "lm-eval": LmEvalProfile,
-    "lmms-eval": LmmsEvalProfile,
-    "command": CommandProfile,
-}
-
-
-def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
-    """Return a profile of every kind, for a server with these GPUs.
-
-    lm-eval and lmms-eval are those of this Python, if it has them; the command measures the weights
-    themselves.
-    """
-    program = (sys.executable, "-m", "unshard.evaluate.server.evaluators.weights")
-    return {
-        "lm-eval": LmEvalProfile(gpus=min(1, len(gpus))),
-        "lmms-eval": LmmsEvalProfile(gpus=min(1, len(gpus))),
-        "command": CommandProfile(
-            command=(*program, "{checkpoint}", "{output}/results.json", "{tasks}"),
-            allowed_tasks=("size", "values"),
-            gpus=0,
-        ),
-    }
-
-
-def keeps_engine(profile: Profile) -> TypeGuard[LmEvalProfile]:
-    """Return whether a profile's jobs run on an engine that is kept between them."""
-    if not isinstance(profile, LmEvalProfile):
+    def allows_model(self, model: str) -> bool:
+        """Return whether a client may choose a type of model."""
+        del model
         return False
-    return profile.weights is Weights.DIRECT and profile.model == _VLLM
+
+    def with_model(self, model: str, *, name: str) -> Self:
+        """Return the profile of this name with a type of model that a client chose.
+
+        Raises:
+            UsageError: it does not allow the type.
+        """
+        found = f"{name}:{model}"
+        raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{found!r:.200}")
 
 
 def base_of(name: str) -> str:
@@ -298,25 +259,7 @@ def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
     if base not in profiles:
         known = ", ".join(sorted(profiles)) or "none"
         raise UsageError(f"unknown profile {base!r:.200}", expected=f"one of: {known}")
-    profile = profiles[base]
-    if name == base:
-        return profile
-    if not isinstance(profile, LmmsEvalProfile):
-        raise UsageError(f"profile {base}: its model cannot be chosen", found=f"{name!r:.200}")
-    if model == profile.model:
-        return profile
-    if not _MODEL.fullmatch(model) or not _allows_model(profile, model):
-        raise UsageError(
-            f"profile {base}: model {model!r:.200} is not allowed",
-            expected=", ".join([profile.model, *profile.allowed_models]),
-            hint="other types may run code of a checkpoint: the profile can allow them by "
-            "`allowed_models`",
-        )
-    key = CHECKPOINT_KEYS.get(model, "pretrained")
-    changed: dict[str, object] = {"model": model, "checkpoint_key": key}
-    if not _is_trusted(profile, model):
-        changed["model_args"] = {**profile.model_args, "trust_remote_code": False}
-    return profile.model_copy(update=changed)
+    return profiles[base] if name == base else profiles[base].with_model(model, name=base)
 
 
 def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
@@ -330,25 +273,15 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     """
     if ":" in name or name in profiles:
         return name
-    lmms = {key: one for key, one in profiles.items() if isinstance(one, LmmsEvalProfile)}
-    fitting = [key for key, profile in lmms.items() if profile.model == name]
-    fitting += [f"{key}:{name}" for key, profile in lmms.items() if _allows_model(profile, name)]
+    fitting = [key for key, profile in profiles.items() if profile.client_model == name]
+    fitting += [f"{key}:{name}" for key, profile in profiles.items() if profile.allows_model(name)]
     if fitting:
         return fitting[0]
     known = ", ".join(sorted(profiles)) or "none"
+    lmms = any(profile.client_model is not None for profile in profiles.values())
     raise UsageError(
         f"unknown profile {name!r:.200}"
         + (", and no profile for lmms-eval allows this type of model" if lmms else ""),
         expected=f"one of: {known}",
         hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
     )
-
-
-def _allows_model(profile: LmmsEvalProfile, model: str) -> bool:
-    """Return whether a client may choose a type of model."""
-    is_default = profile.allowed_models == MODEL_TYPES
-    return _is_trusted(profile, model) or (is_default and model in GUARDED_TYPES)
-
-
-def _is_trusted(profile: LmmsEvalProfile, model: str) -> bool:
-    return any(fnmatchcase(model, pattern) for pattern in profile.allowed_models)

@@ -8,42 +8,18 @@ standard error of `acc`. Next to `results`, `higher_is_better` has `{task: {"acc
 import json
 import math
 import os
-import re
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.config.profiles import HarnessProfile
-from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError, Work
-from unshard.evaluate.server.processes.bounded_log import last_lines
-from unshard.evaluate.server.processes.supervise import LOG_NAME
+from unshard.evaluate.server.evaluators.work import Measured, Work
 
 _STDERR = "_stderr"
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
-_LOG_LINES = 100
-_NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
-_LISTING = {"lm-eval": "lm_eval ls tasks", "lmms-eval": "lmms_eval --tasks list"}
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
-
-
-def check_known(work: Work, profile: HarnessProfile) -> None:
-    """Raise if the evaluator's log says that it does not know a task that it was asked for.
-
-    Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
-    config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
-    """
-    log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
-    named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
-    if unknown := [task for task in work.request.tasks if task in named]:
-        raise UnknownTasksError(
-            work.program,
-            unknown,
-            hint=f"see `{profile.interpreter} -m {_LISTING[profile.kind]}`; files of "
-            "further tasks belong in a directory of the profile's `include_paths`",
-        )
 
 
 def find_newest(directory: Path, pattern: str) -> Path | None:

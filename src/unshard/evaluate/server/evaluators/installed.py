@@ -10,21 +10,11 @@ from pathlib import Path
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.arguments import placeholders_in
-from unshard.evaluate.server.config.profiles import (
-    CommandProfile,
-    HarnessProfile,
-    Profile,
-    Weights,
-    keeps_engine,
-)
+from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.processes.launching import evaluator_environment
-
-MODULES = {"lm-eval": "lm_eval", "lmms-eval": "lmms_eval"}
-"""What an evaluator is imported as."""
 
 _PACKAGES = {
     "lm_eval": "lm_eval[hf]",
-    "lmms_eval": "lmms_eval",
     "torch": "unshard[torch]",
     "unshard": "unshard[torch]",
     "vllm": "unshard[vllm]",
@@ -57,11 +47,6 @@ print(", ".join(found))
 _log = logging.getLogger(__name__)
 
 
-def is_direct(profile: Profile) -> bool:
-    """Return whether a profile's evaluator reads the shards, so that nothing is merged for it."""
-    return profile.weights is Weights.DIRECT
-
-
 def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
     """Log a line for every profile whose evaluator cannot be started.
 
@@ -75,60 +60,54 @@ def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
 
 def why_missing(profile: Profile, directory: Path) -> str | None:
     """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
-    if not isinstance(profile, CommandProfile):
+    if profile.modules:
         return _why_no_module(profile, directory)
-    program = profile.command[0]
-    path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
-    if shutil.which(program, path=path) is None:
+    if _find_program(profile) is None:
+        program = profile.start[0]
         return f"{_CANNOT}: the program {program} is not found; install it, or change `command`"
     return None
 
 
+def _find_program(profile: Profile) -> str | None:
+    path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
+    return shutil.which(profile.start[0], path=path)
+
+
 def why_cannot_run(profile: Profile, directory: Path) -> str | None:
-    """Return why no job can run, if that is certain: of a command, that its script is gone."""
-    if isinstance(profile, CommandProfile):
-        script = Path(*profile.command[1:2])
-        is_gone = (
-            script.is_absolute() and not placeholders_in([str(script)]) and not script.exists()
-        )
-        return f"{_CANNOT}: there is no {script}" if is_gone else None
-    why = _why_no_module(profile, directory)
-    return why if why is not None and why.startswith(_CANNOT) else None
-
-
-def modules_of(profile: HarnessProfile) -> tuple[str, ...]:
-    """Return the modules that a profile's interpreter must have."""
-    of_shards = ("unshard", "torch") if is_direct(profile) else ()
-    of_engine = ("vllm",) if keeps_engine(profile) else ()
-    return (MODULES[profile.kind], *of_shards, *of_engine)
+    """Return why no job can run, if that is certain: its script or a module is gone."""
+    if profile.modules:
+        why = _why_no_module(profile, directory)
+        return why if why is not None and why.startswith(_CANNOT) else None
+    script = Path(*profile.start[1:2])
+    is_gone = script.is_absolute() and not placeholders_in([str(script)]) and not script.exists()
+    return f"{_CANNOT}: there is no {script}" if is_gone else None
 
 
 def versions_of(profile: Profile, directory: Path) -> str:
     """Import a profile's evaluator as a job does; return its version, and those of what it imports.
 
-    Of a command, return where its program is.
+    Of any other program, return where it is.
 
     Raises:
         EvaluationError: jobs cannot run; it says why, and what to do.
     """
     if why := why_missing(profile, directory):
         raise EvaluationError(why)
-    if isinstance(profile, CommandProfile):
-        path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
-        return str(shutil.which(profile.command[0], path=path))
+    if not profile.modules:
+        return str(_find_program(profile))
     done = _ask(profile, directory, _VERSIONS, _IMPORT_S)
     if isinstance(done, str):
         raise EvaluationError(done)
     if done.returncode:
-        raise EvaluationError(_why_ended(profile.interpreter, done))
-    return f"{profile.interpreter}: {_last_line(done.stdout)}"
+        raise EvaluationError(_why_ended(profile.start[0], done))
+    return f"{profile.start[0]}: {_last_line(done.stdout)}"
 
 
-def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
+def _why_no_module(profile: Profile, directory: Path) -> str | None:
     done = _ask(profile, directory, _FIND, _TIMEOUT_S)
     if isinstance(done, str):
         return done
-    python = profile.interpreter
+    python = profile.start[0]
     if done.returncode == 0:
         return None
     if done.returncode != _MISSING:
@@ -141,16 +120,16 @@ def _why_no_module(profile: HarnessProfile, directory: Path) -> str | None:
 
 
 def _ask(
-    profile: HarnessProfile, directory: Path, code: str, timeout_s: float
+    profile: Profile, directory: Path, code: str, timeout_s: float
 ) -> "subprocess.CompletedProcess[bytes] | str":
     """Run code in a profile's interpreter, with its modules as arguments; or return why not."""
-    python = profile.interpreter
+    python = profile.start[0]
     environment = evaluator_environment(
         profile.environment, program=python, gpus=(), directory=str(directory)
     )
     try:
         return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
-            [python, "-c", code, *modules_of(profile)],
+            [python, "-c", code, *profile.modules],
             cwd=directory,
             env=environment,
             stdin=subprocess.DEVNULL,

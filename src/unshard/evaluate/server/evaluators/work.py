@@ -14,7 +14,7 @@ from typing import Protocol
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.server.config.profiles import CommandProfile, Profile
+from unshard.evaluate.server.config.profiles import Profile
 
 _MOST = 10_000
 _REMEMBERED_S = 600.0  # then the evaluator is asked again: it may have been given the task
@@ -47,9 +47,8 @@ class Work:
 
     @property
     def program(self) -> str:
-        """What errors call the evaluator."""
-        is_named = isinstance(self.profile, CommandProfile)
-        return self.request.profile if is_named else self.profile.kind
+        """What errors call the evaluator: any program has the name of its profile."""
+        return self.profile.kind if self.profile.modules else self.request.profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,14 @@ class Evaluator(Protocol):
 
     def results_file(self, work: Work) -> Path | None:
         """Return the evaluator's own file of results, if there is one."""
+
+
+def demand_empty(directory: Path) -> None:
+    """Raise unless a directory is empty: what is there later is then new."""
+    if directory.is_dir() and any(directory.iterdir()):
+        raise EvaluationError(
+            f"{directory} already contains files", expected="a fresh directory for every attempt"
+        )
 
 
 class UnknownTasksError(EvaluationError):

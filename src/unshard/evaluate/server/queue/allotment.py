@@ -11,7 +11,7 @@ from functools import cache, partial
 from unshard.errors import UnshardError, UsageError, raise_all
 from unshard.evaluate.jobs import EvaluationError, Filters, Request, Status
 from unshard.evaluate.server.admission import list_unfitting
-from unshard.evaluate.server.config.profiles import Profile, base_of, keeps_engine
+from unshard.evaluate.server.config.profiles import Profile, base_of
 from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Evaluator
 from unshard.evaluate.server.gpus import Slots
@@ -149,7 +149,7 @@ class Allotment:
         on_cpu = self._slots.are_cpu(count)
         are_ending = self._engines.are_ending  # asked first: then their slots may suffice
         gpus = None
-        if keeps_engine(profile):
+        if profile.engine:
             gpus = self._engines.take(name, 0 if on_cpu else count)
         if gpus is None:
             gpus = self._slots.take(count)

@@ -14,7 +14,7 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import base_of, keeps_engine
+from unshard.evaluate.server.config.profiles import base_of
 from unshard.evaluate.server.endings import Absent, Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.programs import Profiles
@@ -311,7 +311,7 @@ class Scheduler:
         gpus = worker.process.gpus
         has_slots = self._slots.adopt(gpus)
         profile = self._profiles.configured.get(worker.profile)
-        if not (has_slots and profile and keeps_engine(profile) and self._engines.rest(gpus)):
+        if not (has_slots and profile and profile.engine and self._engines.rest(gpus)):
             self._retire(gpus, has_slots=has_slots)
 
     def _take_up(self, job: Job) -> None:

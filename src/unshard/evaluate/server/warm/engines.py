@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard.evaluate.server.config.profiles import LmEvalProfile
+from unshard.evaluate.server.config.profiles import Engine, Profile
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
-from unshard.evaluate.server.evaluators.programs import worker_command
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.processes.launching import (
     Child,
@@ -153,9 +152,7 @@ class Engines:
                 self._kept[gpus] = replace(self._kept[gpus], idle_since=None, is_ending=True)
         return found
 
-    def ready(
-        self, gpus: Gpus, name: str, profile: LmEvalProfile, key: str
-    ) -> tuple[Path, bool] | None:
+    def ready(self, gpus: Gpus, name: str, engine: Engine, key: str) -> tuple[Path, bool] | None:
         """Return the directory of a worker for a job on these GPUs, and whether it is new.
 
         A worker with another engine is ended first. None: the server stops, and it cannot be ended.
@@ -163,21 +160,21 @@ class Engines:
         one = self._kept.get(gpus)
         if one is not None and one.worker.key == key and is_alive(one.worker.process):
             return Path(one.worker.process.directory), False
-        return (self._start(gpus, name, profile, key), True) if self.end(gpus) else None
+        return (self._start(gpus, name, engine, key), True) if self.end(gpus) else None
 
-    def _start(self, gpus: Gpus, name: str, profile: LmEvalProfile, key: str) -> Path:
+    def _start(self, gpus: Gpus, name: str, engine: Engine, key: str) -> Path:
         place = self._directory / secrets.token_hex(8)
         place.mkdir(mode=0o700, parents=True)
         child = start_supervisor(gpus=gpus, directory=place)
         try:
-            worker = Worker(child.process, name, key, profile.idle_timeout)
+            worker = Worker(child.process, name, key, engine.idle_s)
             write_worker(worker)
         except BaseException:
             child.reap()  # without an order: nothing runs that is not recorded
             raise
-        command = worker_command(profile)
+        command = list(engine.command)
         environment = evaluator_environment(
-            profile.environment, program=command[0], gpus=gpus, directory=str(place)
+            engine.environment, program=command[0], gpus=gpus, directory=str(place)
         )
         child.give(
             Order(command, environment, str(place), math.inf, self._grace_s, self._log_bytes)
@@ -223,7 +220,7 @@ class Engines:
                 one.child.leave()
 
 
-def engine_key(profile: LmEvalProfile, model_args: Mapping[str, object], model: Path) -> str:
+def engine_key(profile: Profile, model_args: Mapping[str, object], model: Path) -> str:
     """Return what an engine is known by: what it is started with, and config and tokenizer.
 
     Args:

@@ -20,24 +20,16 @@ from pydantic_core import ErrorDetails
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.arguments import join_arguments
 from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.config.profiles import (
-    COMMAND_EXPECTED,
-    DIRECT_MODELS,
-    KINDS,
-    HarnessKeys,
-    LmEvalProfile,
     NonEmptyText,
     Place,
     Profile,
-    ProfileKeys,
     Roots,
-    Weights,
-    default_profiles,
     drop_nulls,
-    keeps_engine,
 )
+from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
+from unshard.evaluate.server.evaluators.programs import KINDS, ProfileKeys, default_profiles
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
@@ -100,28 +92,7 @@ def _fit(
     there, fitting = len(info.data["gpus"]), dict[str, Profile]()
     for name, profile in profiles.items():
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
-        if profile.weights is Weights.DIRECT:
-            _check_direct(profile, where)
-        if keeps_engine(profile) and info.data.get("executor") == RAY:
-            raise UsageError(
-                f"{where}: a kept engine of vLLM is not possible on a cluster",
-                found="executor: ray",
-                expected="`weights: merged`, another model, or `executor: embedded`",
-                hint="Ray chooses a node for each job, and the engine would keep its GPUs",
-            )
-        if "idle_timeout" in profile.model_fields_set and not keeps_engine(profile):
-            raise UsageError(
-                f"{where}: idle_timeout means nothing without an engine that is kept",
-                expected="`weights: direct` with `model: vllm`, or no idle_timeout",
-            )
-        if keeps_engine(profile) and profile.resume:
-            raise UsageError(
-                f"{where}: resume is not possible with an engine that is kept",
-                expected="`weights: merged`, another model, or `resume: false`",
-                hint="an interrupted job ends its engine, and begins anew on another one",
-            )
-        if isinstance(profile, HarnessKeys):
-            join_arguments(profile.model_args, what=f"{where}: model_args")
+        profile.check(where, is_on_cluster=info.data.get("executor") == RAY)
         count = profile.gpus if "gpus" in profile.model_fields_set else min(1, there)
         if count > there:
             raise UsageError(
@@ -129,28 +100,6 @@ def _fit(
             )
         fitting[name] = profile.model_copy(update={"gpus": count})
     return fitting
-
-
-def _check_direct(profile: Profile, where: str) -> None:
-    """Raise if a profile that merges nothing could not work, or keeps what it does not make."""
-    what = f"{where}: weights: direct is not possible"
-    if not isinstance(profile, LmEvalProfile):
-        raise UsageError(
-            f"{what}: an evaluator of this kind loads a model from files",
-            expected="kind lm-eval, or `weights: merged`",
-            found=f"kind {profile.kind}",
-        )
-    if profile.model not in DIRECT_MODELS:
-        raise UsageError(
-            f"{what} with this type of model",
-            expected=f"model: {' or '.join(DIRECT_MODELS)}; or `weights: merged`",
-            found=f"model: {profile.model}",
-        )
-    if profile.keep != "none":
-        raise UsageError(
-            f"{what} with `keep: {profile.keep}`: there is no merged model to keep",
-            expected="`keep: none`, or `weights: merged`",
-        )
 
 
 class ServerConfig(BaseModel):
@@ -246,7 +195,10 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             letters = "letters, digits, and `_`, `.`, `-`"
             return UsageError(f"{path}: profiles.{name} cannot be a name", expected=letters)
         case ["profiles", name, kind, *keys]:
-            where, known = f"{path}: profiles.{name} (kind {kind})", list(KINDS[kind].model_fields)
+            where, known = (
+                f"{path}: profiles.{name} (kind {kind})",
+                list(KINDS[kind][0].model_fields),
+            )
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
         case ["on_result", *keys]:

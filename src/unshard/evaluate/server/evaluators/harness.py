@@ -1,0 +1,182 @@
+"""What lm-eval and lmms-eval have in common: keys, command lines, and what clients may choose."""
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Arguments
+from unshard.evaluate.server.config.arguments import (
+    has_separator,
+    is_name,
+    join_arguments,
+    matches,
+    parse_arguments,
+)
+from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
+from unshard.evaluate.server.config.profiles import (
+    Folders,
+    ModelArgs,
+    NonEmptyText,
+    Profile,
+    Texts,
+    find_program,
+)
+from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.processes.bounded_log import last_lines
+from unshard.evaluate.server.processes.supervise import LOG_NAME
+from unshard.evaluate.server.roots import not_accepted
+from unshard.evaluate.values import LARGEST, Scalar, expects
+
+_MOST_ARGUMENTS = 64
+_LONGEST_VALUE = 4000
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
+
+_LOG_LINES = 100
+_NOT_FOUND = re.compile(r"Tasks not found: (.*?)(?:\. Try .*)?$", re.MULTILINE)
+
+
+class HarnessKeys(Profile):
+    """Keys of the profiles of lm-eval and lmms-eval."""
+
+    module: ClassVar[str]
+    """What the evaluator is imported as, and run."""
+    listing: ClassVar[str]
+    """What shows its tasks, behind `python -m`."""
+    is_lmms_form: ClassVar[bool] = True
+    trial: ClassVar[Arguments] = Arguments(limit=1)
+
+    interpreter: Annotated[NonEmptyText, AfterValidator(find_program)] = sys.executable
+    """The Python that has the evaluator installed."""
+    include_paths: Folders = ()
+    """Directories with further tasks."""
+    model: NonEmptyText
+    """The type of model, as the evaluator calls it."""
+    checkpoint_key: NonEmptyText = "pretrained"
+    """The argument of the model that takes the checkpoint."""
+    model_args: ModelArgs = {}  # noqa: RUF012  (pydantic copies it)
+    """Arguments of the model that no client can change."""
+    allowed_model_args: Texts = ()
+    """Shell patterns of the arguments, of the model and of generation, that clients may choose in
+    addition to those known to be harmless."""
+    launcher: Annotated[Literal["accelerate", "none"], expects("accelerate, none")] = "accelerate"
+    """How a job with several GPUs uses them: by a process for each, which has the whole model and a
+    part of the data, or by one process, whose model spreads over them by itself (vllm)."""
+
+    @property
+    def start(self) -> tuple[str, ...]:
+        """The interpreter."""
+        return (self.interpreter,)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The evaluator's module, and those that its model needs."""
+        return (self.module,)
+
+    def check(self, where: str, *, is_on_cluster: bool) -> None:
+        """Raise if nothing is to be merged, or an argument cannot be handed over."""
+        super().check(where, is_on_cluster=is_on_cluster)
+        join_arguments(self.model_args, what=f"{where}: model_args")
+
+    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield the arguments that are neither harmless nor allowed, or that the server sets."""
+        yield from self._list_unfitting("model_args", chosen.model_args, MODEL_ARGUMENTS)
+        fixed = {self.checkpoint_key, *self.model_args}
+        for key in sorted(fixed.intersection(chosen.model_args)):
+            yield not_accepted(
+                "model_args", key, expected="an argument that the server does not set itself"
+            )
+        try:
+            pairs = parse_arguments(chosen.gen_kwargs or "", what="gen_kwargs")
+        except UsageError as error:
+            yield error
+        else:
+            yield from self._list_unfitting("gen_kwargs", pairs, GENERATION_ARGUMENTS)
+
+    def _list_unfitting(
+        self, field: str, pairs: Mapping[str, Scalar], harmless: Collection[str]
+    ) -> Iterator[UsageError]:
+        if len(pairs) > _MOST_ARGUMENTS:
+            yield not_accepted(field, len(pairs), expected=f"at most {_MOST_ARGUMENTS}")
+            return
+        for key, value in pairs.items():
+            if not is_name(key, _KEY):
+                yield not_accepted(
+                    field, key, expected="an identifier of ASCII letters, digits and `_`"
+                )
+            elif key not in harmless and not matches(key, self.allowed_model_args):
+                yield not_accepted(
+                    field,
+                    key,
+                    expected="an argument that is known to load neither code nor another model",
+                    hint="the profile can allow it by `allowed_model_args`, or set it by "
+                    "`model_args`",
+                )
+            elif not _is_plain(value):
+                yield not_accepted(
+                    f"{field}: {key}",
+                    value,
+                    expected="a finite number, a boolean, or one line of text without comma, "
+                    "equals sign, quotes, brackets and slashes, and not only dots",
+                )
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is plain: one with a slash may be a path, or a repository of code."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int | float):
+        return abs(value) <= LARGEST  # false for NaN, too
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _LONGEST_VALUE
+        and value.isprintable()
+        and not has_separator(value)
+        and "/" not in value
+        and set(value) != {"."}
+    )
+
+
+def module_command(profile: HarnessKeys, work: Work, module: str) -> list[str]:
+    """Return the command line that runs a module on all GPUs of the work.
+
+    `accelerate launch` is left out for one process: it would start it without the variables that
+    `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
+    """
+    start = [profile.interpreter, "-m"]
+    if work.gpus > 1 and profile.launcher == "accelerate":
+        start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
+        start += ["--num_machines=1", "--main_process_port=0", "-m"]
+    return [*start, module]
+
+
+def model_args(profile: HarnessKeys, work: Work, model: Path) -> dict[str, Scalar]:
+    """Return the arguments of the model; the profile's win over the client's."""
+    chosen = work.request.arguments.model_args
+    return {**chosen, **profile.model_args, profile.checkpoint_key: str(model)}
+
+
+def generation_args(work: Work) -> dict[str, Scalar]:
+    """Return the arguments of generation."""
+    return parse_arguments(work.request.arguments.gen_kwargs or "", what="gen_kwargs")
+
+
+def check_known(work: Work, profile: HarnessKeys) -> None:
+    """Raise if the evaluator's log says that it does not know a task that it was asked for.
+
+    Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
+    config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
+    """
+    log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
+    named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
+    if unknown := [task for task in work.request.tasks if task in named]:
+        raise UnknownTasksError(
+            work.program,
+            unknown,
+            hint=f"see `{profile.interpreter} -m {profile.listing}`; files of "
+            "further tasks belong in a directory of the profile's `include_paths`",
+        )

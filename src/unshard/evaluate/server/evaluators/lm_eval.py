@@ -1,0 +1,179 @@
+"""lm-eval (lm_eval 0.4.13): `python -m lm_eval run --config job.yaml`.
+
+Everything is written into the YAML file, where a value is a value: nothing in it can become another
+argument. The exit code is honest, but for results that cannot be saved (a warning in its log).
+Where nothing is merged, `evaluators.direct` runs it.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import yaml
+from pydantic import Field
+
+from unshard.errors import UsageError
+from unshard.evaluate.jobs import Arguments
+from unshard.evaluate.server.config.arguments import join_arguments
+from unshard.evaluate.server.config.profiles import Engine, NonEmptyText
+from unshard.evaluate.server.evaluators.answers import place_of_answers
+from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
+from unshard.evaluate.server.evaluators.documents import (
+    check_tasks,
+    find_newest,
+    read_results,
+    replace_tags,
+)
+from unshard.evaluate.server.evaluators.harness import (
+    HarnessKeys,
+    check_known,
+    generation_args,
+    model_args,
+    module_command,
+)
+from unshard.evaluate.server.evaluators.work import Measured, Work, demand_empty
+from unshard.evaluate.values import expects
+
+DIRECT = "unshard.evaluate.server.evaluators.direct"
+"""The module that runs lm-eval where nothing is merged."""
+
+_VLLM = "vllm"
+_DIRECT_MODELS = ("hf", _VLLM)  # those that can be made of shards
+_WORKER = "unshard.evaluate.server.warm.worker"
+_CLIENT = "unshard.evaluate.server.warm.client"
+_MARGIN_S = 60.0  # in which the server ends it first, if there is one
+
+
+class LmEvalProfile(HarnessKeys):
+    """A profile of lm-eval."""
+
+    module: ClassVar[str] = "lm_eval"
+    listing: ClassVar[str] = "lm_eval ls tasks"
+
+    kind: Literal["lm-eval"] = "lm-eval"
+    model: NonEmptyText = "hf"
+    idle_timeout: Annotated[
+        float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
+    ] = 600.0
+    """Seconds for which an engine that is kept between jobs waits for the next one."""
+    resume: Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)] = False
+    """Whether an attempt continues with the answers of one that was interrupted before it."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """lm-eval, and those that load a model from shards."""
+        of_shards = ("unshard", "torch") if self.is_direct else ()
+        of_engine = (_VLLM,) if self.engine else ()
+        return (self.module, *of_shards, *of_engine)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of vLLM, which takes one checkpoint after the other from shards."""
+        if not self.is_direct or self.model != _VLLM:
+            return None
+        command = (self.interpreter, "-m", _WORKER, str(self.idle_timeout + _MARGIN_S))
+        return Engine(command, self.idle_timeout, self.environment)
+
+    def check(self, where: str, *, is_on_cluster: bool) -> None:
+        """Raise if shards cannot be read, an engine not be kept, or an argument not handed over."""
+        if self.is_direct:
+            self._check_direct(f"{where}: weights: direct is not possible")
+        if self.engine and is_on_cluster:
+            raise UsageError(
+                f"{where}: a kept engine of vLLM is not possible on a cluster",
+                found="executor: ray",
+                expected="`weights: merged`, another model, or `executor: embedded`",
+                hint="Ray chooses a node for each job, and the engine would keep its GPUs",
+            )
+        if "idle_timeout" in self.model_fields_set and not self.engine:
+            raise UsageError(
+                f"{where}: idle_timeout means nothing without an engine that is kept",
+                expected="`weights: direct` with `model: vllm`, or no idle_timeout",
+            )
+        if self.engine and self.resume:
+            raise UsageError(
+                f"{where}: resume is not possible with an engine that is kept",
+                expected="`weights: merged`, another model, or `resume: false`",
+                hint="an interrupted job ends its engine, and begins anew on another one",
+            )
+        join_arguments(self.model_args, what=f"{where}: model_args")
+
+    def _check_direct(self, what: str) -> None:
+        if self.model not in _DIRECT_MODELS:
+            raise UsageError(
+                f"{what} with this type of model",
+                expected=f"model: {' or '.join(_DIRECT_MODELS)}; or `weights: merged`",
+                found=f"model: {self.model}",
+            )
+        if self.keep != "none":
+            raise UsageError(
+                f"{what} with `keep: {self.keep}`: there is no merged model to keep",
+                expected="`keep: none`, or `weights: merged`",
+            )
+
+    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield what is not allowed, also of an engine that is kept."""
+        yield from super().list_unfitting(chosen)
+        count = (chosen.model_args | dict(self.model_args)).get("data_parallel_size", 1)
+        if self.engine and count != 1:
+            yield UsageError(
+                "data_parallel_size is not possible with `weights: direct`, which keeps one engine",
+                expected="1",
+                found=str(count),
+                hint="jobs on other GPUs have engines of their own; several GPUs of one engine are "
+                "used by tensor_parallel_size",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LmEval:
+    """Runs lm-eval's own command line."""
+
+    profile: LmEvalProfile
+
+    def command(self, work: Work) -> list[str]:
+        """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
+
+        Where an engine is kept, the command hands them over to its worker, which is to be added.
+
+        The output is named as a file: below a directory, lm-eval would make another with the whole
+        path of the model in its name, fail when that is longer than a file name can be, and say
+        nothing.
+        """
+        demand_empty(work.output)
+        profile = self.profile
+        is_ours = profile.is_direct and not profile.engine
+        options: dict[str, object] = {
+            "model": MODEL_TYPE if is_ours else profile.model,
+            "model_args": model_args(profile, work, work.model),
+            "tasks": list(work.request.tasks),
+            "output_path": str(work.output / "results.json"),
+            "log_samples": True,
+            "use_cache": place_of_answers(work) if profile.resume else None,
+            **work.request.arguments.options(),
+            "gen_kwargs": generation_args(work) or None,
+            "include_path": [str(path) for path in profile.include_paths] or None,
+            "device": None if work.gpus else "cpu",
+        }
+        given = {key: value for key, value in options.items() if value is not None}
+        path = work.directory / "job.yaml"
+        path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+        module = DIRECT if profile.is_direct else profile.module
+        client = [sys.executable, "-m", _CLIENT]
+        start = client if profile.engine else module_command(profile, work, module)
+        return [*start, "run", f"--config={path}"]
+
+    def measured(self, work: Work, returncode: int) -> Measured:
+        """Return the numbers of all tasks and groups."""
+        if returncode != 0:
+            check_known(work, self.profile)
+        results = self.results_file(work)
+        document = read_results(work, results, returncode, expected="results_TIME.json")
+        tasks = replace_tags(document, work.request.tasks)
+        return check_tasks(document, tasks, program=work.program)
+
+    def results_file(self, work: Work) -> Path | None:
+        """Return the file of results."""
+        return find_newest(work.output, "results_*.json")

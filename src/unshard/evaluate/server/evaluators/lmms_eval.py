@@ -1,0 +1,115 @@
+"""lmms-eval (lmms_eval 0.7.3): `python -m lmms_eval --model ... --model_args key=value,...`.
+
+Its exit code is 0 whatever happens (lmms_eval/__main__.py ends in `sys.exit(0)` after an error is
+printed). So the results alone count: new, and with numbers for every task that was asked for. Tags
+are refused by this: the results keep no record of them.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from unshard.errors import UsageError
+from unshard.evaluate.server.config.arguments import has_separator, join_arguments, matches
+from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
+from unshard.evaluate.server.config.profiles import Folders, NonEmptyText, Texts
+from unshard.evaluate.server.evaluators.documents import check_tasks, find_newest, read_results
+from unshard.evaluate.server.evaluators.harness import (
+    HarnessKeys,
+    check_known,
+    generation_args,
+    model_args,
+    module_command,
+)
+from unshard.evaluate.server.evaluators.work import Measured, Work, demand_empty
+
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
+
+
+class LmmsEvalProfile(HarnessKeys):
+    """A profile of lmms-eval."""
+
+    module: ClassVar[str] = "lmms_eval"
+    listing: ClassVar[str] = "lmms_eval --tasks list"
+    kind: Literal["lmms-eval"] = "lmms-eval"
+    include_paths: Annotated[Folders, Field(max_length=1)] = ()
+    model: NonEmptyText = "huggingface"
+    allowed_models: Texts = MODEL_TYPES
+    """Shell patterns of the other types of model that clients may choose."""
+
+    @property
+    def client_model(self) -> str:
+        """The type of model."""
+        return self.model
+
+    def allows_model(self, model: str) -> bool:
+        """Return whether a client may choose a type of model."""
+        is_default = self.allowed_models == MODEL_TYPES
+        return matches(model, self.allowed_models) or (is_default and model in GUARDED_TYPES)
+
+    def with_model(self, model: str, *, name: str) -> Self:
+        """Return the profile with a type of model; others than its own must be allowed."""
+        if model == self.model:
+            return self
+        if not _MODEL.fullmatch(model) or not self.allows_model(model):
+            raise UsageError(
+                f"profile {name}: model {model!r:.200} is not allowed",
+                expected=", ".join([self.model, *self.allowed_models]),
+                hint="other types may run code of a checkpoint: the profile can allow them by "
+                "`allowed_models`",
+            )
+        key = CHECKPOINT_KEYS.get(model, "pretrained")
+        changed: dict[str, object] = {"model": model, "checkpoint_key": key}
+        if not matches(model, self.allowed_models):
+            changed["model_args"] = {**self.model_args, "trust_remote_code": False}
+        return self.model_copy(update=changed)
+
+
+@dataclass(frozen=True, slots=True)
+class LmmsEval:
+    """Runs lmms-eval's own command line."""
+
+    profile: LmmsEvalProfile
+
+    def command(self, work: Work) -> list[str]:
+        """Return the command; each option is one argument, so no value can become another option.
+
+        lmms-eval appends the output to comma-separated arguments of its own, so it is checked, too.
+        """
+        demand_empty(work.output)
+        model = work.model
+        if has_separator(str(model)):  # `runs/lr=1e-5,bs=8` would be three arguments
+            model = work.directory / "model"
+            model.symlink_to(work.model)
+        join_arguments({"output_path": str(work.output)}, what=work.program)
+        joined = join_arguments(
+            model_args(self.profile, work, model), what=f"{work.program}: model_args"
+        )
+        generation = join_arguments(generation_args(work), what=f"{work.program}: gen_kwargs")
+        options: dict[str, object] = {
+            "model": self.profile.model,
+            "model_args": joined,
+            "tasks": ",".join(work.request.tasks),
+            "output_path": work.output,
+            **work.request.arguments.options(),
+            "gen_kwargs": generation or None,
+            "include_path": next(iter(self.profile.include_paths), None),
+            "device": None if work.gpus else "cpu",
+        }
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return [*module_command(self.profile, work, self.profile.module), *given, "--log_samples"]
+
+    def measured(self, work: Work, returncode: int) -> Measured:
+        """Return the numbers of all tasks and groups."""
+        results = self.results_file(work)
+        if results is None:
+            check_known(work, self.profile)
+        document = read_results(work, results, returncode, expected="TIME_results.json")
+        return check_tasks(document, work.request.tasks, program=work.program)
+
+    def results_file(self, work: Work) -> Path | None:
+        """Return the file of results."""
+        return find_newest(work.output, "*_results.json")
