@@ -272,7 +272,7 @@ PROMISED = {
     "unshard.evaluate.client.lmms.LmmsClient",
     # In pydantic's way, their fields are keys of the same JSON or YAML object as those of the heir.
     "unshard.evaluate.jobs.Arguments",
-    "unshard.evaluate.server.config.profiles.Profile",
+    "unshard.evaluate.server.evaluators.work.Profile",
     "unshard.evaluate.server.evaluators.harness.HarnessKeys",
 }
 

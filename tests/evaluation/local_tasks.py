@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.config.profiles import Profile
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import Profile, Work
 
 __all__ = [
     "OFFLINE",

@@ -8,10 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import ConfigDict
 from safetensors.numpy import save_file
 
 import unshard
@@ -19,9 +19,7 @@ import waiting
 from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Request, Status
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
@@ -39,18 +37,15 @@ def done(**metrics):
 """
 
 
-def script_profile(**changed: object) -> CommandProfile:
-    profile = CommandProfile(command=("x",), timeout=waiting.LIMIT_S, retries=0, gpus=1)
-    return profile.model_copy(update=changed)
-
-
-@dataclass(frozen=True)
-class ScriptEvaluator:
+class ScriptProfile(CommandProfile):
     """Runs a script, which begins with `SCORE`, with the model, the output and the step."""
 
-    script: str
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    def command(self, work: Work) -> list[str]:
+    command: tuple[str, ...] = ("x",)
+    script: str = ""
+
+    def command_line(self, work: Work) -> list[str]:
         step = str(work.request.step)
         places = [str(work.model), str(work.output)]
         return [sys.executable, "-I", "-S", "-c", SCORE + self.script, *places, step]
@@ -60,10 +55,12 @@ class ScriptEvaluator:
         if returncode != 0 or not path.exists():
             raise EvaluationError("no metrics", found=f"exit code {returncode}")
         found: dict[str, float] = json.loads(path.read_text())
-        return Measured(found, {})
+        return Measured(found, {}, file=path)
 
-    def results_file(self, work: Work) -> Path | None:
-        return work.output / "metrics.json"
+
+def script_profile(script: str = "", **changed: object) -> ScriptProfile:
+    profile = ScriptProfile(script=script, timeout=waiting.LIMIT_S, retries=0, gpus=1)
+    return profile.model_copy(update=changed)
 
 
 def whole_model(directory: Path) -> Path:
@@ -85,13 +82,13 @@ def scheduler(
     script: str,
     *,
     gpus: str = "0",
-    profile: Profile | None = None,
+    profile: ScriptProfile | None = None,
     **settings: object,
 ) -> tuple[Store, Scheduler]:
     """Return a store and a scheduler, not started, in a directory."""
     store = Store(work_dir / "jobs.sqlite")
     chosen = profile or script_profile()
-    profiles = Profiles({"script": chosen}, lambda _: ScriptEvaluator(script))
+    profiles = {"script": chosen.model_copy(update={"script": script})}
     pins = Pins(store, (), Quota())
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = SchedulerSettings(work_dir, **known)  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from evaluation.running import child_environment
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.files import fingerprint, read_stamps
 from unshard.evaluate.server.evaluators.command import CommandProfile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.http import app as application
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.serve import make_service
@@ -292,7 +293,7 @@ class Still:
 
 
 @contextmanager
-def still(root: Path, **profiles: CommandProfile) -> Iterator[Still]:
+def still(root: Path, **profiles: CommandProfile | LmEvalProfile) -> Iterator[Still]:
     """Make the application of a server of one root, whose work directory is below it."""
     config = ServerConfig(roots=(root,), work_directory=root / "work", profiles=profiles)
     service = make_service(config)

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 from evaluation.running import (
-    ScriptEvaluator,
     child_environment,
     is_running,
     script_profile,
@@ -22,10 +21,7 @@ from evaluation.running import (
 from unshard.evaluate.jobs import Arguments, Job, Request
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Profile, Weights
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.programs import Profiles, make_evaluator
-from unshard.evaluate.server.evaluators.work import Evaluator
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -89,7 +85,7 @@ class Place:
             "interpreter": str(self.root / "python"),
             "environment": environment,
             "model": "vllm",
-            "weights": Weights.DIRECT,
+            "weights": "direct",
             "timeout": LIMIT_S,
             "idle_timeout": LIMIT_S,
             "retries": 0,
@@ -101,16 +97,12 @@ class Place:
         self, *, gpus: str = "0", script: str = "done(acc=1)", **profile: object
     ) -> tuple[Store, Scheduler]:
         """Return a store and a scheduler, not started; "script" is a profile without engines."""
-        known: dict[str, Profile] = {"warm": self.profile(**profile), "script": script_profile()}
-
-        def make(one: Profile) -> Evaluator:
-            return make_evaluator(one) if one.engine else ScriptEvaluator(script)
-
+        known = {"warm": self.profile(**profile), "script": script_profile(script)}
         store = Store(self.work / "jobs.sqlite")
         settings = SchedulerSettings(self.work, Limits(grace_s=5.0, poll_s=0.02), backoff_s=0.05)
         slots = Slots(filter(None, gpus.split(",")))
         pins = Pins(store, (), Quota())
-        return store, Scheduler(store, slots, Profiles(known, make), pins, settings)
+        return store, Scheduler(store, slots, known, pins, settings)
 
     def hold(self) -> Path:
         """Have jobs wait until the file that is returned is removed."""

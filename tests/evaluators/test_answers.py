@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from evaluation.running import child_environment, job_of, request, scheduler, wa
 from unshard.evaluate.jobs import Arguments, Job, Request, Status
 from unshard.evaluate.server.evaluators.answers import forget_answers, place_of_answers
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 from waiting import wait_until
 
@@ -102,19 +102,19 @@ def test_a_killed_lm_eval_goes_on_with_its_answers(
     def attempt(job: str, number: int, chosen: LmEvalProfile = profile) -> Work:
         return work_at(tmp_path / job / str(number), model, asked, chosen)
 
-    evaluator, environment = make_evaluator(profile), child_environment() | OFFLINE
+    environment = child_environment() | OFFLINE
     choices, known, job = QUESTIONS * CHOICES, 0, ""
     for number in range(TRIES):  # on a busy machine one may end before it is killed
         job = f"job-{number}"
         known = killed_in_the_middle(
-            evaluator.command(attempt(job, 1)), tmp_path / job, environment, choices + 5
+            profile.command_line(attempt(job, 1)), tmp_path / job, environment, choices + 5
         )
         if known < choices + STORIES:
             break
     assert choices + 5 <= known < choices + STORIES
 
     second = attempt(job, 2)
-    done = run_evaluator(evaluator.command(second), second.directory)
+    done = run_evaluator(profile.command_line(second), second.directory)
     counts = re.findall(r"Cached requests: (\d+), Requests remaining: (\d+)", done.stdout)
     assert counts == [
         (str(choices), "0"),
@@ -122,11 +122,10 @@ def test_a_killed_lm_eval_goes_on_with_its_answers(
     ], done.stdout
     plain = profile.model_copy(update={"resume": False})
     whole = attempt("other", 1, plain)
-    reference = make_evaluator(plain)
-    end = run_evaluator(reference.command(whole), whole.directory)
+    end = run_evaluator(plain.command_line(whole), whole.directory)
     assert "Cached requests" not in end.stdout
-    measured = evaluator.measured(second, done.returncode)
-    assert measured == reference.measured(whole, end.returncode)
+    measured = profile.measured(second, done.returncode)
+    assert measured == replace(plain.measured(whole, end.returncode), file=measured.file)
     assert len(samples_of(whole)) == QUESTIONS + STORIES
     assert samples_of(second) == samples_of(whole)
     assert not (tmp_path / "other" / "answers").exists()

@@ -15,13 +15,11 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Job, Request, Status, WeightsName
 from unshard.evaluate.server.admission import check_request, list_unfitting
 from unshard.evaluate.server.attempts.merging import GoneError, Merger
-from unshard.evaluate.server.config.profiles import Profile, Weights
 from unshard.evaluate.server.evaluators import lm_eval
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE, PLACE_NAME
 from unshard.evaluate.server.evaluators.installed import why_missing
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import Profile, Work
 from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 
 TASK = "colours_surprise"
@@ -42,7 +40,7 @@ def sharded(step: Path, *, ema: bool = False) -> Path:
 
 
 def direct(**changed: object) -> LmEvalProfile:
-    return LmEvalProfile(weights=Weights.DIRECT, **changed)  # type: ignore[arg-type]  # its own fields
+    return LmEvalProfile(weights="direct", **changed)  # type: ignore[arg-type]  # its own fields
 
 
 def prepare(
@@ -65,9 +63,9 @@ def configured(tmp_path: Path, **profile: object) -> Profile:
 
 
 def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> None:
-    assert configured(tmp_path).weights is Weights.MERGED
-    assert configured(tmp_path, weights="merged", keep="all").weights is Weights.MERGED
-    assert configured(tmp_path, weights="direct").weights is Weights.DIRECT
+    assert configured(tmp_path).weights == "merged"
+    assert configured(tmp_path, weights="merged", keep="all").weights == "merged"
+    assert configured(tmp_path, weights="direct").weights == "direct"
     assert not configured(tmp_path, weights="direct").engine
     engine = {"weights": "direct", "model": "vllm"}
     for given, expected in ({}, 600), ({"idle_timeout": 5}, 5):
@@ -133,7 +131,7 @@ def test_lm_evals_own_command_line_runs_with_another_type_of_model(tmp_path: Pat
     checkpoint = sharded(tmp_path / "run" / "checkpoint-3")
     profile = direct(model_args={"dtype": "float32"}, gpus=2)
     work = prepare(tmp_path, checkpoint, profile)
-    command = make_evaluator(profile).command(work)
+    command = profile.command_line(work)
     assert command[1:4] == ["-m", "accelerate.commands.launch", "--multi_gpu"]
     config = work.directory / "job.yaml"
     assert command[-4:] == ["-m", lm_eval.DIRECT, "run", f"--config={config}"]
@@ -147,7 +145,7 @@ def test_a_job_for_an_engine_that_is_kept_is_handed_to_its_worker(tmp_path: Path
     checkpoint = sharded(tmp_path / "run" / "checkpoint-3")
     profile = direct(model="vllm", gpus=2, interpreter="other", model_args={"dtype": "auto"})
     work = prepare(tmp_path, checkpoint, profile)
-    command = make_evaluator(profile).command(work)
+    command = profile.command_line(work)
     config = work.directory / "job.yaml"
     client = "unshard.evaluate.server.warm.client"
     assert command == [sys.executable, "-m", client, "run", f"--config={config}"]
@@ -172,10 +170,9 @@ def test_the_numbers_are_those_of_the_merged_model(tmp_path: Path, weights: Weig
         direct(include_paths=tasks),
     ):
         work = prepare(tmp_path, checkpoint, profile, weights)
-        evaluator = make_evaluator(profile)
-        done = run_evaluator(evaluator.command(work), work.directory)
+        done = run_evaluator(profile.command_line(work), work.directory)
         assert done.returncode == 0, done.stdout
-        found.append(evaluator.measured(work, done.returncode).metrics)
+        found.append(profile.measured(work, done.returncode).metrics)
     assert found[0] == found[1]
     assert found[0].keys() == {f"{TASK}/perplexity", f"{TASK}/acc"}
     assert not list((tmp_path / "attempt-direct-model").glob("**/*.safetensors"))
@@ -186,13 +183,12 @@ def test_shards_that_are_gone_when_the_evaluator_reads_them_are_named(tmp_path: 
     profile = direct(include_paths=(surprise_task(tmp_path / "tasks"),))
     work = prepare(tmp_path, checkpoint, profile)
     (checkpoint / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").unlink()
-    evaluator = make_evaluator(profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
+    done = run_evaluator(profile.command_line(work), work.directory)
     assert done.returncode == 1
     assert "rank 1" in done.stdout.splitlines()[-1] or "rank_1" in done.stdout
     assert "Traceback" not in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
-        evaluator.measured(work, done.returncode)
+        profile.measured(work, done.returncode)
 
 
 def test_an_interpreter_without_unshard_or_torch_is_reported(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from evaluation.running import child_environment
 from evaluation.servers import Live, started
-from unshard.evaluate.server.evaluators.programs import KINDS
+from unshard.evaluate.server.evaluators.profiles import KINDS
 from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 from unshard.evaluate.trainer import config
 from unshard.evaluate.trainer.config import EvalConfig
@@ -41,7 +41,7 @@ def keys(heading: str) -> set[str]:
 
 
 def test_the_tables_name_every_key_and_no_other() -> None:
-    profile_keys = (one.model_fields for one, _ in KINDS.values())
+    profile_keys = (one.model_fields for one in KINDS.values())
     assert keys("The server's YAML") == set(ServerConfig.model_fields).union(*profile_keys)
     fields = {field.name for field in dataclasses.fields(EvalConfig)}
     assert keys("The client's YAML") == fields | {"model", *config._UNUSED}
@@ -52,7 +52,7 @@ def test_the_table_says_which_kinds_have_a_key() -> None:
         r"^\| `(\w+)` \| (all|[a-z-]+(?:, [a-z-]+)*) \|", PAGE.read_text(), re.MULTILINE
     ):
         named = set(KINDS) if kinds == "all" else set(kinds.split(", "))
-        assert {kind for kind, (one, _) in KINDS.items() if key in one.model_fields} == named
+        assert {kind for kind, one in KINDS.items() if key in one.model_fields} == named
 
 
 @pytest.fixture

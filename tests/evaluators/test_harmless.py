@@ -14,10 +14,10 @@ from evaluation.running import whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.config.profiles import Profile, profile_named
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
+from unshard.evaluate.server.evaluators.profiles import profile_named
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.trainer.config import EvalConfig
@@ -113,7 +113,7 @@ def test_lmms_engines_documented_yaml_and_a_server_without_a_configuration(tmp_p
     assert job.request.arguments.num_gpus == 8
     profile = profile_named(server.profiles, job.request.profile)
     work = work_at(tmp_path / "attempt", place, job.request, profile)
-    command = make_evaluator(profile).command(work)
+    command = profile.command_line(work)
     assert "--model=qwen_vl" in command
     assert f"--model_args=trust_remote_code=False,pretrained={place}" in command
 

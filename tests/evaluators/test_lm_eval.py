@@ -8,10 +8,8 @@ import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
-from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 LM_EVAL = LmEvalProfile()
@@ -35,9 +33,8 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     chosen = Arguments(limit=2, batch_size=2, num_fewshot=0, seed=7)
     request = Request("/a", "lm", ("sights", "dim"), arguments=chosen)
     work = work_at(tmp_path / "attempt", model, request, profile)
-    evaluator = make_evaluator(profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
-    measured = evaluator.measured(work, done.returncode)
+    done = run_evaluator(profile.command_line(work), work.directory)
+    measured = profile.measured(work, done.returncode)
     metrics = measured.metrics
     assert metrics.keys() == {
         "sights/acc",
@@ -48,7 +45,7 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     assert measured.errors.keys() == metrics.keys()
     assert all(0 <= value <= 1 for value in measured.errors.values())
     assert metrics["colours_of_day/acc"] == metrics["colours_of_night/acc"] == metrics["sights/acc"]
-    results = evaluator.results_file(work)
+    results = measured.file
     assert results is not None
     document = json.loads(results.read_bytes())
     assert document["n-samples"]["colours_of_day"]["effective"] == 2
@@ -58,8 +55,8 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
     work = attempt(tmp_path, "nothing_of_that_name")
-    evaluator = make_evaluator(work.profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
+    evaluator = work.profile
+    done = run_evaluator(evaluator.command_line(work), work.directory)
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
         evaluator.measured(work, done.returncode)
@@ -67,7 +64,6 @@ def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name") as caught:
         evaluator.measured(work, done.returncode)
     assert caught.value.tasks == ("nothing_of_that_name",)
-    assert evaluator.results_file(work) is None
 
 
 def test_the_configuration_holds_values_as_they_are(tmp_path: Path) -> None:
@@ -75,7 +71,7 @@ def test_the_configuration_holds_values_as_they_are(tmp_path: Path) -> None:
     profile = LmEvalProfile(model_args={"dtype": "a,trust_remote_code=true"}, gpus=1)
     work = attempt(tmp_path, "a", "b", profile=profile, gen_kwargs="temperature=0.5,do_sample=true",
                    model_args={"revision": "yes"}, limit=0.5, batch_size="auto:4")  # fmt: skip
-    command = make_evaluator(profile).command(work)
+    command = profile.command_line(work)
     assert command[1:4] == ["-m", "lm_eval", "run"]
     assert yaml.safe_load((work.directory / "job.yaml").read_text()) == {
         "model": "hf",
@@ -95,10 +91,10 @@ def test_the_configuration_holds_values_as_they_are(tmp_path: Path) -> None:
 
 def test_without_gpus_it_runs_on_the_cpu_and_with_several_under_accelerate(tmp_path: Path) -> None:
     alone = attempt(tmp_path / "alone", "a")
-    assert make_evaluator(LM_EVAL).command(alone)[2] == "lm_eval"
+    assert LM_EVAL.command_line(alone)[2] == "lm_eval"
     assert yaml.safe_load((alone.directory / "job.yaml").read_text())["device"] == "cpu"
     several = attempt(tmp_path / "several", "a", num_gpus=2)
-    command = make_evaluator(LM_EVAL).command(several)
+    command = LM_EVAL.command_line(several)
     assert command[2:] == [
         "accelerate.commands.launch",
         "--multi_gpu",
@@ -130,7 +126,7 @@ def test_results_without_what_was_asked_for(
 ) -> None:
     work = attempt(tmp_path, "a")
     write_results(work, document)
-    evaluator = make_evaluator(work.profile)
+    evaluator = work.profile
     if message is None:
         assert evaluator.measured(work, 0).metrics == {"other/acc": 1.0}
         return
@@ -142,24 +138,17 @@ def test_results_that_end_in_the_middle_are_an_error(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     (work.output / "results_now.json").write_text('{"results": {"a": {"acc,none": 0.')
     with pytest.raises(EvaluationError, match="cannot be read"):
-        make_evaluator(work.profile).measured(work, 0)
+        work.profile.measured(work, 0)
 
 
 def test_no_results_after_a_good_end_are_an_error(tmp_path: Path) -> None:
     """It says "Could not save results aggregated" in its log and ends with 0."""
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="wrote no results"):
-        make_evaluator(work.profile).measured(work, 0)
+        work.profile.measured(work, 0)
 
 
 def test_a_signal_is_named(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="SIGKILL"):
-        make_evaluator(work.profile).measured(work, -9)
-
-
-def test_an_output_that_is_not_empty_is_refused(tmp_path: Path) -> None:
-    work = attempt(tmp_path, "a")
-    write_results(work, {"results": {"a": {"acc,none": 1.0}}})
-    with pytest.raises(EvaluationError, match="already contains files"):
-        make_evaluator(work.profile).command(work)
+        work.profile.measured(work, -9)

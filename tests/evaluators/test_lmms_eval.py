@@ -13,10 +13,8 @@ import pytest
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
-from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
@@ -45,12 +43,11 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
         update={"include_paths": (tasks,), "model_args": {"response": "blue"}}
     )
     work = attempt(tmp_path, "sights", profile=profile, seed=0, gen_kwargs="temperature=0")
-    evaluator = make_evaluator(profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
+    done = run_evaluator(profile.command_line(work), work.directory)
     assert done.returncode == 0, done.stdout
     expected = dict.fromkeys(["colours_of_day/exact_match", "colours_of_night/exact_match"], 1 / 3)
-    assert evaluator.measured(work, 0).metrics == pytest.approx(expected)
-    results = evaluator.results_file(work)
+    assert profile.measured(work, 0).metrics == pytest.approx(expected)
+    results = profile.measured(work, 0).file
     assert results is not None
     assert results.parent.name == f"{tmp_path.name}__model"
     config = json.loads(results.read_bytes())["config"]
@@ -61,8 +58,8 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
 @needs_lmms_eval
 def test_lmms_eval_ends_with_0_when_it_fails_and_is_not_believed(tmp_path: Path) -> None:
     work = attempt(tmp_path, "nothing_of_that_name")
-    evaluator = make_evaluator(work.profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
+    evaluator = work.profile
+    done = run_evaluator(evaluator.command_line(work), work.directory)
     assert done.returncode == 0
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="lmms-eval wrote no results"):
@@ -91,7 +88,7 @@ def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
     }
     document = {"results": results, "group_subtasks": {"sights": ["day", "night"]}}
     write_results(work, document)
-    evaluator = make_evaluator(work.profile)
+    evaluator = work.profile
     expected = {"day/exact_match": 0.25, "night/exact_match": 0.25}
     assert evaluator.measured(work, 0).metrics == expected
     del results["night"]
@@ -106,14 +103,14 @@ def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
     groups = {"a": ["b"], "b": ["a"]}
     write_results(work, {"results": {"a": {}, "b": {}}, "group_subtasks": groups})
     with pytest.raises(EvaluationError, match="no finite number for: a"):
-        make_evaluator(work.profile).measured(work, 0)
+        work.profile.measured(work, 0)
 
 
 def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
     changed = {"model": "qwen2_5_vl", "model_args": {"max_pixels": 100}, "gpus": 1}
     profile = LMMS_EVAL.model_copy(update=changed)
     work = attempt(tmp_path, "mme", "ai2d", profile=profile, limit=8, num_fewshot=0, batch_size=2)
-    assert make_evaluator(profile).command(work) == [
+    assert profile.command_line(work) == [
         profile.interpreter,
         "-m",
         "lmms_eval",
@@ -134,7 +131,7 @@ def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
 def test_a_value_that_would_be_more_than_one_is_refused(tmp_path: Path, value: str) -> None:
     work = attempt(tmp_path, "a", model_args={"dtype": value})
     with pytest.raises(UsageError, match="model_args: 'dtype' cannot be handed over"):
-        make_evaluator(work.profile).command(work)
+        work.profile.command_line(work)
 
 
 def test_a_path_is_one_argument(tmp_path: Path) -> None:
@@ -142,11 +139,11 @@ def test_a_path_is_one_argument(tmp_path: Path) -> None:
     model = tmp_path / "lr=1e-5,seed=2" / "step"
     model.mkdir(parents=True)
     work, out = replace(attempt(tmp_path, "a"), model=model), Path("/out,token=x")
-    command = make_evaluator(work.profile).command(work)
+    command = work.profile.command_line(work)
     assert f"--model_args=pretrained={work.directory / 'model'}" in command
     assert (work.directory / "model").resolve() == model
     with pytest.raises(UsageError, match="'output_path' cannot be handed over"):
-        make_evaluator(work.profile).command(replace(attempt(tmp_path / "other", "a"), output=out))
+        work.profile.command_line(replace(attempt(tmp_path / "other", "a"), output=out))
 
 
 @pytest.mark.parametrize("returncode", [1, -11])
@@ -154,4 +151,4 @@ def test_an_honest_failure_is_believed(tmp_path: Path, returncode: int) -> None:
     work = attempt(tmp_path, "a")
     write_results(work, {"results": {"a": {"acc,none": 1.0}}})
     with pytest.raises(EvaluationError, match="lmms-eval failed"):
-        make_evaluator(work.profile).measured(work, returncode)
+        work.profile.measured(work, returncode)

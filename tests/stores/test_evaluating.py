@@ -15,7 +15,6 @@ from ranks import save_ranks, some_tensors
 from unshard.errors import StoreError, UsageError
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.pins.files import fingerprint, read_stamps
-from unshard.evaluate.server.config.profiles import Weights
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store as Jobs
@@ -103,7 +102,7 @@ def test_a_pin_in_a_store_and_a_profile_that_merges_nothing_are_refused(
     store: Store, tmp_path: Path
 ) -> None:
     address = saved(store, tmp_path, "direct", 5)
-    profile = LmEvalProfile(weights=Weights.DIRECT, model="hf", interpreter="python3")
+    profile = LmEvalProfile(weights="direct", model="hf", interpreter="python3")
     with still(tmp_path, direct=profile) as one:
         config = one.service.config.model_copy(update={"roots": (path_of(ROOT),)})
         pins = type(one.service.pins)(one.service.store, config.roots, one.service.pins.quota)

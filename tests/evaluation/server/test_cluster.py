@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.running import ScriptEvaluator, is_running, request, script_profile
+from evaluation.running import is_running, request, script_profile
 from unshard.evaluate.server.cluster.assignment import (
     ENDED_NAME,
     NODE,
@@ -87,9 +87,9 @@ def test_an_attempt_ended_on_its_node_as_that_says(attempt: Path) -> None:
 )
 def test_what_ray_could_not_do_is_not_a_failure(attempt: Path, reason: str, cause: Cause) -> None:
     work = Work(attempt, attempt, attempt, request(attempt), script_profile())
-    outcome = judge(ScriptEvaluator(""), work, Exit(reason, 1, "why", 0.0))
+    outcome = judge(work, Exit(reason, 1, "why", 0.0))
     assert outcome == Postponed("why", cause)
-    assert isinstance(judge(ScriptEvaluator(""), work, Exit("timeout", 1, "", 0.0)), Failed)
+    assert isinstance(judge(work, Exit("timeout", 1, "", 0.0)), Failed)
 
 
 def test_what_is_left_on_a_node_is_ended_by_its_mark(tmp_path: Path) -> None:

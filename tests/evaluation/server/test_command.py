@@ -10,7 +10,6 @@ import pytest
 from evaluation.local_tasks import run_evaluator, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.evaluators.programs import make_evaluator
 from unshard.evaluate.server.evaluators.work import Work
 
 PROGRAM = """
@@ -29,15 +28,15 @@ def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -
 
 def measured(work: Work, document: object) -> dict[str, float]:
     (work.output / "results.json").write_text(json.dumps(document))
-    return dict(make_evaluator(work.profile).measured(work, 0).metrics)
+    return dict(work.profile.measured(work, 0).metrics)
 
 
 def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Path) -> None:
     arguments = ("--model={checkpoint}", "{tasks}", "{step}", "{weights}", "{run}", '{"a": 1}')
     command = (sys.executable, "-c", PROGRAM, *arguments, "{output}")
     work = attempt(tmp_path, "gsm8k", command=command)
-    evaluator = make_evaluator(work.profile)
-    done = run_evaluator(evaluator.command(work), work.directory)
+    evaluator = work.profile
+    done = run_evaluator(evaluator.command_line(work), work.directory)
     assert done.returncode == 0, done.stdout
     seen = json.loads((work.output / "seen.json").read_text())
     model = f"--model={tmp_path}/a model"
@@ -59,20 +58,20 @@ def test_braces_that_stay_are_doubled(tmp_path: Path, part: str, expected: str) 
     profile = CommandProfile(command=("x", part))
     request = Request("/a", "own", ("t",), run="{run}", weights="ema")
     work = work_at(tmp_path, tmp_path, request, profile)
-    assert make_evaluator(profile).command(work) == ["x", expected]
+    assert profile.command_line(work) == ["x", expected]
 
 
 def test_options_that_the_client_chose_are_filled_in_and_others_are_empty(tmp_path: Path) -> None:
     profile = CommandProfile(command=("x", "{limit}", "{num_fewshot}", "{seed}"))
     request = Request("/a", "own", ("t",), arguments=Arguments(limit=0.5, seed=0))
     work = work_at(tmp_path, tmp_path, request, profile)
-    assert make_evaluator(profile).command(work) == ["x", "0.5", "", "0"]
+    assert profile.command_line(work) == ["x", "0.5", "", "0"]
 
 
 def test_what_is_filled_in_is_not_filled_in_again(tmp_path: Path) -> None:
     profile = CommandProfile(command=("x", "{run}"))
     work = work_at(tmp_path, tmp_path, Request("/a", "own", ("t",), run="{output}"), profile)
-    assert make_evaluator(profile).command(work) == ["x", "{output}"]
+    assert profile.command_line(work) == ["x", "{output}"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
     with (small.output / "results.json").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(EvaluationError, match=f"at most {64 << 20} bytes"):
-        make_evaluator(work.profile).measured(work, 0)
+        work.profile.measured(work, 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_there_are_not_too_many_numbers(
 def test_a_program_that_fails_or_writes_nothing(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match=r"own wrote no results\n.*results\.json"):
-        make_evaluator(work.profile).measured(work, 0)
+        work.profile.measured(work, 0)
     (work.output / "results.json").write_text('{"a": 1}')
     with pytest.raises(EvaluationError, match="exit code 3"):
-        make_evaluator(work.profile).measured(work, 3)
+        work.profile.measured(work, 3)

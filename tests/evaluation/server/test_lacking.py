@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from evaluation.running import (
-    ScriptEvaluator,
     job_of,
     request,
     scheduler,
@@ -27,13 +26,11 @@ from unshard.evaluate.jobs import Filters, Job, Request, Status
 from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.endings import Absent, Failed, Postponed, judge
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.programs import Profiles, make_evaluator
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import Profile, Work
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import Exit
@@ -53,18 +50,12 @@ def checkpoint(tmp_path: Path) -> Path:
 def server_of(
     work_dir: Path, profiles: Mapping[str, Profile], gpus: str = "0"
 ) -> tuple[Store, Scheduler, Pins]:
-    """Return a server whose profiles run what they say, but "script", which runs a script."""
+    """Return a server of these profiles."""
     store = Store(work_dir / "jobs.sqlite")
-
-    def make(profile: Profile) -> object:
-        is_script = isinstance(profile, CommandProfile) and profile.command == ("x",)
-        return ScriptEvaluator(DONE) if is_script else make_evaluator(profile)
-
     pins = Pins(store, (work_dir.parent,), Quota())
     settings = SchedulerSettings(work_dir, Limits(grace_s=0.5, poll_s=0.02), backoff_s=0.05)
     slots = Slots(filter(None, gpus.split(",")))
-    known = Profiles(profiles, make)  # type: ignore[arg-type]
-    return store, Scheduler(store, slots, known, pins, settings), pins
+    return store, Scheduler(store, slots, profiles, pins, settings), pins
 
 
 def submit(store: Store, pins: Pins, asked: Request) -> Job:
@@ -105,7 +96,7 @@ def test_what_the_configuration_lacks_is_waited_for_and_holds_up_nobody(
     gpus: str,
     reason: str,
 ) -> None:
-    profile = script_profile(allowed_tasks=("task",))
+    profile = script_profile(DONE, allowed_tasks=("task",))
     store, server, pins = server_of(tmp_path / "work", {"script": profile}, gpus)
     values = {name: asked[name] for name in ("profile", "tasks") if name in asked}
     more = {name: asked[name] for name in asked if name not in values}
@@ -119,7 +110,7 @@ def test_what_the_configuration_lacks_is_waited_for_and_holds_up_nobody(
     assert reason in str(server.waits_for(job_of(store, waits.id)))
     assert server.waits_for(job_of(store, behind.id)) is None
     server.stop(end=True)
-    fitting = {"script": script_profile(), "renamed": script_profile()}
+    fitting = {"script": script_profile(DONE), "renamed": script_profile(DONE)}
     if "model_args" in asked or str(asked.get("profile")).endswith("qwen"):
         assert server.cancel(waits.id)  # on purpose: then its pin goes
         assert not Path(str(waits.pin)).exists()
@@ -135,7 +126,7 @@ def test_a_thousand_that_wait_do_not_hide_the_one_behind_them(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(allotment, "_LOOKED_AT", 3)
-    profile = script_profile(allowed_tasks=("task",))
+    profile = script_profile(DONE, allowed_tasks=("task",))
     store, server, pins = server_of(tmp_path / "work", {"script": profile})
     for step in range(4):
         submit(store, pins, replace(request(checkpoint, step), profile="gone"))
@@ -153,7 +144,7 @@ def test_many_that_do_not_fit_are_found_in_one_look(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, server, pins = server_of(
-        tmp_path / "work", {"script": script_profile(allowed_tasks=("task",))}
+        tmp_path / "work", {"script": script_profile(DONE, allowed_tasks=("task",))}
     )
     for step in range(30):
         submit(store, pins, replace(request(checkpoint, step), tasks=("other",)))
@@ -174,7 +165,7 @@ def test_many_that_do_not_fit_are_found_in_one_look(
 def test_a_reason_keeps_nothing_open_in_the_database(tmp_path: Path, checkpoint: Path) -> None:
     """An error that its own frames refer to kept a list of jobs half read, with its snapshot."""
     work = tmp_path / "work"
-    store, server, pins = server_of(work, {"script": script_profile(allowed_tasks=("task",))})
+    store, server, pins = server_of(work, {"script": script_profile(DONE, allowed_tasks=("task",))})
     for step in range(3):
         submit(store, pins, replace(request(checkpoint, step), tasks=("other",)))
 
@@ -194,7 +185,7 @@ def test_a_reason_keeps_nothing_open_in_the_database(tmp_path: Path, checkpoint:
 
 
 def test_a_profile_that_is_held_makes_no_job_unfit(tmp_path: Path, checkpoint: Path) -> None:
-    store, server, pins = server_of(tmp_path / "work", {"script": script_profile()})
+    store, server, pins = server_of(tmp_path / "work", {"script": script_profile(DONE)})
     job = submit(store, pins, request(checkpoint))
     server._allotment.hold("script", "gone")
     assert server.waits_for(job) == "the server's configuration: gone"
@@ -242,13 +233,13 @@ done(acc=1)
     server.start()
     wait_until(lambda: job_of(store, job.id).process is not None, "its process")
     server.stop(end=False)
-    other = LmEvalProfile(allowed_model_args=()) if lacks == "kind" else script_profile()
+    other = LmEvalProfile(allowed_model_args=()) if lacks == "kind" else script_profile(DONE)
     lacking = {"renamed" if lacks == "profile" else "script": other}
     gpus = "0" if lacks == "GPU" else "0,1"
     _, second, _ = server_of(work, lacking, gpus)
     place.touch()
     if lacks == "kind":  # its results are not those of another kind of evaluator
-        second._profiles = Profiles(lacking)
+        second._profiles = lacking
     second.drain()
     second.start()
     wait_until(lambda: not store.running(), "the end of its processes")
@@ -271,7 +262,7 @@ def test_a_program_that_is_gone_is_waited_for(tmp_path: Path, checkpoint: Path, 
         program.chmod(0o755)
     good = wrote()
     profiles = {"command": good.model_copy(update={"command": (str(program), *good.command[1:])})}
-    profiles["script"] = script_profile(gpus=0)  # type: ignore[assignment]
+    profiles["script"] = script_profile(DONE, gpus=0)  # type: ignore[assignment]
     store, server, pins = server_of(tmp_path / "work", profiles, "")
     first, second = (
         submit(store, pins, replace(request(checkpoint, step), profile="command"))
@@ -353,10 +344,10 @@ def test_a_program_that_the_request_names_holds_no_other_job(
 def test_only_what_no_time_mends_fails_at_once(
     tmp_path: Path, checkpoint: Path, number: int, kind: type
 ) -> None:
-    profile = script_profile()
+    profile = script_profile(DONE)
     work = Work(checkpoint, tmp_path / "output", tmp_path, request(checkpoint), profile)
     ended = Exit("not started", 0, "why", 0.0, number)
-    assert isinstance(judge(ScriptEvaluator(DONE), work, ended), kind)
+    assert isinstance(judge(work, ended), kind)
 
 
 @pytest.mark.parametrize("lacks", ["config", "engine"])
@@ -365,7 +356,7 @@ def test_what_a_profile_no_longer_has_is_waited_for(
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text("{}")
-    profile: Profile = script_profile().model_copy(update={"config": config})
+    profile: Profile = script_profile(DONE).model_copy(update={"config": config})
     asked = request(checkpoint)
     if lacks == "engine":
         several: dict[str, Any] = {"data_parallel_size": 2}

@@ -33,8 +33,8 @@ from unshard.evaluate.server.attempts.merging import (
     Merger,
     PassingError,
 )
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from zero_files import save_zero, zero_model
 

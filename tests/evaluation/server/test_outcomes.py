@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.running import ScriptEvaluator, job_of, request, script_profile
+from evaluation.running import job_of, request, script_profile
 from unshard.evaluate.jobs import Status
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Attempt
@@ -43,7 +43,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
         directory = tmp_path / "jobs" / job.id / "2"
         for number in "12":
             (directory.parent / number).mkdir(parents=True)
-        attempt = Attempt(job, script_profile(), ScriptEvaluator(""), (), directory)
+        attempt = Attempt(job, script_profile(), (), directory)
         with no_more_files():
             ended.record(attempt, Completed({"task/acc": 0.5}, None))
         now = job_of(store, job.id)

@@ -10,13 +10,12 @@ import pytest
 from evaluation.running import wait_for, whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request, Status
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators import installed, work
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.installed import tell_missing, why_missing
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.work import UnknownTasks, UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks, UnknownTasksError
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import Service

@@ -10,17 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from evaluation import running
 from evaluation.running import (
     DEADLINE_S,
-    ScriptEvaluator,
+    ScriptProfile,
     all_final,
     hanging_worker,
     is_running,
@@ -570,7 +570,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     store = Store(tmp_path / "jobs.sqlite")
     merger = Merger(tmp_path / "merged", at_once=1)
     job, _ = store.submit(request(model), pin=None)
-    attempt = Attempt(job, script_profile(), ScriptEvaluator(SCORED), (), tmp_path)
+    attempt = Attempt(job, script_profile(SCORED), (), tmp_path)
     (tmp_path / LOG_NAME).touch()
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
@@ -604,8 +604,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
 
     merger = Merger(tmp_path / "merged", at_once=1)
     runner = Runner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=halt)
-    evaluator = ScriptEvaluator("time.sleep(600)")
-    attempt = Attempt(job, script_profile(), evaluator, (), tmp_path / "attempt")
+    attempt = Attempt(job, script_profile("time.sleep(600)"), (), tmp_path / "attempt")
     assert isinstance(runner.run(attempt), Left)
 
 
@@ -722,8 +721,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
     store = Store(tmp_path / "jobs.sqlite")
     merger = Merger(tmp_path / "merged", at_once=1)
     job, _ = store.submit(request(model), pin=None)
-    profile = script_profile(timeout=0.1)
-    attempt = Attempt(job, profile, ScriptEvaluator(SCORED), (), tmp_path)
+    attempt = Attempt(job, script_profile(SCORED, timeout=0.1), (), tmp_path)
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "metrics.json").write_text('{"task/acc": 1}')
     (tmp_path / LOG_NAME).touch()
@@ -743,8 +741,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
     assert "a look at the checkpoint took more than 0.1 s" in outcome.error
 
 
-@dataclass(frozen=True)
-class Hangs(ScriptEvaluator):
+class Hangs(ScriptProfile):
     """Reads results from a disk that does not answer."""
 
     begun: threading.Event
@@ -764,9 +761,9 @@ def test_a_thread_that_hangs_does_not_hold_up_a_stop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun = threading.Event()
-    monkeypatch.setattr(running, "ScriptEvaluator", lambda script: Hangs(script, begun, hung))
     monkeypatch.setattr(scheduling, "_STOP_S", 0.0)
-    store, server = scheduler(tmp_path / "work", SCORED)
+    profile = Hangs(begun=begun, hung=hung, gpus=1)
+    store, server = scheduler(tmp_path / "work", SCORED, profile=profile)
     job = submit(store, server, model)
     server.start()
     assert begun.wait(DEADLINE_S)
@@ -821,12 +818,11 @@ def test_results_that_ended_two_servers_are_not_read_by_a_third(
     assert not (server.directory_of(done) / "reading").exists()
 
 
-@dataclass(frozen=True)
-class ReadsTogether(ScriptEvaluator):
+class ReadsTogether(ScriptProfile):
     """Reads results when those of two jobs are there, and notes how many are read at once."""
 
     jobs: Path
-    noted: list[int]
+    noted: Any  # a list, which pydantic would copy
     both: threading.Barrier
 
     def measured(self, work: Work, returncode: int) -> Measured:
@@ -837,14 +833,12 @@ class ReadsTogether(ScriptEvaluator):
         return super().measured(work, returncode)
 
 
-def test_results_are_read_one_after_the_other(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_read_one_after_the_other(tmp_path: Path, model: Path) -> None:
     """They may take many times their size in memory; a job that waits has ended no server."""
     noted: list[int] = []
-    evaluator = ReadsTogether(SCORED, tmp_path / "work" / "jobs", noted, threading.Barrier(2))
-    monkeypatch.setattr(running, "ScriptEvaluator", lambda _script: evaluator)
-    store, server = scheduler(tmp_path / "work", SCORED, gpus="0,1")
+    jobs, both = tmp_path / "work" / "jobs", threading.Barrier(2)
+    profile = ReadsTogether(jobs=jobs, noted=noted, both=both, gpus=1)
+    store, server = scheduler(tmp_path / "work", SCORED, gpus="0,1", profile=profile)
     for step in range(2):
         submit(store, server, model, step)
     server.start()

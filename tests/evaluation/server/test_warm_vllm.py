@@ -15,9 +15,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Job, Request, Status, WeightsName
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
-from unshard.evaluate.server.config.profiles import Profile, Weights
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.programs import Profiles
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -94,14 +93,14 @@ def test_the_numbers_are_those_of_merged_models_and_the_engine_starts_once(
     tasks = surprise_task(tmp_path / "tasks")
     packages = called_vllm(tmp_path / "packages")
     profiles: dict[str, Profile] = {
-        "direct": profile(tasks, packages, weights=Weights.DIRECT),
+        "direct": profile(tasks, packages, weights="direct"),
         "merged": profile(tasks, packages),
     }
     work = tmp_path / "work"
     store = Store(work / "jobs.sqlite")
     pins = Pins(store, (tmp_path,), Quota())
     settings = SchedulerSettings(work, Limits(grace_s=30.0))
-    server = Scheduler(store, Slots(()), Profiles(profiles), pins, settings)
+    server = Scheduler(store, Slots(()), profiles, pins, settings)
     copy = Path(shutil.copytree(second, tmp_path / "copy" / second.name))
     kinds: tuple[WeightsName, ...] = ("model", "ema")
     jobs = [submit(pins, step, "direct", kind) for step in (first, second) for kind in kinds]

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.server.config.arguments import LONGEST_NAME, is_name, matches
-from unshard.evaluate.server.config.profiles import Profile, base_of
+from unshard.evaluate.server.evaluators.profiles import base_of
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import gpus_expected
 from unshard.evaluate.server.roots import not_accepted
 from unshard.evaluate.server.server_yaml import ServerConfig

@@ -20,9 +20,8 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.on_result import OnResult
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.evaluators.installed import versions_of
-from unshard.evaluate.server.evaluators.programs import Profiles
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots, find_gpus
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.supervise import LOG_NAME
@@ -154,7 +153,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
     database = (config.work_directory or Path()) / DATABASE
     if not database.is_file():
         return
-    profiles, slots, why = Profiles(config.profiles), Slots(config.gpus), Counter[str]()
+    slots, why = Slots(config.gpus), Counter[str]()
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:
@@ -164,7 +163,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
         return
     for (text,) in rows:
         try:
-            find_work(profiles, slots, request := as_request(text))
+            find_work(config.profiles, slots, request := as_request(text))
         except UnshardError as error:
             why[f"profile {request.profile}: {one_line(str(error))}"] += 1
         except (ValueError, TypeError, LookupError, AttributeError):  # not as a server writes it

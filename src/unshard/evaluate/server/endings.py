@@ -14,7 +14,7 @@ from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
-from unshard.evaluate.server.evaluators.work import Evaluator, UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 
@@ -125,7 +125,7 @@ class Left:
 Outcome = Completed | Failed | Postponed | Expired | Lost | Absent | Cancelled | Left
 
 
-def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
+def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
     """Return the outcome of an attempt whose evaluator ended like this."""
     match done.reason:
         case "timeout":
@@ -141,9 +141,8 @@ def judge(evaluator: Evaluator, work: Work, done: Exit) -> Outcome:  # noqa: PLR
                 return Failed(why, may_retry=False)
             return _absent(why, work) if done.errno in _ABSENT else Postponed(why)
     try:
-        found = evaluator.measured(work, done.returncode)
-        results = evaluator.results_file(work)
-        return Completed(found.metrics, results, found.errors, found.directions)
+        found = work.profile.measured(work, done.returncode)
+        return Completed(found.metrics, found.file, found.errors, found.directions)
     except (UnshardError, OSError) as error:
         unknown = error if isinstance(error, UnknownTasksError) else None
         why = add_log(str(error), work.directory)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 from unshard.evaluate.pins.files import list_checkpoint
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.read.beside.companions import companions_in
 from unshard.read.step_names import step_of
 from unshard.stores.remote_path import RemotePath, is_url, path_of
@@ -58,9 +57,9 @@ def _is_odd(path: str) -> bool:
     return is_trick or len(path) > _LONGEST_PATH or not path.isprintable()
 
 
-def check_merged(checkpoint: Path, profile: Profile) -> None:
+def check_merged(checkpoint: Path, *, is_direct: bool) -> None:
     """Raise if a checkpoint in an object store is meant for an evaluator that reads it itself."""
-    if isinstance(checkpoint, RemotePath) and profile.is_direct:
+    if isinstance(checkpoint, RemotePath) and is_direct:
         raise UsageError(
             "checkpoint: the profile merges nothing, and evaluators get no credentials of stores",
             expected="a checkpoint on a disk, or a profile with `weights: merged`",

@@ -19,7 +19,6 @@ from unshard.errors import UsageError, how_to_install
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.evaluators.installed import tell_missing
-from unshard.evaluate.server.evaluators.programs import Profiles
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
@@ -124,7 +123,7 @@ def make_service(config: ServerConfig) -> Service:
         pass_at_most=config.pass_at_most,
     )
     slots = Slots(config.gpus)
-    scheduler = Scheduler(store, slots, Profiles(config.profiles), pins, settings)
+    scheduler = Scheduler(store, slots, config.profiles, pins, settings)
     return Service(
         store, scheduler, config, pins, HealthCheck(work / DATABASE), unknown, slots, work
     )

@@ -20,16 +20,16 @@ from pydantic_core import ErrorDetails
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.on_result import OnResult
-from unshard.evaluate.server.config.profiles import (
+from unshard.evaluate.server.config.keys import (
     NonEmptyText,
     Place,
-    Profile,
     Roots,
     drop_nulls,
 )
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
-from unshard.evaluate.server.evaluators.programs import KINDS, ProfileKeys, default_profiles
+from unshard.evaluate.server.evaluators.profiles import KINDS, ProfileKeys, default_profiles
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
@@ -197,7 +197,7 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
         case ["profiles", name, kind, *keys]:
             where, known = (
                 f"{path}: profiles.{name} (kind {kind})",
-                list(KINDS[kind][0].model_fields),
+                list(KINDS[kind].model_fields),
             )
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []

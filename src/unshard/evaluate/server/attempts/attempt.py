@@ -22,7 +22,6 @@ from unshard.evaluate.server.attempts.merging import (
     ask_disk,
 )
 from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
-from unshard.evaluate.server.config.profiles import Engine, Profile
 from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
@@ -37,7 +36,7 @@ from unshard.evaluate.server.endings import (
     add_log,
     judge,
 )
-from unshard.evaluate.server.evaluators.work import Evaluator, Work
+from unshard.evaluate.server.evaluators.work import Engine, Profile, Work
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
@@ -90,7 +89,6 @@ class Attempt:
 
     job: Job
     profile: Profile
-    evaluator: Evaluator
     gpus: tuple[str, ...]
     directory: Path
 
@@ -218,7 +216,7 @@ class Runner:
 
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
         profile, directory = attempt.profile, str(attempt.directory)
-        command, own, what = attempt.evaluator.command(work), profile.environment, ""
+        command, own, what = profile.command_line(work), profile.environment, ""
         if engine := profile.engine:
             place, is_new = self._find_engine(attempt, engine, work)
             command, own = [*command, str(place)], {}  # its worker has the profile's
@@ -305,7 +303,7 @@ class Runner:
             if fatal >= _MOST_FATAL:
                 why = f"the server was killed {fatal} times while it read the results"
                 return Failed(why, may_retry=False)
-            outcome = judge(attempt.evaluator, work, done)
+            outcome = judge(work, done)
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Completed):
             return outcome

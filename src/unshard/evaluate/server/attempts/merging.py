@@ -23,7 +23,7 @@ from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Request
 from unshard.evaluate.server.attempts.best_link import link_best, link_of
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
-from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.processes.launching import start_module
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.stores.remote_path import RemotePath, is_url, path_of

@@ -5,7 +5,6 @@ It writes a JSON file with `{task: {metric: number}}`, or flat: `{"task/metric":
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -14,9 +13,9 @@ from pydantic import AfterValidator, ValidationInfo
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import OPTIONS, Arguments
 from unshard.evaluate.server.config.arguments import PLACEHOLDERS, fill, placeholders_in
-from unshard.evaluate.server.config.profiles import NonEmptyText, Profile, Texts, find_program
+from unshard.evaluate.server.config.keys import NonEmptyText, Texts, find_program
 from unshard.evaluate.server.evaluators.documents import check_tasks, read_results
-from unshard.evaluate.server.evaluators.work import Measured, Work, demand_empty
+from unshard.evaluate.server.evaluators.work import Measured, Profile, Work
 from unshard.evaluate.server.roots import not_accepted
 from unshard.evaluate.values import expects
 
@@ -65,16 +64,8 @@ class CommandProfile(Profile):
                 why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
                 yield not_accepted(name, value, expected=f"nothing: the profile's command {why}")
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Runs the command of the profile, without a shell."""
-
-    profile: CommandProfile
-
-    def command(self, work: Work) -> list[str]:
+    def command_line(self, work: Work) -> list[str]:
         """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
-        demand_empty(work.output)
         request = work.request
         values = {
             "checkpoint": str(work.model),
@@ -86,12 +77,13 @@ class Command:
             **dict.fromkeys(OPTIONS, ""),
             **{name: str(value) for name, value in request.arguments.options().items()},
         }
-        return [fill(part, values) for part in self.profile.command]
+        return [fill(part, values) for part in self.command]
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks, whatever form the program chose."""
-        results_file, tasks = self.results_file(work), work.request.tasks
-        document = read_results(work, results_file, returncode, expected=self.profile.results)
+        path, tasks = work.output / self.results, work.request.tasks
+        file = path if path.is_file() else None
+        document = read_results(work, file, returncode, expected=self.results)
         results: dict[str, dict[str, object]] = {}
         for name, value in document.items():
             if isinstance(value, Mapping):
@@ -108,9 +100,5 @@ class Command:
             {"results": results, "higher_is_better": document.get("higher_is_better")},
             tasks,
             program=work.program,
+            file=file,
         )
-
-    def results_file(self, work: Work) -> Path | None:
-        """Return the file that the profile names, if it is there."""
-        path = work.output / self.profile.results
-        return path if path.is_file() else None

@@ -62,7 +62,7 @@ def read_results(
 
 
 def check_tasks(
-    document: Mapping[str, object], tasks: Collection[str], *, program: str
+    document: Mapping[str, object], tasks: Collection[str], *, program: str, file: Path | None
 ) -> Measured:
     """Return the numbers of a document that names every one of the tasks, with numbers.
 
@@ -85,7 +85,7 @@ def check_tasks(
     missing = tasks_without(sorted(task for task in parts if not parts[task]), metrics)
     if metrics and not missing:
         directions = collect_directions(_mapping_at(document, "higher_is_better"), metrics)
-        return Measured(metrics, collect_errors(results, metrics), directions)
+        return Measured(metrics, collect_errors(results, metrics), directions, file)
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),

@@ -18,15 +18,14 @@ from unshard.evaluate.server.config.arguments import (
     parse_arguments,
 )
 from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
-from unshard.evaluate.server.config.profiles import (
+from unshard.evaluate.server.config.keys import (
     Folders,
     ModelArgs,
     NonEmptyText,
-    Profile,
     Texts,
     find_program,
 )
-from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.roots import not_accepted
@@ -124,6 +123,40 @@ class HarnessKeys(Profile):
                     "equals sign, quotes, brackets and slashes, and not only dots",
                 )
 
+    def module_command(self, work: Work, module: str) -> list[str]:
+        """Return the command line that runs a module on all GPUs of the work.
+
+        `accelerate launch` is left out for one process: it would start it without the variables
+        that `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not
+        meet.
+        """
+        start = [self.interpreter, "-m"]
+        if work.gpus > 1 and self.launcher == "accelerate":
+            start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
+            start += ["--num_machines=1", "--main_process_port=0", "-m"]
+        return [*start, module]
+
+    def model_args_of(self, work: Work, model: Path) -> dict[str, Scalar]:
+        """Return the arguments of the model; the profile's win over the client's."""
+        chosen = work.request.arguments.model_args
+        return {**chosen, **self.model_args, self.checkpoint_key: str(model)}
+
+    def check_known(self, work: Work) -> None:
+        """Raise if the evaluator's log says that it does not know a task that it was asked for.
+
+        Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
+        config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
+        """
+        log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
+        named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
+        if unknown := [task for task in work.request.tasks if task in named]:
+            raise UnknownTasksError(
+                work.program,
+                unknown,
+                hint=f"see `{self.interpreter} -m {self.listing}`; files of "
+                "further tasks belong in a directory of the profile's `include_paths`",
+            )
+
 
 def _is_plain(value: object) -> bool:
     """Return whether a value is plain: one with a slash may be a path, or a repository of code."""
@@ -141,42 +174,6 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def module_command(profile: HarnessKeys, work: Work, module: str) -> list[str]:
-    """Return the command line that runs a module on all GPUs of the work.
-
-    `accelerate launch` is left out for one process: it would start it without the variables that
-    `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not meet.
-    """
-    start = [profile.interpreter, "-m"]
-    if work.gpus > 1 and profile.launcher == "accelerate":
-        start += ["accelerate.commands.launch", "--multi_gpu", f"--num_processes={work.gpus}"]
-        start += ["--num_machines=1", "--main_process_port=0", "-m"]
-    return [*start, module]
-
-
-def model_args(profile: HarnessKeys, work: Work, model: Path) -> dict[str, Scalar]:
-    """Return the arguments of the model; the profile's win over the client's."""
-    chosen = work.request.arguments.model_args
-    return {**chosen, **profile.model_args, profile.checkpoint_key: str(model)}
-
-
 def generation_args(work: Work) -> dict[str, Scalar]:
     """Return the arguments of generation."""
     return parse_arguments(work.request.arguments.gen_kwargs or "", what="gen_kwargs")
-
-
-def check_known(work: Work, profile: HarnessKeys) -> None:
-    """Raise if the evaluator's log says that it does not know a task that it was asked for.
-
-    Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
-    config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
-    """
-    log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
-    named = {name for line in _NOT_FOUND.findall(log) for name in line.split(", ")}
-    if unknown := [task for task in work.request.tasks if task in named]:
-        raise UnknownTasksError(
-            work.program,
-            unknown,
-            hint=f"see `{profile.interpreter} -m {profile.listing}`; files of "
-            "further tasks belong in a directory of the profile's `include_paths`",
-        )

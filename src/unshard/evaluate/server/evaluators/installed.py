@@ -10,7 +10,7 @@ from pathlib import Path
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.arguments import placeholders_in
-from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.processes.launching import evaluator_environment
 
 _PACKAGES = {

@@ -7,8 +7,6 @@ Where nothing is merged, `evaluators.direct` runs it.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import yaml
@@ -17,7 +15,7 @@ from pydantic import Field
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments
 from unshard.evaluate.server.config.arguments import join_arguments
-from unshard.evaluate.server.config.profiles import Engine, NonEmptyText
+from unshard.evaluate.server.config.keys import NonEmptyText
 from unshard.evaluate.server.evaluators.answers import place_of_answers
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
 from unshard.evaluate.server.evaluators.documents import (
@@ -28,12 +26,9 @@ from unshard.evaluate.server.evaluators.documents import (
 )
 from unshard.evaluate.server.evaluators.harness import (
     HarnessKeys,
-    check_known,
     generation_args,
-    model_args,
-    module_command,
 )
-from unshard.evaluate.server.evaluators.work import Measured, Work, demand_empty
+from unshard.evaluate.server.evaluators.work import Engine, Measured, Work
 from unshard.evaluate.values import expects
 
 DIRECT = "unshard.evaluate.server.evaluators.direct"
@@ -126,14 +121,7 @@ class LmEvalProfile(HarnessKeys):
                 "used by tensor_parallel_size",
             )
 
-
-@dataclass(frozen=True, slots=True)
-class LmEval:
-    """Runs lm-eval's own command line."""
-
-    profile: LmEvalProfile
-
-    def command(self, work: Work) -> list[str]:
+    def command_line(self, work: Work) -> list[str]:
         """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
 
         Where an engine is kept, the command hands them over to its worker, which is to be added.
@@ -142,38 +130,32 @@ class LmEval:
         path of the model in its name, fail when that is longer than a file name can be, and say
         nothing.
         """
-        demand_empty(work.output)
-        profile = self.profile
-        is_ours = profile.is_direct and not profile.engine
+        is_ours = self.is_direct and not self.engine
         options: dict[str, object] = {
-            "model": MODEL_TYPE if is_ours else profile.model,
-            "model_args": model_args(profile, work, work.model),
+            "model": MODEL_TYPE if is_ours else self.model,
+            "model_args": self.model_args_of(work, work.model),
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
-            "use_cache": place_of_answers(work) if profile.resume else None,
+            "use_cache": place_of_answers(work) if self.resume else None,
             **work.request.arguments.options(),
             "gen_kwargs": generation_args(work) or None,
-            "include_path": [str(path) for path in profile.include_paths] or None,
+            "include_path": [str(path) for path in self.include_paths] or None,
             "device": None if work.gpus else "cpu",
         }
         given = {key: value for key, value in options.items() if value is not None}
         path = work.directory / "job.yaml"
         path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
-        module = DIRECT if profile.is_direct else profile.module
-        client = [sys.executable, "-m", _CLIENT]
-        start = client if profile.engine else module_command(profile, work, module)
-        return [*start, "run", f"--config={path}"]
+        run = ["run", f"--config={path}"]
+        if self.engine:
+            return [sys.executable, "-m", _CLIENT, *run]
+        return [*self.module_command(work, DIRECT if self.is_direct else self.module), *run]
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""
         if returncode != 0:
-            check_known(work, self.profile)
-        results = self.results_file(work)
-        document = read_results(work, results, returncode, expected="results_TIME.json")
+            self.check_known(work)
+        file = find_newest(work.output, "results_*.json")
+        document = read_results(work, file, returncode, expected="results_TIME.json")
         tasks = replace_tags(document, work.request.tasks)
-        return check_tasks(document, tasks, program=work.program)
-
-    def results_file(self, work: Work) -> Path | None:
-        """Return the file of results."""
-        return find_newest(work.output, "results_*.json")
+        return check_tasks(document, tasks, program=work.program, file=file)

@@ -6,8 +6,6 @@ are refused by this: the results keep no record of them.
 """
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
@@ -15,16 +13,13 @@ from pydantic import Field
 from unshard.errors import UsageError
 from unshard.evaluate.server.config.arguments import has_separator, join_arguments, matches
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
-from unshard.evaluate.server.config.profiles import Folders, NonEmptyText, Texts
+from unshard.evaluate.server.config.keys import Folders, NonEmptyText, Texts
 from unshard.evaluate.server.evaluators.documents import check_tasks, find_newest, read_results
 from unshard.evaluate.server.evaluators.harness import (
     HarnessKeys,
-    check_known,
     generation_args,
-    model_args,
-    module_command,
 )
-from unshard.evaluate.server.evaluators.work import Measured, Work, demand_empty
+from unshard.evaluate.server.evaluators.work import Measured, Work
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
@@ -67,49 +62,35 @@ class LmmsEvalProfile(HarnessKeys):
             changed["model_args"] = {**self.model_args, "trust_remote_code": False}
         return self.model_copy(update=changed)
 
-
-@dataclass(frozen=True, slots=True)
-class LmmsEval:
-    """Runs lmms-eval's own command line."""
-
-    profile: LmmsEvalProfile
-
-    def command(self, work: Work) -> list[str]:
+    def command_line(self, work: Work) -> list[str]:
         """Return the command; each option is one argument, so no value can become another option.
 
         lmms-eval appends the output to comma-separated arguments of its own, so it is checked, too.
         """
-        demand_empty(work.output)
         model = work.model
         if has_separator(str(model)):  # `runs/lr=1e-5,bs=8` would be three arguments
             model = work.directory / "model"
             model.symlink_to(work.model)
         join_arguments({"output_path": str(work.output)}, what=work.program)
-        joined = join_arguments(
-            model_args(self.profile, work, model), what=f"{work.program}: model_args"
-        )
+        joined = join_arguments(self.model_args_of(work, model), what=f"{work.program}: model_args")
         generation = join_arguments(generation_args(work), what=f"{work.program}: gen_kwargs")
         options: dict[str, object] = {
-            "model": self.profile.model,
+            "model": self.model,
             "model_args": joined,
             "tasks": ",".join(work.request.tasks),
             "output_path": work.output,
             **work.request.arguments.options(),
             "gen_kwargs": generation or None,
-            "include_path": next(iter(self.profile.include_paths), None),
+            "include_path": next(iter(self.include_paths), None),
             "device": None if work.gpus else "cpu",
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [*module_command(self.profile, work, self.profile.module), *given, "--log_samples"]
+        return [*self.module_command(work, self.module), *given, "--log_samples"]
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""
-        results = self.results_file(work)
-        if results is None:
-            check_known(work, self.profile)
-        document = read_results(work, results, returncode, expected="TIME_results.json")
-        return check_tasks(document, work.request.tasks, program=work.program)
-
-    def results_file(self, work: Work) -> Path | None:
-        """Return the file of results."""
-        return find_newest(work.output, "*_results.json")
+        file = find_newest(work.output, "*_results.json")
+        if file is None:
+            self.check_known(work)
+        document = read_results(work, file, returncode, expected="TIME_results.json")
+        return check_tasks(document, work.request.tasks, program=work.program, file=file)

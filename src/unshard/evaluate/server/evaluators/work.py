@@ -7,14 +7,19 @@ with the same task are refused.
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import EvaluationError, Request
-from unshard.evaluate.server.config.profiles import Profile
+from unshard.evaluate.jobs import Arguments, EvaluationError, Request
+from unshard.evaluate.server.config.keys import Environment, ModelConfig, NonEmptyText, Texts
+from unshard.evaluate.values import expects, whole
 
 _MOST = 10_000
 _REMEMBERED_S = 600.0  # then the evaluator is asked again: it may have been given the task
@@ -37,7 +42,7 @@ class Work:
     output: Path
     directory: Path
     request: Request
-    profile: Profile
+    profile: "Profile"
 
     @property
     def gpus(self) -> int:
@@ -59,39 +64,152 @@ class Measured:
         metrics: what was measured.
         errors: the standard errors of those metrics that have one; not negative.
         directions: whether higher values are better, of those metrics of which that is known.
+        file: the evaluator's own.
     """
 
     metrics: Mapping[str, float]
     errors: Mapping[str, float]
     directions: Mapping[str, bool] = field(default_factory=dict)
+    file: Path | None = None
 
 
-class Evaluator(Protocol):
-    """Knows how to start one kind of evaluator, and how to read what it left."""
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A process that loads one checkpoint after another, and is kept between a profile's jobs.
 
-    def command(self, work: Work) -> list[str]:
+    Attributes:
+        command: its command line; it ends by itself, too, when it has no jobs.
+        idle_s: how long it waits for the next job.
+        environment: variables that it gets in addition to the server's.
+    """
+
+    command: tuple[str, ...]
+    idle_s: float
+    environment: Mapping[str, str]
+
+
+def _needed(metric: str | None, info: ValidationInfo) -> str | None:
+    if metric is None and info.data.get("keep") == "best":
+        because = "TASK/METRIC, because of `keep: best`"
+        raise PydanticCustomError("missing", "missing", {"expected": because})
+    return metric
+
+
+class Profile(BaseModel):
+    """An evaluator: the keys of every kind, and what the server asks; here, as most kinds answer.
+
+    Keys that a kind does not have are refused.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    needs_config: ClassVar[bool] = True
+    """Whether it evaluates no model without a config."""
+    is_lmms_form: ClassVar[bool] = False
+    """Whether its results have the form of those of lmms-eval."""
+    trial: ClassVar[Arguments] = Arguments()
+    """The arguments of the shortest evaluation, which `unshard eval doctor` runs."""
+
+    kind: str
+    environment: Environment = {}
+    """Variables that the evaluator gets in addition to the server's."""
+    allowed_tasks: Texts = ()
+    """Shell patterns, one of which a task must match; empty: every task may run."""
+    timeout: Annotated[float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")] = (
+        24 * 3600.0
+    )
+    """Seconds after which an attempt is ended."""
+    retries: Annotated[int, whole(0, 100)] = 1
+    """How many more attempts a failed one gets."""
+    gpus: Annotated[int, whole(0)] = 0
+    """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    order: Annotated[Literal["oldest", "newest"], expects("oldest, newest")] = "oldest"
+    """Which of a run's queued steps is first: that which was submitted first, or the highest."""
+    max_lag: Annotated[int, whole(1)] | None = None
+    """How many steps of a run wait at most: lower ones are skipped; None: none is skipped."""
+    weights: Annotated[Literal["merged", "direct"], expects("merged, direct")] = "merged"
+    """Whether the checkpoint is merged, or read from its shards by the evaluator itself; which of
+    its weights, a request says."""
+    keep: Annotated[Literal["none", "best", "all"], expects("none, best, all")] = "none"
+    """Which merged models are kept after evaluation."""
+    best_metric: Annotated[
+        NonEmptyText | None, Field(validate_default=True), AfterValidator(_needed)
+    ] = None
+    """What "best" is measured by, "task/metric"; after a "-" the lowest value is the best."""
+    config: ModelConfig | None = None
+    """A config.json, or a directory with config and tokenizer, for checkpoints without one; None:
+    only a command can evaluate those."""
+    results_bytes: Annotated[int, whole(1)] = 64 << 20
+    """The largest file of results that is read, in bytes."""
+
+    @property
+    @abstractmethod
+    def start(self) -> tuple[str, ...]:
+        """The beginning of its command line: the program, and a script if there is one."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that its program, a Python, must have; none: it is any program."""
+        return ()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it reads the shards itself, so that nothing is merged for it."""
+        return self.weights == "direct"
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that is kept between its jobs; None: each job loads its model."""
+        return None
+
+    @property
+    def client_model(self) -> str | None:
+        """The type of model by which clients may name it; None: its own name only."""
+        return None
+
+    @abstractmethod
+    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield which arguments of a request it does not allow."""
+
+    def check(self, where: str, *, is_on_cluster: bool) -> None:
+        """Raise if its keys do not fit together, or not the executor; `where` begins the error."""
+        del is_on_cluster
+        if self.is_direct:
+            raise UsageError(
+                f"{where}: weights: direct is not possible: an evaluator of this kind loads a "
+                "model from files",
+                expected="kind lm-eval, or `weights: merged`",
+                found=f"kind {self.kind}",
+            )
+
+    def allows_model(self, model: str) -> bool:
+        """Return whether a client may choose a type of model."""
+        del model
+        return False
+
+    def with_model(self, model: str, *, name: str) -> Self:
+        """Return the profile of this name with a type of model that a client chose.
+
+        Raises:
+            UsageError: it does not allow the type.
+        """
+        found = f"{name}:{model}"
+        raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{found!r:.200}")
+
+    @abstractmethod
+    def command_line(self, work: Work) -> list[str]:
         """Return the arguments of its process, the interpreter first.
 
-        May write files into the attempt's directory.
+        May write files into the attempt's directory. An engine's worker is to be added.
         """
 
+    @abstractmethod
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the finite numbers that were measured.
 
         Raises:
             EvaluationError: what was asked for is not there.
         """
-
-    def results_file(self, work: Work) -> Path | None:
-        """Return the evaluator's own file of results, if there is one."""
-
-
-def demand_empty(directory: Path) -> None:
-    """Raise unless a directory is empty: what is there later is then new."""
-    if directory.is_dir() and any(directory.iterdir()):
-        raise EvaluationError(
-            f"{directory} already contains files", expected="a fresh directory for every attempt"
-        )
 
 
 class UnknownTasksError(EvaluationError):

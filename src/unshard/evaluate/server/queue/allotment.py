@@ -5,15 +5,14 @@ checkpoint may be gone elsewhere, and the next configuration may be right.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 
 from unshard.errors import UnshardError, UsageError, raise_all
 from unshard.evaluate.jobs import EvaluationError, Filters, Request, Status
 from unshard.evaluate.server.admission import list_unfitting
-from unshard.evaluate.server.config.profiles import Profile, base_of
-from unshard.evaluate.server.evaluators.programs import Profiles
-from unshard.evaluate.server.evaluators.work import Evaluator
+from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
 from unshard.evaluate.server.store.store import Store
@@ -23,20 +22,22 @@ _LOOKED_AT = 1000  # jobs of the queue at a time: a look is short, however long 
 _HELD_S = 600.0  # until an evaluator that could not be started is tried again
 
 
-def find_work(profiles: Profiles, slots: Slots, request: Request) -> tuple[Profile, Evaluator, int]:
-    """Return the profile of a request, its evaluator, and how many GPUs its job gets.
+def find_work(
+    profiles: Mapping[str, Profile], slots: Slots, request: Request
+) -> tuple[Profile, int]:
+    """Return the profile of a request, and how many GPUs its job gets.
 
     Raises:
         UnshardError: the job cannot begin as the server is configured.
     """
-    profile, evaluator = profiles.find(request.profile)
+    profile = profile_named(profiles, request.profile)
     raise_all(UsageError, "The request does not fit", list(list_unfitting(request, profile)))
     if profile.config is not None and not profile.config.exists():
         raise EvaluationError(f"the config of its profile is not there: {profile.config}")
     asked = request.arguments.num_gpus
     count = profile.gpus if asked is None else asked
     slots.check(count)
-    return profile, evaluator, count
+    return profile, count
 
 
 def why_unfit(found: Callable[[], object]) -> str | None:
@@ -70,7 +71,7 @@ class Allotment:
         self,
         store: Store,
         slots: Slots,
-        profiles: Profiles,
+        profiles: Mapping[str, Profile],
         engines: Engines,
         *,
         pass_at_most: int,
@@ -129,8 +130,8 @@ class Allotment:
         """Begin no job of a profile for a while: its evaluator is not there."""
         self._held[base_of(name)] = time.monotonic() + _HELD_S, why
 
-    def find(self, request: Request) -> tuple[Profile, Evaluator, int]:
-        """Return the profile of a request, its evaluator, and how many GPUs its job gets.
+    def find(self, request: Request) -> tuple[Profile, int]:
+        """Return the profile of a request, and how many GPUs its job gets.
 
         Raises:
             UnshardError: the job cannot begin as the server is configured.
@@ -169,7 +170,7 @@ class Allotment:
         if self._why_held(name) is not None:
             return None
         try:
-            profile, _ = self._profiles.find(name)
+            profile = profile_named(self._profiles, name)
             count = profile.gpus if asked is None else asked
             self._slots.check(count)
         except UnshardError:

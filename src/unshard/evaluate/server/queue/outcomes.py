@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import assert_never
 
@@ -13,7 +13,6 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import Profile
 from unshard.evaluate.server.endings import (
     Absent,
     Cancelled,
@@ -27,7 +26,8 @@ from unshard.evaluate.server.endings import (
     Postponed,
 )
 from unshard.evaluate.server.evaluators.answers import forget_answers
-from unshard.evaluate.server.evaluators.programs import Profiles
+from unshard.evaluate.server.evaluators.profiles import profile_named
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
@@ -122,7 +122,7 @@ class Outcomes:
         if job is not None and job.status.is_final:
             self._pins.release(job)
 
-    def tidy_up(self, profiles: Profiles) -> None:
+    def tidy_up(self, profiles: Mapping[str, Profile]) -> None:
         """Remove the merged models that an earlier server should have removed."""
         self._merger.recover()
         running = {job.id for job in self._store.running()}
@@ -132,7 +132,7 @@ class Outcomes:
                 self._merger.remove(job_id)
                 continue
             try:
-                self._keep(job_id, profiles.find(job.request.profile)[0])
+                self._keep(job_id, profile_named(profiles, job.request.profile))
             except UnshardError:
                 _log.warning("the merged model of job %s stays: its profile is gone", job_id)
 

@@ -4,7 +4,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.config.profiles import base_of
 from unshard.evaluate.server.endings import Absent, Completed, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.answers import forget_answers
-from unshard.evaluate.server.evaluators.programs import Profiles
-from unshard.evaluate.server.evaluators.work import UnknownTasks
+from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
+from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
@@ -72,7 +71,7 @@ class Scheduler:
         self,
         store: Store,
         slots: Slots,
-        profiles: Profiles,
+        profiles: Mapping[str, Profile],
         pins: Pins,
         settings: SchedulerSettings,
     ) -> None:
@@ -186,7 +185,7 @@ class Scheduler:
 
     def arrange(self, job: Job) -> None:
         """Give a job that was submitted its place, and skip others, as its profile says."""
-        profile, _ = self._profiles.find(job.request.profile)
+        profile = profile_named(self._profiles, job.request.profile)
         if job.status is not Status.QUEUED or not job.request.step:
             return
         if profile.max_lag is not None:
@@ -275,7 +274,7 @@ class Scheduler:
             tell(job, f"waits: {why}")
             self._allotment.pass_over_unfit()
             return True
-        profile, evaluator, count = self._allotment.find(job.request)
+        profile, count = self._allotment.find(job.request)
         gpus = self._allotment.take(job.request.profile, profile, count)
         if gpus is None:
             return False
@@ -288,7 +287,7 @@ class Scheduler:
         if claimed is None:
             return True
         self._allotment.count(choice)
-        attempt = Attempt(claimed, profile, evaluator, gpus, self.directory_of(claimed))
+        attempt = Attempt(claimed, profile, gpus, self.directory_of(claimed))
         try:
             self._spawn(lambda: self._perform(attempt, None), f"job {job.id}")
         except RuntimeError as error:  # too many processes or threads of this user
@@ -310,7 +309,7 @@ class Scheduler:
         """Adopt an engine of an earlier server that no job uses, or end it."""
         gpus = worker.process.gpus
         has_slots = self._slots.adopt(gpus)
-        profile = self._profiles.configured.get(worker.profile)
+        profile = self._profiles.get(worker.profile)
         if not (has_slots and profile and profile.engine and self._engines.rest(gpus)):
             self._retire(gpus, has_slots=has_slots)
 
@@ -322,13 +321,13 @@ class Scheduler:
             return
         has_slots = self._slots.adopt(process.gpus)
         try:
-            profile, evaluator, _ = self._allotment.find(job.request)
+            profile, _ = self._allotment.find(job.request)
         except UnshardError as error:
             tell(job, f"not adopted: {error}")
         else:
             if has_slots:
                 directory = Path(process.directory)
-                attempt = Attempt(job, profile, evaluator, process.gpus, directory)
+                attempt = Attempt(job, profile, process.gpus, directory)
                 tell(job, f"adopted: attempt {job.attempts} on {describe_slots(process.gpus)}")
                 self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
                 return

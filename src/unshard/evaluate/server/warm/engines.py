@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard.evaluate.server.config.profiles import Engine, Profile
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
+from unshard.evaluate.server.evaluators.work import Engine, Profile
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.processes.launching import (
     Child,

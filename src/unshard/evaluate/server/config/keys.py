@@ -1,0 +1,106 @@
+"""The types of the values in server.yaml.
+
+When a file is read, it is pydantic's context: relative paths start at its directory, and programs
+must exist.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo
+
+from unshard.errors import CheckpointError
+from unshard.evaluate.values import Scalar, expected, expects
+from unshard.read.model_config import read_config
+from unshard.stores.remote_path import is_url, path_of
+
+
+def drop_nulls(value: object) -> object:
+    """Leave out keys without a value, but for `keep_days`, where null means no limit."""
+    if isinstance(value, BaseModel):
+        return value
+    if not isinstance(value, dict):
+        raise expected("a mapping")
+    # Keys become texts, because YAML makes a boolean of a bare `on`.
+    return {str(key): one for key, one in value.items() if one is not None or key == "keep_days"}
+
+
+def _list(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _absolute(value: object, info: ValidationInfo[Path | None]) -> Path:
+    if isinstance(value, Path):
+        return value
+    if info.context is None or not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError
+    return info.context.absolute().parent / Path(value).expanduser()
+
+
+def _absolute_or_address(value: object, info: ValidationInfo[Path | None]) -> Path:
+    """Return a directory, or an address in an object store."""
+    return path_of(value) if isinstance(value, str) and is_url(value) else _absolute(value, info)
+
+
+def find_program(text: str, info: ValidationInfo[Path | None]) -> str:
+    """Return a program that exists. A link is not resolved: it is what names an environment."""
+    if info.context is None:
+        return text
+    program = str(_absolute(text, info)) if "/" in text else text
+    if shutil.which(program) is None:
+        raise expected("a program that can be run")
+    return program
+
+
+def _placed(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+    """Return a command whose program, if it is a path, starts at the file's directory."""
+    if info.context is None or not command or "/" not in command[0]:
+        return command
+    return (str(_absolute(command[0], info)), *command[1:])
+
+
+def _as_text(value: object) -> object:
+    """Return a number as text; not a boolean, because YAML makes one of yes, no, on and off."""
+    return str(value) if type(value) in {int, float} else value
+
+
+def _is_model_config(path: Path) -> bool:
+    try:
+        read_config(path / "config.json" if path.is_dir() else path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _are_folders(paths: tuple[Path, ...]) -> bool:
+    return all(path.is_dir() for path in paths)
+
+
+Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
+NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
+Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
+Place = Annotated[Path, BeforeValidator(_absolute), expects("a string that is not empty")]
+Places = Annotated[tuple[Place, ...], BeforeValidator(_list), expects("a list of strings")]
+Root = Annotated[
+    Path, BeforeValidator(_absolute_or_address), expects("a directory, or s3://bucket/folder")
+]
+Roots = Annotated[tuple[Root, ...], BeforeValidator(_list), expects("a list of strings")]
+Folders = Annotated[Places, expects("directories that exist", _are_folders)]
+Environment = Annotated[
+    Mapping[
+        Annotated[str, Field(strict=True, pattern=r"^[^=\x00]+$")],
+        Annotated[str, BeforeValidator(_as_text), Field(strict=True, pattern=r"^[^\x00]*$")],
+    ],
+    expects('a mapping of names to strings or numbers (`"true"` in quotes)'),
+]
+ModelConfig = Annotated[
+    Place,
+    expects("a config.json, or a directory with config.json and tokenizer", _is_model_config),
+]
+ModelArgs = Annotated[
+    Mapping[Annotated[str, Field(min_length=1)], Scalar],
+    expects("a mapping of names to strings, numbers or booleans"),
+]
+PlacedCommand = Annotated[Texts, expects("a list of arguments"), AfterValidator(_placed)]

@@ -1,0 +1,91 @@
+"""The evaluators that a server is configured with (profiles), and which one a client's name means.
+
+Everything that decides which program runs, with which code, is on the server; a client only chooses
+a profile by its name. A profile is what server.yaml has below that name.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from unshard.errors import UsageError
+from unshard.evaluate.server.config.keys import drop_nulls
+from unshard.evaluate.server.evaluators.command import CommandProfile
+from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
+from unshard.evaluate.server.evaluators.work import Profile
+
+ProfileKeys = Annotated[
+    LmEvalProfile | LmmsEvalProfile | CommandProfile,
+    Field(discriminator="kind"),
+    BeforeValidator(drop_nulls),
+]
+"""A profile in a file, where `kind` must be given."""
+KINDS: Mapping[str, type[Profile]] = {
+    "lm-eval": LmEvalProfile,
+    "lmms-eval": LmmsEvalProfile,
+    "command": CommandProfile,
+}
+
+
+def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
+    """Return a profile of every kind, for a server with these GPUs.
+
+    lm-eval and lmms-eval are those of this Python, if it has them; the command measures the weights
+    themselves.
+    """
+    program = (sys.executable, "-m", "unshard.evaluate.server.evaluators.weights")
+    return {
+        "lm-eval": LmEvalProfile(gpus=min(1, len(gpus))),
+        "lmms-eval": LmmsEvalProfile(gpus=min(1, len(gpus))),
+        "command": CommandProfile(
+            command=(*program, "{checkpoint}", "{output}/results.json", "{tasks}"),
+            allowed_tasks=("size", "values"),
+            gpus=0,
+        ),
+    }
+
+
+def base_of(name: str) -> str:
+    """Return the profile's own name in "profile:type", which names a type of model, too."""
+    return name.partition(":")[0]
+
+
+def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
+    """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
+
+    Raises:
+        UsageError: no profile has this name, or it does not allow the type.
+    """
+    base, _, model = name.partition(":")
+    if base not in profiles:
+        known = ", ".join(sorted(profiles)) or "none"
+        raise UsageError(f"unknown profile {base!r:.200}", expected=f"one of: {known}")
+    return profiles[base] if name == base else profiles[base].with_model(model, name=base)
+
+
+def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
+    """Return the profile that a name means: its own, or "profile:type" for a type of model.
+
+    lmms-engine and lmms-eval's clients name a type of model: then the best is a profile for
+    lmms-eval of this type, else one that allows it.
+
+    Raises:
+        UsageError: no profile fits.
+    """
+    if ":" in name or name in profiles:
+        return name
+    fitting = [key for key, profile in profiles.items() if profile.client_model == name]
+    fitting += [f"{key}:{name}" for key, profile in profiles.items() if profile.allows_model(name)]
+    if fitting:
+        return fitting[0]
+    known = ", ".join(sorted(profiles)) or "none"
+    lmms = any(profile.client_model is not None for profile in profiles.values())
+    raise UsageError(
+        f"unknown profile {name!r:.200}"
+        + (", and no profile for lmms-eval allows this type of model" if lmms else ""),
+        expected=f"one of: {known}",
+        hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
+    )
