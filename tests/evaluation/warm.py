@@ -12,12 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from evaluation.running import (
-    child_environment,
-    is_running,
-    script_profile,
-    wait_until,
-)
+from evaluation.running import child_environment, is_running, script_profile, wait_until
 from unshard.evaluate.jobs import Arguments, Job, Request
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits

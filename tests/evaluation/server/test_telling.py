@@ -14,15 +14,8 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, live
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.logs import LOG_MARK, one_line
-from unshard.evaluate.server.endings import (
-    Cause,
-    Completed,
-    Expired,
-    Failed,
-    Lost,
-    Outcome,
-    Postponed,
-)
+from unshard.evaluate.server.endings import Cause, Expired, Failed, Lost, Outcome, Postponed
+from unshard.evaluate.server.evaluators.work import Measured
 from unshard.evaluate.server.telling import tell_outcome
 from waiting import wait_until
 
@@ -58,8 +51,8 @@ def test_a_failure_and_the_retry_are_reported(
 @pytest.mark.parametrize(
     ("outcome", "status", "line"),
     [
-        (Completed({"a/b": 0.25}, None), Status.COMPLETED, "evaluated: a/b = 0.25"),
-        (Completed(dict.fromkeys("abcde", 1.0), None), Status.COMPLETED,
+        (Measured({"a/b": 0.25}, {}), Status.COMPLETED, "evaluated: a/b = 0.25"),
+        (Measured(dict.fromkeys("abcde", 1.0), {}), Status.COMPLETED,
          "evaluated: a = 1, b = 1, c = 1, 2 more"),
         (Failed("bad", may_retry=True), Status.QUEUED, "retried: attempt 2 failed: bad"),
         (Failed("bad", may_retry=True), Status.FAILED, "failed: attempt 2: the error"),
@@ -68,7 +61,7 @@ def test_a_failure_and_the_retry_are_reported(
         (Lost("stopped"), Status.QUEUED, "queued again: attempt 2: stopped"),
         (Expired("gone"), Status.EXPIRED, "expired: attempt 2: the error"),
         (Lost("stopped"), Status.SUPERSEDED, "superseded: the processes of attempt 2 have ended"),
-        (Completed({}, None), Status.CANCELLED, "cancelled: the processes of attempt 2 have ended"),
+        (Measured({}, {}), Status.CANCELLED, "cancelled: the processes of attempt 2 have ended"),
     ],
 )  # fmt: skip
 def test_how_an_attempt_ended(

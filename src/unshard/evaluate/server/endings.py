@@ -3,8 +3,7 @@
 import errno
 import os
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,7 +13,7 @@ from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
-from unshard.evaluate.server.evaluators.work import UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 
@@ -28,23 +27,6 @@ _ABSENT = frozenset(
 _FOR_GOOD = frozenset({0, errno.E2BIG, errno.EINVAL, errno.ENAMETOOLONG})
 _NOT_FOUND = 127  # of shells and env
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """The evaluator measured something.
-
-    Attributes:
-        metrics: by "task/metric" or "task/metric,filter".
-        results: the evaluator's own file.
-        errors: the standard errors of those metrics that have one.
-        directions: whether higher values are better, of those metrics of which that is known.
-    """
-
-    metrics: Mapping[str, float]
-    results: Path | None
-    errors: Mapping[str, float] = field(default_factory=dict)
-    directions: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +104,7 @@ class Left:
     """The attempt continues without this server; the next server adopts it."""
 
 
-Outcome = Completed | Failed | Postponed | Expired | Lost | Absent | Cancelled | Left
+Outcome = Measured | Failed | Postponed | Expired | Lost | Absent | Cancelled | Left
 
 
 def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
@@ -141,8 +123,7 @@ def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
                 return Failed(why, may_retry=False)
             return _absent(why, work) if done.errno in _ABSENT else Postponed(why)
     try:
-        found = work.profile.measured(work, done.returncode)
-        return Completed(found.metrics, found.file, found.errors, found.directions)
+        return work.profile.measured(work, done.returncode)
     except (UnshardError, OSError) as error:
         unknown = error if isinstance(error, UnknownTasksError) else None
         why = add_log(str(error), work.directory)

@@ -21,11 +21,7 @@ from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
-from unshard.evaluate.server.evaluators.profiles import (
-    base_of,
-    profile_named,
-    resolve_name,
-)
+from unshard.evaluate.server.evaluators.profiles import base_of, profile_named, resolve_name
 from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck
@@ -125,7 +121,7 @@ class Service:
         found = resolve_checkpoint(request.checkpoint, self.config.roots)
         request, run = _place(replace(request, checkpoint=str(found)))
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
-        check_merged(checkpoint, is_direct=profile.is_direct)
+        check_merged(checkpoint, is_direct=profile.weights == "direct")
         given = None if pin is None else self.pins.find_client_pin(pin)
         request = self._stamp(request, given)
         if is_done := self.store.status_of(request.key) is Status.COMPLETED:

@@ -13,7 +13,8 @@ from pathlib import PurePosixPath
 from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.endings import Absent, Completed, Failed, Lost, Outcome, Postponed
+from unshard.evaluate.server.endings import Absent, Failed, Lost, Outcome, Postponed
+from unshard.evaluate.server.evaluators.work import Measured
 from unshard.stores.remote_path import is_url
 
 _SHORT = 8
@@ -58,7 +59,7 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
     number, how = f"attempt {job.attempts}", type(outcome).__name__.lower()
     match now.status, outcome:
-        case Status.COMPLETED, Completed(metrics):
+        case Status.COMPLETED, Measured(metrics):
             tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}", outcome=how)

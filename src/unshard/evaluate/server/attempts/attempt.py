@@ -26,7 +26,6 @@ from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
     Cause,
-    Completed,
     Expired,
     Failed,
     Left,
@@ -36,7 +35,7 @@ from unshard.evaluate.server.endings import (
     add_log,
     judge,
 )
-from unshard.evaluate.server.evaluators.work import Engine, Profile, Work
+from unshard.evaluate.server.evaluators.work import Engine, Measured, Profile, Work
 from unshard.evaluate.server.gpus import describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
@@ -305,7 +304,7 @@ class Runner:
                 return Failed(why, may_retry=False)
             outcome = judge(work, done)
         is_merged = work.model == self._merger.merged(attempt.job.id)
-        if is_merged or not isinstance(outcome, Completed):
+        if is_merged or not isinstance(outcome, Measured):
             return outcome
         return self._fail_if_rewritten(attempt) or outcome
 

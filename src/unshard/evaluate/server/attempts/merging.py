@@ -113,7 +113,7 @@ class Merger:
             if is_given_up():
                 raise GivenUpError(f"the merge of {source} was given up before it started")
         options = MergeOptions(weights=job.request.weights, extra_state=False)
-        is_direct = profile.is_direct
+        is_direct = profile.weights == "direct"
         order = MergeOrder(
             str(source),
             str(directory / _UNMERGED if is_direct else self.merged(job.id)),

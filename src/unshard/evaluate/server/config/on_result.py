@@ -5,12 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from unshard.evaluate.server.config.keys import (
-    Bare,
-    Environment,
-    PlacedCommand,
-    drop_nulls,
-)
+from unshard.evaluate.server.config.keys import Bare, Environment, PlacedCommand, drop_nulls
 from unshard.evaluate.values import expected, expects
 
 

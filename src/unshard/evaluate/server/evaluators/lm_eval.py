@@ -24,10 +24,7 @@ from unshard.evaluate.server.evaluators.documents import (
     read_results,
     replace_tags,
 )
-from unshard.evaluate.server.evaluators.harness import (
-    HarnessKeys,
-    generation_args,
-)
+from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_args
 from unshard.evaluate.server.evaluators.work import Engine, Measured, Work
 from unshard.evaluate.values import expects
 
@@ -59,21 +56,21 @@ class LmEvalProfile(HarnessKeys):
     @property
     def modules(self) -> tuple[str, ...]:
         """lm-eval, and those that load a model from shards."""
-        of_shards = ("unshard", "torch") if self.is_direct else ()
+        of_shards = ("unshard", "torch") if self.weights == "direct" else ()
         of_engine = (_VLLM,) if self.engine else ()
         return (self.module, *of_shards, *of_engine)
 
     @property
     def engine(self) -> Engine | None:
         """The engine of vLLM, which takes one checkpoint after the other from shards."""
-        if not self.is_direct or self.model != _VLLM:
+        if self.weights == "merged" or self.model != _VLLM:
             return None
         command = (self.interpreter, "-m", _WORKER, str(self.idle_timeout + _MARGIN_S))
         return Engine(command, self.idle_timeout, self.environment)
 
     def check(self, where: str, *, is_on_cluster: bool) -> None:
         """Raise if shards cannot be read, an engine not be kept, or an argument not handed over."""
-        if self.is_direct:
+        if self.weights == "direct":
             self._check_direct(f"{where}: weights: direct is not possible")
         if self.engine and is_on_cluster:
             raise UsageError(
@@ -130,7 +127,7 @@ class LmEvalProfile(HarnessKeys):
         path of the model in its name, fail when that is longer than a file name can be, and say
         nothing.
         """
-        is_ours = self.is_direct and not self.engine
+        is_ours = self.weights == "direct" and not self.engine
         options: dict[str, object] = {
             "model": MODEL_TYPE if is_ours else self.model,
             "model_args": self.model_args_of(work, work.model),
@@ -149,7 +146,10 @@ class LmEvalProfile(HarnessKeys):
         run = ["run", f"--config={path}"]
         if self.engine:
             return [sys.executable, "-m", _CLIENT, *run]
-        return [*self.module_command(work, DIRECT if self.is_direct else self.module), *run]
+        return [
+            *self.module_command(work, DIRECT if self.weights == "direct" else self.module),
+            *run,
+        ]
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""

@@ -15,10 +15,7 @@ from unshard.evaluate.server.config.arguments import has_separator, join_argumen
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.config.keys import Folders, NonEmptyText, Texts
 from unshard.evaluate.server.evaluators.documents import check_tasks, find_newest, read_results
-from unshard.evaluate.server.evaluators.harness import (
-    HarnessKeys,
-    generation_args,
-)
+from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_args
 from unshard.evaluate.server.evaluators.work import Measured, Work
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -36,20 +33,16 @@ class LmmsEvalProfile(HarnessKeys):
     """Shell patterns of the other types of model that clients may choose."""
 
     @property
-    def client_model(self) -> str:
-        """The type of model."""
-        return self.model
-
-    def allows_model(self, model: str) -> bool:
-        """Return whether a client may choose a type of model."""
-        is_default = self.allowed_models == MODEL_TYPES
-        return matches(model, self.allowed_models) or (is_default and model in GUARDED_TYPES)
+    def client_models(self) -> tuple[str, ...]:
+        """Its type of model, and those that the profile allows."""
+        guarded = GUARDED_TYPES if self.allowed_models == MODEL_TYPES else ()
+        return (self.model, *self.allowed_models, *guarded)
 
     def with_model(self, model: str, *, name: str) -> Self:
         """Return the profile with a type of model; others than its own must be allowed."""
         if model == self.model:
             return self
-        if not _MODEL.fullmatch(model) or not self.allows_model(model):
+        if not _MODEL.fullmatch(model) or not matches(model, self.client_models[1:]):
             raise UsageError(
                 f"profile {name}: model {model!r:.200} is not allowed",
                 expected=", ".join([self.model, *self.allowed_models]),

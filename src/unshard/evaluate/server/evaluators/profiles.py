@@ -6,28 +6,24 @@ a profile by its name. A profile is what server.yaml has below that name.
 
 import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field
 
 from unshard.errors import UsageError
+from unshard.evaluate.server.config.arguments import matches
 from unshard.evaluate.server.config.keys import drop_nulls
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.work import Profile
 
-ProfileKeys = Annotated[
-    LmEvalProfile | LmmsEvalProfile | CommandProfile,
-    Field(discriminator="kind"),
-    BeforeValidator(drop_nulls),
-]
-"""A profile in a file, where `kind` must be given."""
+_Kinds = LmEvalProfile | LmmsEvalProfile | CommandProfile
 KINDS: Mapping[str, type[Profile]] = {
-    "lm-eval": LmEvalProfile,
-    "lmms-eval": LmmsEvalProfile,
-    "command": CommandProfile,
+    one.model_fields["kind"].default: one for one in get_args(_Kinds)
 }
+ProfileKeys = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(drop_nulls)]
+"""A profile in a file, where `kind` must be given."""
 
 
 def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
@@ -77,12 +73,13 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     """
     if ":" in name or name in profiles:
         return name
-    fitting = [key for key, profile in profiles.items() if profile.client_model == name]
-    fitting += [f"{key}:{name}" for key, profile in profiles.items() if profile.allows_model(name)]
+    models = {key: profile.client_models for key, profile in profiles.items()}
+    fitting = [key for key, allowed in models.items() if allowed[:1] == (name,)]
+    fitting += [f"{key}:{name}" for key, allowed in models.items() if matches(name, allowed[1:])]
     if fitting:
         return fitting[0]
     known = ", ".join(sorted(profiles)) or "none"
-    lmms = any(profile.client_model is not None for profile in profiles.values())
+    lmms = any(models.values())
     raise UsageError(
         f"unknown profile {name!r:.200}"
         + (", and no profile for lmms-eval allows this type of model" if lmms else ""),

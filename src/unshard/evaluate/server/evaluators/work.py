@@ -153,19 +153,14 @@ class Profile(BaseModel):
         return ()
 
     @property
-    def is_direct(self) -> bool:
-        """Whether it reads the shards itself, so that nothing is merged for it."""
-        return self.weights == "direct"
-
-    @property
     def engine(self) -> Engine | None:
         """The engine that is kept between its jobs; None: each job loads its model."""
         return None
 
     @property
-    def client_model(self) -> str | None:
-        """The type of model by which clients may name it; None: its own name only."""
-        return None
+    def client_models(self) -> tuple[str, ...]:
+        """Its type of model, and shell patterns of the others that clients may choose, if any."""
+        return ()
 
     @abstractmethod
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
@@ -174,18 +169,13 @@ class Profile(BaseModel):
     def check(self, where: str, *, is_on_cluster: bool) -> None:
         """Raise if its keys do not fit together, or not the executor; `where` begins the error."""
         del is_on_cluster
-        if self.is_direct:
+        if self.weights == "direct":
             raise UsageError(
                 f"{where}: weights: direct is not possible: an evaluator of this kind loads a "
                 "model from files",
                 expected="kind lm-eval, or `weights: merged`",
                 found=f"kind {self.kind}",
             )
-
-    def allows_model(self, model: str) -> bool:
-        """Return whether a client may choose a type of model."""
-        del model
-        return False
 
     def with_model(self, model: str, *, name: str) -> Self:
         """Return the profile of this name with a type of model that a client chose.

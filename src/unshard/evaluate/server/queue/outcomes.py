@@ -17,7 +17,6 @@ from unshard.evaluate.server.endings import (
     Absent,
     Cancelled,
     Cause,
-    Completed,
     Expired,
     Failed,
     Left,
@@ -27,7 +26,7 @@ from unshard.evaluate.server.endings import (
 )
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.profiles import profile_named
-from unshard.evaluate.server.evaluators.work import Profile
+from unshard.evaluate.server.evaluators.work import Measured, Profile
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
@@ -73,7 +72,7 @@ class Outcomes:
         If that is not possible, the job fails.
         """
         job_id = attempt.job.id
-        if not isinstance(outcome, Completed):
+        if not isinstance(outcome, Measured):
             self._merger.remove(job_id)
         for step in (
             lambda: self._write(attempt, outcome),
@@ -139,7 +138,7 @@ class Outcomes:
     def _write(self, attempt: Attempt, outcome: Outcome) -> None:
         job, store = attempt.job, self._store
         match outcome:
-            case Completed():
+            case Measured():
                 self._complete(attempt, outcome)
             case Failed(error, may_retry):
                 is_last = not may_retry or job.failures >= attempt.profile.retries
@@ -173,7 +172,7 @@ class Outcomes:
     def _due_at(self, failures: int) -> float:
         return time.time() + backoff(failures, first_s=self._backoff_s, most_s=LONGEST_WAIT_S)
 
-    def _complete(self, attempt: Attempt, done: Completed) -> None:
+    def _complete(self, attempt: Attempt, done: Measured) -> None:
         """Record a job's results, and remove the directories of its other attempts."""
         job_id = attempt.job.id
         place = attempt.directory.parent
@@ -184,7 +183,7 @@ class Outcomes:
             others = set()
         for other in others:
             shutil.rmtree(other, ignore_errors=True)
-        found = done.metrics, done.results, done.errors, done.directions
+        found = done.metrics, done.file, done.errors, done.directions
         if self._store.complete(job_id, *found):
             return
         now = self._store.get(job_id)

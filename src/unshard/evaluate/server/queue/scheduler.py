@@ -14,10 +14,10 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.endings import Absent, Completed, Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.endings import Absent, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
-from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks
+from unshard.evaluate.server.evaluators.work import Measured, Profile, UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
@@ -374,7 +374,7 @@ class Scheduler:
         try:
             self._outcomes.record(attempt, outcome)
         finally:
-            is_good = isinstance(outcome, Completed) and self._halt is None
+            is_good = isinstance(outcome, Measured) and self._halt is None
             is_kept = is_good and self._engines.rest(attempt.gpus)
             if not is_kept:
                 self._engines.end(attempt.gpus, lambda: self._slots.give_back(attempt.gpus))
