@@ -10,20 +10,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol, get_origin
 
-from unshard.keywords import CHOICES, MergeKeywords
+from unshard.keywords import CHOICES, OPTIONS
 
-_VALUES = {
-    **dict.fromkeys(("keep_fp32", "include", "exclude"), "REGEX"),
-    **dict.fromkeys(("step", "lora_alpha", "ep_size", "workers"), "N"),
-    **dict.fromkeys(("max_shard_size", "memory"), "SIZE"),
-    "base": "MODEL",
-    "also": "DIR",
-    "config": "FILE",
-    "allow_globals": "NAME",
-    "push_to_hub": "REPO",
-}
 _SPELLED = {"allow_globals": "allow-global", "extra_state": "no-extra-state"}
 
 
@@ -33,8 +23,10 @@ def spell(keyword: str) -> str:
 
 
 MERGE_OPTIONS = {
-    spell(name): "" if kind in (bool, bool | Literal["all"]) else _VALUES.get(name, name.upper())
-    for name, kind in MergeKeywords.__annotations__.items()
+    spell(name): ""
+    if one.kind is bool or one.metavar.startswith("[")
+    else one.metavar or name.upper()
+    for name, one in OPTIONS.items()
 } | {"all-steps": ""}
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""
 _OTHERS = {  # of `verify` and `average`, which have functions in Python too
@@ -47,7 +39,7 @@ _OTHERS = {  # of `verify` and `average`, which have functions in Python too
     "last": "N",
     "every": "N",
 }
-_SEQUENCES = {"allow-global", "also"}
+_SEQUENCES = {spell(name) for name, one in OPTIONS.items() if get_origin(one.kind) is list}
 _IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
 _MENTION = re.compile(
@@ -248,7 +240,7 @@ def _as_value(mention: Mention, unknown: str) -> str:
     value = mention.value
     if value is None and mention.is_flag:
         return str(mention.option != "no-extra-state")
-    if value in (None, (MERGE_OPTIONS | _OTHERS)[mention.option], "FILE|DIR"):
+    if value in (None, (MERGE_OPTIONS | _OTHERS)[mention.option], "N"):
         return unknown
     if _NUMBER.fullmatch(value or ""):
         return str(value)

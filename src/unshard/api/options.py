@@ -15,6 +15,7 @@ from unshard.errors import UsageError
 from unshard.keywords import (
     CHOICES,
     DEFAULTS,
+    OPTIONS,
     DtypeLike,
     Engine,
     Lora,
@@ -31,21 +32,10 @@ from unshard.stores.remote_path import path_of
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 
-_SHAPING = {
-    "keep_fp32",
-    "base",
-    "include",
-    "exclude",
-    "lora",
-    "lora_alpha",
-    "ep_size",
-    "quantize",
-    "optimizer",
-}
-_KINDS: Mapping[str, tuple[type, str]] = {
-    **dict.fromkeys(("keep_fp32", "include", "exclude"), (str, "a regular expression, as text")),
-    **dict.fromkeys(("step", "workers", "ep_size"), (Integral, "a whole number")),
-    "lora_alpha": (Real, "a number"),
+_KINDS: Mapping[object, tuple[type, str]] = {
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    "REGEX": (str, "a regular expression, as text"),
 }
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
@@ -116,11 +106,10 @@ class MergeOptions:
         if "" in (self.base, self.config, *self.also):
             what = "a value of --base, --config or --also is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
-        for option in ("names", "lora", "verify", "weights", "quantize", "engine"):
+        for option, choices in CHOICES.items():
             value = getattr(self, option)
-            is_default = value is None and option in ("lora", "weights", "quantize", "engine")
-            if not is_default and value not in CHOICES[option]:
-                expected = ", ".join(CHOICES[option])
+            if value != DEFAULTS.get(option) and value not in choices:
+                expected = ", ".join(choices)
                 raise UsageError(f"--{option} {value}: unknown", expected=expected)
         if self.ep_size is not None and self.ep_size < 2:
             raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
@@ -139,8 +128,9 @@ class MergeOptions:
 
     def _check_types(self) -> None:
         """Refuse what would be ignored or taken for something else, as a text for a list."""
-        for name, (kind, expected) in _KINDS.items():
+        for name, one in OPTIONS.items():
             value = getattr(self, name)
+            kind, expected = _KINDS.get(one.kind) or _KINDS.get(one.metavar) or (object, "")
             if value is not None and not isinstance(value, kind):
                 what = f"{name}: {value!r} is not a value of this option"
                 raise UsageError(what, expected=expected)
@@ -227,7 +217,7 @@ class MergeOptions:
     @property
     def recorded(self) -> dict[str, object]:
         """What shapes the output, for its record: without paths."""
-        chosen = {name: value for name, value in self.chosen.items() if name in _SHAPING}
+        chosen = {name: value for name, value in self.chosen.items() if OPTIONS[name].shapes}
         if self.base is not None:
             base = path_of(self.base)
             chosen["base"] = base.name if base.is_dir() else str(self.base)

@@ -16,7 +16,7 @@ from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
 from unshard.engines.crew import engine_for
 from unshard.errors import UsageError
-from unshard.keywords import DtypeLike, Lora, Names, Quantize, VerifyKeywords
+from unshard.keywords import OPTIONS, DtypeLike, MergeKeywords, Names, VerifyKeywords
 from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
@@ -26,6 +26,12 @@ from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
+
+# What shaped the output shapes what it is compared with, but for casts, which are allowed for,
+# another file, and what says how to read: this depends on what `against` is.
+_OTHERWISE = {"dtype", "keep_fp32", "optimizer", "base", "ep_size"}
+_ACCEPTING = MergeKeywords(allow_missing=True, allow_unexpected=True)
+_AS_MERGED = [name for name, one in OPTIONS.items() if one.shapes and name not in _OTHERWISE]
 
 
 @accepting(VerifyKeywords)
@@ -109,21 +115,17 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
     """Return the options to convert the other side by: as given, or as recorded in the output."""
     path = (output if output.is_dir() else output.parent) / RECORD_NAME
     record = JsonFields(path, json_object(path) if path.is_file() else {}).inside("options")
-    given, own = MergeOptions(**options), output / "config.json"
-    by_default = "hub" if given.base is not None else record.text("names") or "hub"
-    lora = record.text("lora")
-    return replace(
-        given,
-        names=names or cast("Names", by_default),
-        include=given.include or record.text("include"),
-        exclude=given.exclude or record.text("exclude"),
-        lora=cast("Lora | None", "fuse" if lora == "both" else lora),
-        quantize=given.quantize or cast("Quantize | None", record.text("quantize")),
-        lora_alpha=given.lora_alpha or record.number("lora_alpha"),
-        config=own if given.config is None and own.is_file() else given.config,
-        allow_missing=True,
-        allow_unexpected=True,
-    )
+    take = {bool: record.flag, int: record.count, float: record.number}
+    found = {name: take.get(OPTIONS[name].kind, record.text)(name) for name in _AS_MERGED}
+    merged = cast("MergeKeywords", {name: one for name, one in found.items() if one is not None})
+    if merged.get("lora") == "both":
+        merged["lora"] = "fuse"
+    if names is not None or options.get("base") is not None:
+        merged["names"] = names or "hub"
+    if (own := output / "config.json").is_file():
+        merged["config"] = own
+    given = cast("MergeKeywords", MergeOptions(**options).chosen)
+    return MergeOptions(**merged | given | _ACCEPTING)
 
 
 def _compare_by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:

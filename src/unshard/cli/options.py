@@ -5,14 +5,15 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from unshard.fronts import spell
-from unshard.keywords import CHOICES, DEFAULTS, SHARD_SIZE
+from unshard.keywords import DEFAULTS, GROUPS
+from unshard.keywords import Option as Declared
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter
@@ -111,136 +112,18 @@ Json = Annotated[
 Quiet = Annotated[bool, flag("--quiet", "Print errors only.")]
 
 
-class _Row(NamedTuple):
-    """A keyword of the functions: its type, its text in `--help`, and how its value is written."""
-
-    kind: type
-    text: str
-    metavar: str = ""
-
-
-_TABLE: dict[str, dict[str, _Row]] = {
-    CHECKPOINT: {
-        "weights": _Row(str, f"Which weights.  [default: {CHOICES['weights'][0]}]"),
-        "role": _Row(
-            str,
-            "Whose weights, where a step has several sets: actor (or policy), critic, or the name "
-            "of their folder (ref, reward).  [default: actor, policy, model, trainer, the first "
-            "there is]",
-            "NAME",
-        ),
-        "step": _Row(int, "Which step of a run.  [default: the highest complete one]", "N"),
-        "also": _Row(
-            list[Path],
-            "A directory of another node with more files of the same checkpoint; may be repeated. "
-            "node:///path is that path on all nodes of a Ray cluster.",
-            "DIR",
-        ),
-        "ep_size": _Row(
-            int, "Size of expert parallelism, if the files do not record it (verl's VeOmni).", "N"
-        ),
-        "assume_dim0": _Row(
-            bool, "Treat plain tensors that differ between ranks as shards along dimension 0."
-        ),
-        "allow_globals": _Row(
-            list[str],
-            "A tensor subclass to read as the plain tensor it stores; may be repeated.",
-            "MODULE.NAME",
-        ),
-    },
-    "Tensors": {
-        "dtype": _Row(
-            str,
-            "Dtype of floating point tensors. config: as config.json says; base: as in the base "
-            "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
-        ),
-        "quantize": _Row(
-            str,
-            "Write matrices in block FP8: float8_e4m3fn, and a float32 scale for each block of "
-            "128 x 128.",
-        ),
-        "keep_fp32": _Row(str, "Do not cast tensors with these names.", "REGEX"),
-        "names": _Row(
-            str, "Tensor names and expert layout as on the Hugging Face hub, or as in training."
-        ),
-        "include": _Row(str, "Write only tensors with these names.", "REGEX"),
-        "exclude": _Row(str, "Leave out tensors with these names.", "REGEX"),
-        "lora": _Row(
-            str,
-            "Fuse adapters into the weights, write the adapter alone, or both, keep its matrices, "
-            "or ignore an adapter that is next to the weights.  [default: fuse, but an adapter "
-            "next to the weights is an error]",
-        ),
-        "lora_alpha": _Row(
-            float, "lora_alpha of the adapter, if the checkpoint does not record it.", "ALPHA"
-        ),
-    },
-    "Base model": {
-        "base": _Row(
-            str,
-            "The model that training started from, a directory or hub id. It determines which "
-            "tensors are expected, their names, dtypes and files, and completes config and "
-            "tokenizer.",
-            "MODEL",
-        ),
-        "allow_missing": _Row(
-            bool, "Accept that tensors of the base model or of config.json are missing."
-        ),
-        "allow_unexpected": _Row(bool, "Also write tensors that neither of them has."),
-    },
-    OUTPUT: {
-        "config": _Row(
-            Path,
-            "A config.json to use instead, or a directory with config, tokenizer and the like.",
-            "FILE|DIR",
-        ),
-        "extra_state": _Row(bool, "Leave out scheduler and random state."),
-        "optimizer": _Row(bool, "Write the state of the optimizer too: optimizer.safetensors."),
-        "max_shard_size": _Row(
-            str, f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
-        ),
-        "overwrite": _Row(
-            str,
-            "Replace an earlier output of unshard; keep other files there. all: also remove "
-            "weights, adapters and other files in the way that unshard did not write.",
-            "[=all]",
-        ),
-        "resume": _Row(
-            bool,
-            "Go on with the finished files of an interrupted merge to the same output, and leave "
-            "them if this one is interrupted.",
-        ),
-        "push_to_hub": _Row(str, "Upload the output to this repository afterwards.", "REPO"),
-        "private": _Row(bool, "Make that repository private if it is new."),
-        "dry_run": _Row(bool, "Show the plan and write nothing."),
-    },
-    "Running": {
-        "verify": _Row(
-            str, "light: reopen the output; full: also compare every byte, replicas and checksums."
-        ),
-        "workers": _Row(int, "Number of threads.  [default: one per core, at most 8]", "N"),
-        "memory": _Row(str, "Total size of all buffers, at most.", "SIZE"),
-        "engine": _Row(
-            str, "Work on the nodes of a Ray cluster.  [default: the threads of this process]"
-        ),
-    },
-}
-"""The options by their groups in `--help`, in its order."""
-
-
-def _make_option(name: str, row: _Row, group: str) -> Option:
-    kind, text, metavar = row
-    if kind is bool:
-        return bool, flag(f"--{spell(name)}", text, group, default=False)
+def _make_option(name: str, row: Declared, group: str) -> Option:
+    if row.kind is bool:
+        return bool, flag(f"--{spell(name)}", row.text, group, default=False)
     default = DEFAULTS.get(name)
-    if name in CHOICES:
-        return str | None, one_of(CHOICES[name], text, group, default)
-    return kind | None, option(metavar, text, group, default=default)
+    if row.choices:
+        return str | None, one_of(row.choices, row.text, group, default)
+    return row.kind | None, option(row.metavar, row.text, group, default=default)
 
 
 _OPTIONS = {
     name: _make_option(name, row, group)
-    for group, rows in _TABLE.items()
+    for group, rows in GROUPS.items()
     for name, row in rows.items()
 }
 
