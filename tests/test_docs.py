@@ -201,7 +201,10 @@ def test_every_row_of_the_formats_table_names_a_test_that_is_there() -> None:
 
 
 def constants(path: Path) -> str:
-    """Return the literal text of a module, with `…` for each value that a message has in it."""
+    """Return the literal text of a module, with `…` for each value that a message has in it.
+
+    Marks of options are left out, as when a message is shown.
+    """
     texts = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
@@ -209,7 +212,7 @@ def constants(path: Path) -> str:
             texts.append("".join(map(str, parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append(node.value)
-    return "\n".join(texts)
+    return re.sub("[⟦⟧]", "", "\n".join(texts))
 
 
 def test_every_error_quoted_on_the_troubleshooting_page_is_one_that_the_program_has() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import copy
 import inspect
 import pickle
 import re
@@ -24,15 +25,17 @@ from unshard.cli.main import app
 from unshard.cli.main import main as command_line
 from unshard.cli.running import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
-from unshard.errors import speaking
+from unshard.errors import UsageError, raise_all, speaking
 from unshard.fronts import (
     MERGE_OPTIONS,
+    OTHER_OPTIONS,
     PYTHON,
     Command,
     Front,
     Mention,
-    mentions,
-    reword,
+    Text,
+    marked,
+    render,
     reword_warning,
 )
 from unshard.merger import FSDP2Merger
@@ -79,9 +82,24 @@ def texts() -> dict[str, str]:
     return {
         f"{path.relative_to(SOURCE)}:{line}": text
         for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "fronts.py"
         for line, text in strings(ast.parse(path.read_text(encoding="utf-8")))
-        if " " in text.strip() and any(mentions(text))
+        if " " in text.strip() and (any(mentions(text)) or unmarked(text))
     }
+
+
+def unmarked(text: str) -> set[str]:
+    """Return the options in a text that are not marked, but for those of lines to paste."""
+    return set(re.findall(r"(?<![\w/.⟦-])--([a-z][a-z0-9-]*)(?!\w)", re.sub("`[^`]*`", "", text)))
+
+
+def mentions(text: str) -> Iterator[Mention]:
+    """Yield the options that a text marks, in order."""
+    yield from (part for part in Text(marked(text)).parts if isinstance(part, Mention))
+
+
+def reword(text: str, front: Front) -> str:
+    return render(Text(text), front)[0]
 
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -197,18 +215,21 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "plugins/vllm": VLLM,
         "plugins/sglang": SGLANG,
         "read/megatron": {"--ckpt-convert-format"},  # of Megatron
+        "write/hub": {"--include"},  # of `hf upload`
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
     }
+    known = {*MERGE_OPTIONS, *OTHER_OPTIONS, "missing"}  # an option that is not a literal
     for place, text in texts().items():
         also = set[str]().union(*(options for part, options in own.items() if part in place))
-        strangers = {
-            str(Mention(one.option))
-            for one in mentions(text)
-            if one.option not in MERGE_OPTIONS and one.option != "missing"
-        }
-        assert strangers <= also, place
+        strangers = unmarked(text) - known
+        assert {f"--{one}" for one in strangers} <= also, place
+        if not place.startswith(("cli/", "evaluate/")):  # whose commands have what they name
+            others = also if place.startswith(("compat/", "write/hub")) else set[str]()
+            named = {f"--{one}" for one in unmarked(text)} - others
+            assert named.isdisjoint(f"--{one}" for one in known - {"missing"}), place
+        assert {one.option for one in mentions(text)} <= known, place
 
 
 @pytest.mark.parametrize(
@@ -231,7 +252,7 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
         written = front.name(mention)
         if written is None:
             assert parses(front.instead(mention)), place
-            assert front.instead(mention) in reword_warning(text, front), place
+            assert front.instead(mention) in reword_warning(Text(text), front), place
         else:
             assert re.split("[ =]", written)[0] in options, place
             assert written in reword(text, front), place
@@ -247,7 +268,8 @@ def test_python_names_parameters_that_its_functions_have() -> None:
             if written is not None and not written.startswith("unshard."):
                 assert written.partition("=")[0] in known, place
                 assert written in rendered, place
-        assert not {one.option for one in mentions(rendered)} & MERGE_OPTIONS.keys(), place
+        if any(mentions(text)):
+            assert unmarked(rendered).isdisjoint(MERGE_OPTIONS), place
 
 
 @pytest.mark.parametrize("name", DROP_INS)
@@ -422,24 +444,47 @@ def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the
 @pytest.mark.parametrize(
     ("text", "python", "drop_in"),
     [
-        ("give it: --lora-alpha N", "give it: lora_alpha=…", "give it: --lora-alpha N"),
-        ("say --overwrite, or not", "say overwrite=True, or not", "say --overwrite, or not"),
-        ("--base a/b: not there", "base='a/b': not there", "--model a/b: not there"),
-        ("--base '/a b': not there", "base='/a b': not there", "--model '/a b': not there"),
-        ("what --base names", "what base=… names", "what --model names"),
-        ("--step 3: gone", "step=3: gone", "--step 3: gone"),
-        ("--role actor|critic", "role='actor' or 'critic'", "--role actor|critic"),
-        ("to cast: --dtype config", "to cast: dtype='config'", "to cast: --dtype config"),
-        ("or --no-extra-state", "or extra_state=False", "or --no-extra-state"),
-        ("(--allow-global a.B)", "(allow_globals=['a.B'])", "(--allow-global a.B)"),
-        ("--allow-global a.B: no", "allow_globals=['a.B']: no", "--allow-global a.B: no"),
-        ("--overwrite=all", "overwrite='all'", "--overwrite=all"),
+        ("give it: ⟦--lora-alpha N⟧", "give it: lora_alpha=…", "give it: --lora-alpha N"),
+        ("say ⟦--overwrite⟧, or not", "say overwrite=True, or not", "say --overwrite, or not"),
+        ("⟦--base a/b⟧: not there", "base='a/b': not there", "--model a/b: not there"),
+        ("⟦--base '/a b'⟧: not there", "base='/a b': not there", "--model '/a b': not there"),
+        ("⟦--base 'it'\"'\"'s'⟧: no", "base=\"it's\": no", "--model 'it'\"'\"'s': no"),
+        ("what ⟦--base⟧ names", "what base=… names", "what --model names"),
+        ("⟦--base A⟧: not there", "base='A': not there", "--model A: not there"),
+        ("⟦--memory '1 KB'⟧: no", "memory='1 KB': no", "--memory '1 KB': no"),
+        ("⟦--step 3⟧: gone", "step=3: gone", "--step 3: gone"),
+        ("⟦--role actor|critic⟧", "role='actor' or 'critic'", "--role actor|critic"),
+        ("to cast: ⟦--dtype config⟧", "to cast: dtype='config'", "to cast: --dtype config"),
+        ("or ⟦--no-extra-state⟧", "or extra_state=False", "or --no-extra-state"),
+        ("(⟦--allow-global a.B⟧)", "(allow_globals=['a.B'])", "(--allow-global a.B)"),
+        ("⟦--allow-global a.B⟧: no", "allow_globals=['a.B']: no", "--allow-global a.B: no"),
+        ("⟦--overwrite=all⟧", "overwrite='all'", "--overwrite=all"),
         ("run `hf upload --private`", "run `hf upload --private`", "run `hf upload --private`"),
         ("a--base /x/--base.y --", "a--base /x/--base.y --", "a--base /x/--base.y --"),
-        ("--token-file X and --jobs", "--token-file X and --jobs", "--token-file X and --jobs"),
+        ("⟦--token-file X⟧ and --jobs", "--token-file X and --jobs", "--token-file X and --jobs"),
+        ("⟦--⟧ ⟦--A b⟧ ⟦ ⟧", "⟦--⟧ ⟦--A b⟧ ⟦ ⟧", "⟦--⟧ ⟦--A b⟧ ⟦ ⟧"),
     ],
 )  # fmt: skip
 def test_a_text_has_options_as_the_front_writes_them(text: str, python: str, drop_in: str) -> None:
     assert reword(text, PYTHON) == python
     assert reword(text, Command({"base": "--model"})) == drop_in
-    assert reword(text, Command()) == text
+    plain = re.sub("⟦(--[a-z].*?)⟧", r"\1", text)
+    assert reword(text, Command()) == Text(text) == plain
+    assert reword_warning(plain, PYTHON) == plain  # nothing looks for options in a sentence
+
+
+def test_options_stay_data_in_sums_copies_and_problems_that_are_raised_together() -> None:
+    text = "give " + Text("⟦--base MODEL⟧") + " or " + Text("⟦--step N⟧")
+    for same in (text, pickle.loads(pickle.dumps(text)), copy.deepcopy(text)):
+        assert same == "give --base MODEL or --step N"
+        assert reword_warning(same, PYTHON) == "give base=… or step=…"
+    problems = [UsageError(f"tensor {n}: odd", hint="⟦--exclude REGEX⟧") for n in (1, 2)]
+    problems += [UsageError("\x1b⟦--role a⟧", expected="⟦--role b⟧", found="⟦--role c⟧")]
+    with pytest.raises(UsageError) as caught:
+        raise_all(UsageError, "⟦--step 1⟧ fails", problems)
+    named = ["step", "exclude", "role", "role", "role"]
+    assert [one.option for one in mentions(caught.value.text)] == named
+    for written in (caught.value.text, str(caught.value)):
+        assert not set("⟦⟧\x1b") & set(written)
+    assert "--" not in str(caught.value)
+    assert marked(pickle.loads(pickle.dumps(caught.value)).text) == marked(caught.value.text)

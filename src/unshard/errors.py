@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import ClassVar
 
-from unshard.fronts import PYTHON, Front, advice, reword
+from unshard.fronts import PYTHON, Front, Text, marked, render
 
 _SHOWN_PROBLEMS = 20
 _SHOWN_NAMES = 3
@@ -44,9 +44,11 @@ def printable(text: str) -> str:
 
     Control characters become `\x1b`, half a surrogate pair `\udcff`; line breaks and tabs stay.
     File names, names in pickles, answers of a server and logs of evaluators may contain anything.
+    Options that are marked become data.
     """
-    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], marked(text))
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return Text(text) if "⟦" in text else text
 
 
 class UnshardError(Exception):
@@ -58,8 +60,8 @@ class UnshardError(Exception):
         found: what is there.
         hint: what to do next.
 
-    All four name options as `unshard merge` has them (`--lora-alpha N`). `str` writes them in the
-    words of `front`; see `unshard.fronts`.
+    All four name options as `unshard merge` has them, and mark them: `⟦--lora-alpha N⟧`. `str`
+    writes them in the words of `front`; see `unshard.fronts`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -77,19 +79,16 @@ class UnshardError(Exception):
     @property
     def text(self) -> str:
         """The whole message as it was written: with the options of `unshard merge`."""
-        lines = [self.subject]
-        if self.expected:
-            lines.append(f"  expected: {self.expected}")
-        if self.found:
-            lines.append(f"  found:    {self.found}")
-        if self.hint:
-            lines.append(f"  hint:     {self.hint}")
-        return "\n".join(lines)
+        text = self.subject
+        text += "\n  expected: " + self.expected if self.expected else ""
+        text += "\n  found:    " + self.found if self.found else ""
+        text += "\n  hint:     " + self.hint if self.hint else ""
+        return text
 
     def __str__(self) -> str:
         """Return the whole message in the words of its front: of Python, if no other took it."""
-        use = [f"  use:      {line}" for line in advice(self.text, self.front)]
-        return "\n".join([reword(self.text, self.front), *use])
+        shown, lines = render(self.text, self.front)
+        return "\n  use:      ".join([shown, *lines])
 
     def __reduce__(self) -> tuple[object, ...]:
         """Travel between processes whole: `Exception` alone would lose the named parts."""
@@ -188,10 +187,11 @@ def raise_all(kind: type[UnshardError], summary: str, problems: Sequence[Unshard
             subject = _SIZES.sub("[]", subject[of_tensor.end() :])
         fault = type(problem).__name__, subject, problem.expected, problem.found, problem.hint
         faults.setdefault(fault, []).append(problem)
-    shown = "\n".join(f"- {_unite(alike)}" for alike in islice(faults.values(), _SHOWN_PROBLEMS))
+    text = f"{summary} ({len(problems)} problems):"
+    for alike in islice(faults.values(), _SHOWN_PROBLEMS):
+        text += "\n- " + _unite(alike)
     rest = len(faults) - _SHOWN_PROBLEMS
-    more = f"\n- and {rest} more" if rest > 0 else ""
-    raise kind(f"{summary} ({len(problems)} problems):\n{shown}{more}")
+    raise kind(text + (f"\n- and {rest} more" if rest > 0 else ""))
 
 
 def _unite(alike: Sequence[UnshardError]) -> str:
@@ -203,7 +203,7 @@ def _unite(alike: Sequence[UnshardError]) -> str:
     listed = ", ".join(names[:_SHOWN_NAMES]) + (", …" if len(names) > _SHOWN_NAMES else "")
     of_tensors = f" tensor{'s' if len(names) > 1 else ''}: {listed}" if names else ""
     others = f"and {len(alike) - 1} more{of_tensors}"
-    return f"{alike[0].text}\n  {others}"
+    return alike[0].text + f"\n  {others}"
 
 
 @contextmanager

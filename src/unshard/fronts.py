@@ -1,18 +1,18 @@
 """How each front names the options that messages mention.
 
-A message names options as `unshard merge` has them: `--overwrite`, `--lora-alpha N`. A front is
-what shows the message: a command of ours, a command that replaces another tool's, or Python. It
-writes the options that it has in its own way, and for others it gives the line of `unshard merge`
-to use instead. Text in backticks is a line of another program and is kept as it is.
+A message has options as `unshard merge` has them, and marks them: `⟦--overwrite⟧`,
+`⟦--lora-alpha N⟧`. A front is what shows the message: a command of ours, a command that replaces
+another tool's, or Python. It writes the options that it has in its own way, and for others it gives
+the line of `unshard merge` to use instead.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, get_origin
+from typing import NamedTuple, Protocol, Self, get_origin
 
-from unshard.keywords import CHOICES, OPTIONS
+from unshard.keywords import OPTIONS
 
 _SPELLED = {"allow_globals": "allow-global", "extra_state": "no-extra-state"}
 
@@ -29,51 +29,77 @@ MERGE_OPTIONS = {
     for name, one in OPTIONS.items()
 } | {"all-steps": ""}
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""
-_OTHERS = {  # of `verify` and `average`, which have functions in Python too
-    "load": "",
-    "atol": "X",
-    "rtol": "X",
-    "against": "PATH",
-    "coefficients": "X,Y",
-    "ema-decay": "X",
-    "last": "N",
-    "every": "N",
-}
+OTHER_OPTIONS = {"load": "", "against": "PATH", "coefficients": "X,Y", "last": "N", "every": "N"}
+OTHER_OPTIONS |= dict.fromkeys(("atol", "rtol", "ema-decay"), "X")
+"""Those of `verify` and `average`, which have functions in Python too."""
+_ALL = MERGE_OPTIONS | OTHER_OPTIONS
 _SEQUENCES = {spell(name) for name, one in OPTIONS.items() if get_origin(one.kind) is list}
 _IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
-_MENTION = re.compile(
-    r"(?<![\w/.-])--(?P<option>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)(?![\w-])"
-    r"(?:(?P<sep>[ =])(?!--)(?P<value>'[^']*'|[^\s'`]+))?"
-)
-_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9|,_]*")
-_NO_PROSE = re.compile(r"\d|\w[./]\w")
+_MARKED = re.compile(r"⟦(--([a-z0-9-]+)(?:[ =]([^⟧]*))?)⟧")
 _PLAIN = re.compile(r"[\w|./,:+-]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Mention:
-    """An option in a text: its name without the dashes, and its value, unquoted, if it has one."""
+class Mention(NamedTuple):
+    """An option that a text mentions.
 
+    Attributes:
+        text: what the text has: "--base '/a b'".
+        option: its name without the dashes.
+        value: its value, unquoted, or a placeholder: "MODEL"; None: the option alone.
+        after: the value as it follows the option's name in a shell: " '/a b'", "=all", "".
+    """
+
+    text: str
     option: str
-    value: str | None = None
+    value: str | None
+    after: str
 
-    @property
-    def is_flag(self) -> bool:
-        """Whether the option takes no value."""
-        return not (MERGE_OPTIONS | _OTHERS).get(self.option, "?")
 
-    def __str__(self) -> str:
-        """Write it for a shell."""
-        return self.named(f"--{self.option}")
+class Text(str):
+    """A text of which the options are data; as a `str` it has them as `unshard merge` has.
 
-    def named(self, name: str) -> str:
-        """Write it for a shell under another name."""
-        if self.value is None:
-            return name
-        quoted = self.value if _PLAIN.fullmatch(self.value) else shlex.quote(self.value)
-        return f"{name}{'=' if self.is_flag else ' '}{quoted}"
+    The sum of texts has the options of both; what f-strings and `join` make of a text is plain.
+
+    Attributes:
+        marked: the text with the marks.
+        parts: the options, and what is between them.
+    """
+
+    __slots__ = ("marked", "parts")
+    marked: str
+    parts: tuple[str | Mention, ...]
+
+    def __new__(cls, marked: str) -> Self:
+        """Take a text with its marks; one without any is plain."""
+        made = super().__new__(cls, _MARKED.sub(r"\1", marked))
+        between, *found = _MARKED.split(marked)
+        parts: list[str | Mention] = [between]
+        for text, option, given, after in zip(*(found[n::4] for n in range(4)), strict=True):
+            is_quoted = given is not None and given[:1] == given[-1:] == "'"
+            value = given[1:-1].replace("'\"'\"'", "'") if is_quoted else given
+            parts += [Mention(text, option, value, _after(option, value)), after]
+        made.marked, made.parts = marked, tuple(parts)
+        return made
+
+    def __add__(self, other: str) -> "Text":
+        return Text(self.marked + marked(other))
+
+    def __radd__(self, other: str) -> "Text":
+        return Text(other + self.marked)
+
+
+def marked(text: str) -> str:
+    """Return a text with the marks of its options."""
+    return text.marked if isinstance(text, Text) else text
+
+
+def _after(option: str, value: str | None) -> str:
+    if value is None:
+        return ""
+    quoted = value if _PLAIN.fullmatch(value) else shlex.quote(value)
+    return f" {quoted}" if _ALL.get(option, "?") else f"={quoted}"
 
 
 class Front(Protocol):
@@ -86,18 +112,6 @@ class Front(Protocol):
         """Return the line to use for an option that it does not have."""
 
 
-def mentions(text: str) -> Iterator[Mention]:
-    """Yield the options that a text names, in order."""
-    found: list[Mention] = []
-
-    def collect(mention: Mention) -> str:
-        found.append(mention)
-        return str(mention)
-
-    _replaced(text, collect)
-    yield from found
-
-
 def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object]) -> str:
     """Return a command line to paste.
 
@@ -108,8 +122,8 @@ def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object
     """
     parts = [command, *map(shlex.quote, arguments)]
     for name, value in options.items():
-        mention = Mention(spell(name), None if isinstance(value, bool) else str(value))
-        parts.append(str(mention))
+        option = spell(name)
+        parts.append(f"--{option}{_after(option, None if isinstance(value, bool) else str(value))}")
     return " ".join(parts)
 
 
@@ -119,59 +133,24 @@ def call_of(function: str, arguments: Sequence[str], options: Mapping[str, objec
     return f"{function}({', '.join([*map(repr, arguments), *named])}"
 
 
-def reword(text: str, front: Front) -> str:
-    """Return a text in which every option is written as a front writes it."""
-    return _replaced(text, front.name)
-
-
-def advice(text: str, front: Front) -> list[str]:
-    """Return the lines to use for what a text names and a front does not have, each once."""
-    known = (one for one in mentions(text) if one.option in MERGE_OPTIONS)
-    return list(dict.fromkeys(front.instead(one) for one in known if front.name(one) is None))
+def render(text: str, front: Front) -> tuple[str, list[str]]:
+    """Return a text as a front writes it, and the lines to use for what it names but lacks."""
+    shown, lines = "", []
+    for part in text.parts if isinstance(text, Text) else (text,):
+        if isinstance(part, str):
+            shown += part
+            continue
+        written = front.name(part)
+        if written is None and part.option in MERGE_OPTIONS:
+            lines.append(front.instead(part))
+        shown += part.text if written is None else written
+    return shown, list(dict.fromkeys(lines))
 
 
 def reword_warning(text: str, front: Front) -> str:
     """Return a warning as a front shows it: one text, with the lines to use at its end."""
-    lines = advice(text, front)
-    return reword(text, front) + (f" (use: {'; or: '.join(lines)})" if lines else "")
-
-
-def _replaced(text: str, write: Callable[[Mention], str | None]) -> str:
-    """Return a text whose mentions are written anew, or kept where `write` returns None."""
-
-    def replace(match: re.Match[str]) -> str:
-        mention, rest = _parsed(match)
-        written = write(mention)
-        return match[0] if written is None else f"{written}{rest}"
-
-    parts = re.split(r"(`[^`]*`)", text)
-    parts[::2] = [_MENTION.sub(replace, part) for part in parts[::2]]
-    return "".join(parts)
-
-
-def _parsed(match: re.Match[str]) -> tuple[Mention, str]:
-    """Return the option, and what follows it in the match without belonging to it.
-
-    The word after an option is its value, or the next word of the sentence.
-    """
-    option, sep, value = match["option"], match["sep"], match["value"]
-    if value is None:
-        return Mention(option), ""
-    if value.startswith("'"):
-        return Mention(option, value[1:-1]), ""
-    bare = value.rstrip(":;,.)…")
-    rest = value[len(bare) :]
-    is_subject = rest.startswith(":") and match.string[match.end() :][:1] in ("", " ", "\n")
-    looks_like_value = (
-        is_subject
-        or "|" in bare
-        or bare in CHOICES.get(option, ())
-        or _PLACEHOLDER.fullmatch(bare)
-        or _NO_PROSE.search(bare)
-    )
-    if sep == "=" or (bare and looks_like_value and not Mention(option).is_flag):
-        return Mention(option, bare), rest
-    return Mention(option), f"{sep}{value}"
+    shown, lines = render(text, front)
+    return shown + (f" (use: {'; or: '.join(lines)})" if lines else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,18 +167,15 @@ class Command:
 
     def name(self, mention: Mention) -> str | None:
         """Return how this command writes an option, or None if it does not have it."""
-        if self.own is None:
-            return str(mention)
-        name = self.own.get(mention.option)
-        return None if name is None else mention.named(name)
+        name = f"--{mention.option}" if self.own is None else self.own.get(mention.option)
+        return None if name is None else f"{name}{mention.after}"
 
     def instead(self, mention: Mention) -> str:
         """Return the line of `unshard merge` with an option."""
-        others = re.sub(rf" --{mention.option}(?= |$)", "", self.line)
-        value = (
-            MERGE_OPTIONS[mention.option] if mention.value is None else mention.value.split("|")[0]
-        )
-        return f"{others} {Mention(mention.option, value or None)}"
+        option, value = mention.option, mention.value
+        others = re.sub(rf" --{option}(?= |$)", "", self.line)
+        value = (MERGE_OPTIONS[option] if value is None else value).split("|")[0]
+        return f"{others} --{option}{_after(option, value or None)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,46 +183,41 @@ class Python:
     """A function or method.
 
     Attributes:
-        own: the parameters that it has, by the names of options; None: all those of `merge`.
+        own: the parameters that it has; None: all those of the functions of `unshard`.
         call: the call of `unshard.merge` that does what it does, without the last bracket.
     """
 
-    own: Mapping[str, str] | None = None
+    own: Collection[str] | None = None
     call: str = "unshard.merge(checkpoint, output"
 
     def name(self, mention: Mention) -> str | None:
         """Return how Python writes an option, or None if the function does not have it."""
-        if mention.option not in MERGE_OPTIONS | _OTHERS:
-            return None
-        if self.own is None:
-            return _as_keyword(mention, "…")
-        name = self.own.get(mention.option)
-        return None if name is None else f"{name}={_as_value(mention, '…')}"
+        is_known = mention.option in _ALL and (self.own is None or _keyword(mention) in self.own)
+        return _assigned(mention, "…") if is_known else None
 
     def instead(self, mention: Mention) -> str:
         """Return the call of `unshard.merge` with a parameter."""
-        return f"{self.call}, {_as_keyword(mention, '...')})"
+        return f"{self.call}, {_assigned(mention, '...')})"
 
 
-def _as_keyword(mention: Mention, unknown: str) -> str:
-    if mention.option == "all-steps":
+def _keyword(mention: Mention) -> str:
+    return _IN_PYTHON.get(mention.option, mention.option.replace("-", "_"))
+
+
+def _assigned(mention: Mention, unknown: str) -> str:
+    """Write an option as Python does; `unknown` if no value is given."""
+    option, value = mention.option, mention.value
+    if option == "all-steps":
         return "unshard.merge_all"
-    name = _IN_PYTHON.get(mention.option, mention.option.replace("-", "_"))
-    return f"{name}={_as_value(mention, unknown)}"
-
-
-def _as_value(mention: Mention, unknown: str) -> str:
-    """Write an option's value as Python does; `unknown` if no value is given."""
-    value = mention.value
-    if value is None and mention.is_flag:
-        return str(mention.option != "no-extra-state")
-    if value in (None, (MERGE_OPTIONS | _OTHERS)[mention.option], "N"):
-        return unknown
-    if _NUMBER.fullmatch(value or ""):
-        return str(value)
-    if mention.option in _SEQUENCES:
-        return repr([value])
-    return " or ".join(map(repr, str(value).split("|")))
+    if value is None and not _ALL[option]:
+        shown = str(option != "no-extra-state")
+    elif value in (None, _ALL[option], "N"):
+        shown = unknown
+    elif _NUMBER.fullmatch(value):
+        shown = value
+    else:
+        shown = repr([value]) if option in _SEQUENCES else " or ".join(map(repr, value.split("|")))
+    return f"{_keyword(mention)}={shown}"
 
 
 PYTHON = Python()

@@ -1,7 +1,7 @@
 """The options of each function, as keywords: the command line has the same.
 
-`merge` explains each. Everything else derives from here: `--help`, messages, the record of an output
-and how `verify` merges again. So a new option is a keyword of a type, and a row of `GROUPS`.
+`merge` explains each. Everything else derives from here: `--help`, messages, the record of an
+output and how `verify` merges again. So a new option is a keyword of a type, and a row of `GROUPS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -147,16 +147,16 @@ class Option(NamedTuple):
     """An option of a merge: what its type in the keywords does not say.
 
     Attributes:
-        kind: the type of its value on the command line.
         text: its text in `--help`.
         metavar: how its value is written there.
+        kind: the type of its value on the command line.
         choices: its values, where it takes a name.
         shapes: whether it shapes the output, which then records it, and `verify` merges by it.
     """
 
-    kind: type
     text: str
     metavar: str = ""
+    kind: type = str
     choices: tuple[str, ...] = ()
     shapes: bool = False
 
@@ -164,63 +164,58 @@ class Option(NamedTuple):
 GROUPS: Mapping[str, Mapping[str, Option]] = {
     "Checkpoint": {
         "weights": Option(
-            str, f"Which weights.  [default: {get_args(Weights)[0]}]", choices=get_args(Weights)
+            f"Which weights.  [default: {get_args(Weights)[0]}]", choices=get_args(Weights)
         ),
         "role": Option(
-            str,
             "Whose weights, where a step has several sets: actor (or policy), critic, or the name "
             "of their folder (ref, reward).  [default: actor, policy, model, trainer, the first "
             "there is]",
             "NAME",
         ),
-        "step": Option(int, "Which step of a run.  [default: the highest complete one]", "N"),
+        "step": Option("Which step of a run.  [default: the highest complete one]", "N", kind=int),
         "also": Option(
-            list[Path],
             "A directory of another node with more files of the same checkpoint; may be repeated. "
             "node:///path is that path on all nodes of a Ray cluster.",
             "DIR",
+            kind=list[Path],
         ),
         "ep_size": Option(
-            int,
             "Size of expert parallelism, if the files do not record it (verl's VeOmni).",
             "N",
             shapes=True,
+            kind=int,
         ),
         "assume_dim0": Option(
-            bool, "Treat plain tensors that differ between ranks as shards along dimension 0."
+            "Treat plain tensors that differ between ranks as shards along dimension 0.", kind=bool
         ),
         "allow_globals": Option(
-            list[str],
             "A tensor subclass to read as the plain tensor it stores; may be repeated.",
             "MODULE.NAME",
+            kind=list[str],
         ),
     },
     "Tensors": {
         "dtype": Option(
-            str,
             "Dtype of floating point tensors. config: as config.json says; base: as in the base "
             "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
             choices=(*get_args(Rule), *get_args(Cast)),
             shapes=True,
         ),
         "quantize": Option(
-            str,
             "Write matrices in block FP8: float8_e4m3fn, and a float32 scale for each block of "
             "128 x 128.",
             choices=get_args(Quantize),
             shapes=True,
         ),
-        "keep_fp32": Option(str, "Do not cast tensors with these names.", "REGEX", shapes=True),
+        "keep_fp32": Option("Do not cast tensors with these names.", "REGEX", shapes=True),
         "names": Option(
-            str,
             "Tensor names and expert layout as on the Hugging Face hub, or as in training.",
             choices=get_args(Names),
             shapes=True,
         ),
-        "include": Option(str, "Write only tensors with these names.", "REGEX", shapes=True),
-        "exclude": Option(str, "Leave out tensors with these names.", "REGEX", shapes=True),
+        "include": Option("Write only tensors with these names.", "REGEX", shapes=True),
+        "exclude": Option("Leave out tensors with these names.", "REGEX", shapes=True),
         "lora": Option(
-            str,
             "Fuse adapters into the weights, write the adapter alone, or both, keep its matrices, "
             "or ignore an adapter that is next to the weights.  [default: fuse, but an adapter "
             "next to the weights is an error]",
@@ -228,15 +223,14 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             shapes=True,
         ),
         "lora_alpha": Option(
-            float,
             "lora_alpha of the adapter, if the checkpoint does not record it.",
             "ALPHA",
             shapes=True,
+            kind=float,
         ),
     },
     "Base model": {
         "base": Option(
-            str,
             "The model that training started from, a directory or hub id. It determines which "
             "tensors are expected, their names, dtypes and files, and completes config and "
             "tokenizer.",
@@ -244,48 +238,45 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             shapes=True,
         ),
         "allow_missing": Option(
-            bool, "Accept that tensors of the base model or of config.json are missing."
+            "Accept that tensors of the base model or of config.json are missing.", kind=bool
         ),
-        "allow_unexpected": Option(bool, "Also write tensors that neither of them has."),
+        "allow_unexpected": Option("Also write tensors that neither of them has.", kind=bool),
     },
     "Output": {
         "config": Option(
-            Path,
             "A config.json to use instead, or a directory with config, tokenizer and the like.",
             "FILE|DIR",
+            kind=Path,
         ),
-        "extra_state": Option(bool, "Leave out scheduler and random state."),
+        "extra_state": Option("Leave out scheduler and random state.", kind=bool),
         "optimizer": Option(
-            bool, "Write the state of the optimizer too: optimizer.safetensors.", shapes=True
+            "Write the state of the optimizer too: optimizer.safetensors.", shapes=True, kind=bool
         ),
         "max_shard_size": Option(
-            str, f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
+            f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
         ),
         "overwrite": Option(
-            str,
             "Replace an earlier output of unshard; keep other files there. all: also remove "
             "weights, adapters and other files in the way that unshard did not write.",
             "[=all]",
         ),
         "resume": Option(
-            bool,
             "Go on with the finished files of an interrupted merge to the same output, and leave "
             "them if this one is interrupted.",
+            kind=bool,
         ),
-        "push_to_hub": Option(str, "Upload the output to this repository afterwards.", "REPO"),
-        "private": Option(bool, "Make that repository private if it is new."),
-        "dry_run": Option(bool, "Show the plan and write nothing."),
+        "push_to_hub": Option("Upload the output to this repository afterwards.", "REPO"),
+        "private": Option("Make that repository private if it is new.", kind=bool),
+        "dry_run": Option("Show the plan and write nothing.", kind=bool),
     },
     "Running": {
         "verify": Option(
-            str,
             "light: reopen the output; full: also compare every byte, replicas and checksums.",
             choices=get_args(Verify),
         ),
-        "workers": Option(int, "Number of threads.  [default: one per core, at most 8]", "N"),
-        "memory": Option(str, "Total size of all buffers, at most.", "SIZE"),
+        "workers": Option("Number of threads.  [default: one per core, at most 8]", "N", kind=int),
+        "memory": Option("Total size of all buffers, at most.", "SIZE"),
         "engine": Option(
-            str,
             "Work on the nodes of a Ray cluster.  [default: the threads of this process]",
             choices=get_args(Engine),
         ),

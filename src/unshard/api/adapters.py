@@ -38,8 +38,8 @@ def fuse_adapter(
         return Noted({**split.base, **split.saved})
     if lora == "ignore":
         raise UsageError(
-            f"--lora ignore: the adapter is among the weights of {checkpoint.location.place}",
-            hint="--lora ignore leaves out an adapter in a file next to them",
+            f"⟦--lora ignore⟧: the adapter is among the weights of {checkpoint.location.place}",
+            hint="⟦--lora ignore⟧ leaves out an adapter in a file next to them",
         )
     config = read_adapter_config(source.location)
     base: Mapping[str, Recipe] | None = None
@@ -81,11 +81,11 @@ def _own_heads(
 def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
     config = adapter.with_name(ADAPTER_CONFIG_NAME)
     kind = json_object(config).get("peft_type", "LORA") if config.is_file() else "LORA"
-    hint = "leave the adapter out with --lora ignore"
+    hint = "leave the adapter out with ⟦--lora ignore⟧"
     return ConversionError(
         f"{checkpoint.location.place}: the weights have no LoRA adapter, but {adapter} is next to "
         "them",
-        hint=f"merge them with --lora fuse, or {hint}"
+        hint=f"merge them with ⟦--lora fuse⟧, or {hint}"
         if kind == "LORA"
         else f"it is {kind}, which PEFT itself merges; {hint}",
     )
@@ -99,4 +99,4 @@ def as_stored(found: Catalog | Base) -> dict[str, Take]:
 def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UsageError:
     """Return the error about an adapter that was asked for and is not there."""
     where = checkpoint.location.weights_dir
-    return UsageError(f"--lora {lora}: {where} has no LoRA adapter")
+    return UsageError(f"⟦--lora {lora}⟧: {where} has no LoRA adapter")

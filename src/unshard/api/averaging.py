@@ -123,21 +123,21 @@ def _check(
     are_several: bool,
 ) -> None:
     if options.optimizer:
-        raise UsageError("--optimizer: an average of checkpoints has no optimizer")
+        raise UsageError("⟦--optimizer⟧: an average of checkpoints has no optimizer")
     if options.lora not in (None, "fuse", "ignore") or options.step is not None:
         raise UsageError(
-            "an average of several steps is one whole model: --lora and --step do not apply"
+            "an average of several steps is one whole model: ⟦--lora⟧ and ⟦--step⟧ do not apply"
         )
     if coefficients is not None and ema_decay is not None:
         raise UsageError(
-            "--coefficients and --ema-decay exclude each other: both weigh the checkpoints"
+            "⟦--coefficients⟧ and ⟦--ema-decay⟧ exclude each other: both weigh the checkpoints"
         )
     for name, count in zip(("last", "every"), counts, strict=True):
         if count is not None and count < 1:
-            raise UsageError(f"--{name} {count}: at least 1 is needed")
+            raise UsageError(f"⟦--{name} {count}⟧: at least 1 is needed")
     if are_several and counts != (None, None):
         raise UsageError(
-            "--last and --every choose steps of one run, and several checkpoints were given",
+            "⟦--last⟧ and ⟦--every⟧ choose steps of one run, and several checkpoints were given",
             hint="give the run alone",
         )
 
@@ -165,7 +165,7 @@ def _open_steps(
         except IncompleteError as error:
             if not pass_over:
                 raise IncompleteError(
-                    f"{location.step_dir} is not complete: {error.subject}",
+                    f"{location.step_dir} is not complete: " + error.subject,
                     hint="`unshard average` leaves incomplete steps out, with a warning",
                 ) from error
             incomplete.append((location, error))
@@ -174,8 +174,8 @@ def _open_steps(
             sources.append(source)
         complete += 1
     if last is not None and len(sources) < last:
-        taken = "" if every == 1 else f", of which --every {every} takes {len(sources)}"
-        raise UsageError(f"--last {last}: {run} has only {complete} complete steps{taken}")
+        taken = "" if every == 1 else f", of which ⟦--every {every}⟧ takes {len(sources)}"
+        raise UsageError(f"⟦--last {last}⟧: {run} has only {complete} complete steps{taken}")
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
@@ -206,7 +206,7 @@ def _choose_weights(
     """Return the weights of `count` sources."""
     if ema_decay is not None:
         if not 0 < ema_decay < 1:
-            raise UsageError(f"--ema-decay {ema_decay}: must be between 0 and 1, both excluded")
+            raise UsageError(f"⟦--ema-decay {ema_decay}⟧: must be between 0 and 1, both excluded")
         # The average starts as the first model; every later one moves it: average =
         # decay * average + (1 - decay) * model. These weights sum to 1.
         later = ((1 - ema_decay) * ema_decay ** (count - 1 - at) for at in range(1, count))
@@ -215,14 +215,14 @@ def _choose_weights(
         return (1.0,) * count
     if len(coefficients) != count:
         raise UsageError(
-            f"--coefficients: {len(coefficients)} numbers for {count} checkpoints",
+            f"⟦--coefficients⟧: {len(coefficients)} numbers for {count} checkpoints",
             expected="one for each, in their order",
         )
     total, sizes = abs(sum(coefficients)), sum(map(abs, coefficients))
     if not all(map(isfinite, coefficients)) or total <= _CANCELS * sizes:
-        raise UsageError("--coefficients: must be numbers whose sum is not 0")
+        raise UsageError("⟦--coefficients⟧: must be numbers whose sum is not 0")
     if not 1 / _FAR < sizes < _FAR:
         raise UsageError(
-            "--coefficients: too small or too large for float32", expected="numbers like 1,2,3"
+            "⟦--coefficients⟧: too small or too large for float32", expected="numbers like 1,2,3"
         )
     return tuple(map(float, coefficients))

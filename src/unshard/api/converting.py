@@ -158,7 +158,7 @@ def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversi
     unused = [name.replace("_", "-") for name in never if name in options.chosen]
     if options.lora == "adapter" and unused:
         raise UsageError(
-            f"--lora adapter writes the adapter as it is: --{unused[0]} does not apply",
+            f"⟦--lora adapter⟧ writes the adapter as it is: ⟦--{unused[0]}⟧ does not apply",
             hint="leave it out, or write the fused model",
         )
     tensors = finish(adapter_tensors(split), Precision())
@@ -183,7 +183,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     config, base = checkpoint.config, checkpoint.base
     dtypes = None if base is None else base.dtypes
     if base is not None and not dtypes and options.dtype == "base":
-        raise ConversionError(f"--dtype base: the dtypes of {base.name} are not known")
+        raise ConversionError(f"⟦--dtype base⟧: the dtypes of {base.name} are not known")
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options.lora, options.lora_alpha)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes

@@ -18,6 +18,7 @@ from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.crew import Crew
 from unshard.errors import UsageError
+from unshard.fronts import Text
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.identity import digest_of
 from unshard.plan.layout import lay_out, size_in_bytes
@@ -117,7 +118,7 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     if config is None:
         notes.append(without_config(sources.last, options.names))
     elif options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
-        notes.append(f"{note}; to cast them: --dtype config")
+        notes.append(Text(f"{note}; to cast them: ⟦--dtype config⟧"))
     return Prepared(
         sources,
         made.tensors,
@@ -139,10 +140,10 @@ def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
 def without_config(checkpoint: Checkpoint, names: str = "hub") -> str:
     """Return the warning for a checkpoint that has no config; a base has the names of the hub."""
     named = find_base_name(checkpoint.location)
-    give = "--config FILE|DIR" + (" or --base MODEL" if names == "hub" else "")
+    give = "⟦--config FILE|DIR⟧" + (" or ⟦--base MODEL⟧" if names == "hub" else "")
     if named is not None and names == "hub":
-        give = f"--base {shlex.quote(named.name)}, which {named.file.name} names"
-    return (
+        give = f"⟦--base {shlex.quote(named.name)}⟧, which {named.file.name} names"
+    return Text(
         f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
         f"weights are complete, but transformers needs one to load them; give it with {give}"
     )
@@ -172,7 +173,7 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
     if isinstance(target, RemotePath):
         if options.push_to_hub is not None:
             raise UsageError(
-                f"--push-to-hub needs an output on a disk, and {target} is in an object store",
+                f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
                 hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
             )
         overwrite = bool(options.overwrite)
@@ -321,7 +322,7 @@ def late_notes(
         notes.append(f"{what}: {listed}{hint}")
     if refused:
         what = "the store did not copy weights itself, so they were down- and uploaded"
-        notes.append(f"{what}: {refused}")
+        notes.append(f"{what}: " + refused)
     return notes
 
 

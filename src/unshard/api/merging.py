@@ -300,9 +300,11 @@ def merge_steps(
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
     if options.push_to_hub is not None:
-        raise UsageError("--all-steps with --push-to-hub: one repository cannot hold all of them")
+        raise UsageError(
+            "⟦--all-steps⟧ with ⟦--push-to-hub⟧: one repository cannot hold all of them"
+        )
     if options.step is not None:
-        raise UsageError(f"--all-steps and --step {options.step} exclude each other")
+        raise UsageError(f"⟦--all-steps⟧ and ⟦--step {options.step}⟧ exclude each other")
     steps = all_steps(given_path(run, "the run"), options.choice)
     if not steps:
         raise UnknownFormatError(
@@ -324,7 +326,7 @@ def merge_steps(
                 error, what = raised, f"step {location.step} could not be merged"
                 if isinstance(error, IncompleteError):
                     what = "passed over an incomplete step"
-                listener(Warned(f"{what}: {error.text}"))
+                listener(Warned(f"{what}: " + error.text))
         source = str(location.weights_dir)
         results.append(StepResult(location.step, source, str(target), report, error))
     return results

@@ -104,23 +104,25 @@ class MergeOptions:
         object.__setattr__(self, "dtype", dtype_choice(self.dtype))
         self._check_types()
         if "" in (self.base, self.config, *self.also):
-            what = "a value of --base, --config or --also is an empty path"
+            what = "a value of ⟦--base⟧, ⟦--config⟧ or ⟦--also⟧ is an empty path"
             raise UsageError(what, hint="give a path, or leave the option out")
         for option, choices in CHOICES.items():
             value = getattr(self, option)
             if value != DEFAULTS.get(option) and value not in choices:
                 expected = ", ".join(choices)
-                raise UsageError(f"--{option} {value}: unknown", expected=expected)
+                raise UsageError(f"⟦--{option} {value}⟧: unknown", expected=expected)
         if self.ep_size is not None and self.ep_size < 2:
-            raise UsageError(f"--ep-size {self.ep_size}: at least 2 is needed")
+            raise UsageError(f"⟦--ep-size {self.ep_size}⟧: at least 2 is needed")
         self._check_resources()
         self._check_names()
         if self.optimizer:
             self._check_optimizer()
         if self.overwrite not in (False, True, "all"):
-            raise UsageError(f"--overwrite={self.overwrite}: unknown", expected="no value, or all")
+            raise UsageError(
+                f"⟦--overwrite={self.overwrite}⟧: unknown", expected="no value, or all"
+            )
         if self.private and self.push_to_hub is None:
-            raise UsageError("--private applies to --push-to-hub, which was not given")
+            raise UsageError("⟦--private⟧ applies to ⟦--push-to-hub⟧, which was not given")
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Return the names that `include` and `exclude` leave."""
@@ -147,20 +149,24 @@ class MergeOptions:
     def _check_resources(self) -> None:
         if self.resources.memory_bytes < MIN_BUFFER:
             raise UsageError(
-                f"--memory {self.memory}: too little", expected=f"at least {MIN_BUFFER} bytes"
+                f"⟦--memory {self.memory}⟧: too little", expected=f"at least {MIN_BUFFER} bytes"
             )
         if self.workers is not None and self.workers < 1:
-            raise UsageError(f"--workers {self.workers}: at least 1 is needed")
+            raise UsageError(f"⟦--workers {self.workers}⟧: at least 1 is needed")
 
     def _check_names(self) -> None:
         """Refuse what the names of the hub, or those of training, cannot be written with."""
         if self.names == "training" and self.base is not None:
-            raise UsageError("--names training excludes --base, whose names are those of the hub")
+            raise UsageError(
+                "⟦--names training⟧ excludes ⟦--base⟧, whose names are those of the hub"
+            )
         if self.lora == "keep" and self.names != "training":
-            raise UsageError("--lora keep keeps the names of training: it needs --names training")
+            raise UsageError(
+                "⟦--lora keep⟧ keeps the names of training: it needs ⟦--names training⟧"
+            )
         if self.names == "training" and self.quantize is not None:
-            what = f"--quantize {self.quantize} needs the names of the hub: it excludes --names"
-            raise UsageError(f"{what} training")
+            what = f"⟦--quantize {self.quantize}⟧ needs the names of the hub"
+            raise UsageError(f"{what}: it excludes ⟦--names training⟧")
 
     def _check_optimizer(self) -> None:
         """Refuse what an optimizer's state cannot be written with."""
@@ -169,10 +175,12 @@ class MergeOptions:
         excluded += ["lora"] if self.lora not in (None, "fuse", "ignore") else []
         if excluded:
             what = excluded[0].replace("_", "-")
-            raise UsageError(f"--optimizer and --{what} exclude each other")
+            raise UsageError(f"⟦--optimizer⟧ and ⟦--{what}⟧ exclude each other")
         if self.weights not in (None, "model"):
             what = "EMA" if self.weights == "ema" else self.weights
-            raise UsageError(f"--optimizer: {what} weights have none; its state is of the model's")
+            raise UsageError(
+                f"⟦--optimizer⟧: {what} weights have none; its state is of the model's"
+            )
 
     def __repr__(self) -> str:
         """Return the options that differ from their defaults."""

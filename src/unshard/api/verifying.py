@@ -73,8 +73,8 @@ def verify(
         UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
     """
     if not (0 <= atol < inf and 0 <= rtol < inf):
-        raise UsageError("--atol, --rtol: a tolerance must be a number, 0 or more")
-    place, other = given_path(output, "the output"), given_path(against, "--against")
+        raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
+    place, other = given_path(output, "the output"), given_path(against, "⟦--against⟧")
     with blaming(place):
         chosen = _as_merged(place, names, options)
     with ExitStack() as stack:

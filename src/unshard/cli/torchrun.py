@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import IncompleteError, UnknownFormatError, UnshardError
+from unshard.fronts import Text
 
 _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
@@ -68,9 +69,9 @@ def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> 
     if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:  # several nodes
         others = (
             "only rank 0 of this torchrun reads; if files are on the disks of other nodes, start "
-            "the command once, without torchrun, with --engine ray and node:///PATH"
+            "the command once, without torchrun, with ⟦--engine ray⟧ and node:///PATH"
         )
-        error.hint = f"{error.hint}; {others}" if error.hint else others
+        error.hint = error.hint + f"; {others}" if error.hint else Text(others)
 
 
 def _undo_thread_limit() -> None:

@@ -92,7 +92,7 @@ def as_transformers_saves(prepared: "Prepared") -> "Prepared":
         raise ConversionError(
             f"{location.place}: there is no config.json, without which the output is not a model",
             expected=f"config.json in {shown}",
-            hint="give it with --config FILE|DIR or --base MODEL",
+            hint="give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧",
         )
     text = generation_config(prepared.config.fields)
     if text is None or _GENERATION_CONFIG in prepared.checkpoint.companions.files:

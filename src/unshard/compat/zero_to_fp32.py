@@ -60,7 +60,7 @@ def main() -> None:
             f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
             expected="stage 1, 2 or 3",
             hint="for the weights in the dtype of training: "
-            f"unshard merge {place} {arguments.output_dir} --names training",
+            f"unshard merge {place} {arguments.output_dir} ⟦--names training⟧",
         )
     frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
     options = MergeOptions(

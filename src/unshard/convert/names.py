@@ -19,6 +19,7 @@ from unshard.convert.experts import (
 from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Experts, Rename, Stored
 from unshard.convert.recipes import Recipe, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
+from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.read.model_config import ModelConfig
 
@@ -277,12 +278,12 @@ def _notes(
     tensors: Mapping[str, Recipe], rules: _NamingRules, base: frozenset[str] | None
 ) -> Iterator[str]:
     if base is None and rules.unknown:
-        yield (
+        yield Text(
             f"{rules.unknown}: tensor names are kept as trained; "
-            "to get the names of a model on the hub: --base MODEL"
+            "to get the names of a model on the hub: ⟦--base MODEL⟧"
         )
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):
             there = any(advice.present in name for name in tensors)
             if there and not any(advice.absent in name for name in tensors):
-                yield advice.text
+                yield Text(advice.text)

@@ -187,7 +187,7 @@ def select_tensors(
     kept = select_names(tensors, include, exclude)
     if tensors and not kept:
         given = {"include": include, "exclude": exclude}
-        asked = " ".join(f"--{option} {text}" for option, text in given.items() if text is not None)
+        asked = " ".join(f"⟦--{one} {text}⟧" for one, text in given.items() if text is not None)
         raise UsageError(f"{asked}: leaves no tensor", found=f"{', '.join(list(tensors)[:3])}, …")
     return {name: tensors[name] for name in kept}
 
@@ -213,7 +213,7 @@ def _compiled(option: str, text: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise UsageError(
-            f"--{option} {shlex.quote(text)}: not a regular expression: {error}"
+            f"⟦--{option} {shlex.quote(text)}⟧: not a regular expression: {error}"
         ) from error
 
 
@@ -251,7 +251,7 @@ def dtype_choice(dtype: DtypeLike) -> str:
     choice = _ALIASES.get(name, name)
     if choice not in (choices := CHOICES["dtype"]):
         raise UsageError(
-            f"--dtype {shlex.quote(name)}: unknown",
+            f"⟦--dtype {shlex.quote(name)}⟧: unknown",
             expected=f"{', '.join(choices)} (or {', '.join(_ALIASES)})",
         )
     return choice
@@ -302,7 +302,7 @@ def precision(
     choice = dtype_choice(dtype)
     if choice == "base":
         if base is None:
-            raise UsageError("--dtype base: needs a base model", hint="name it: --base MODEL")
+            raise UsageError("⟦--dtype base⟧: needs a base model", hint="name it: ⟦--base MODEL⟧")
         return Precision(None, base, _union(patterns))
     target = _target(choice, config)
     if target is not None and target.itemsize == 2:
@@ -323,12 +323,12 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
     named = None if config is None else config.dtype
     if named is None:
         raise ConversionError(
-            "--dtype config: "
+            "⟦--dtype config⟧: "
             + ("there is no config.json" if config is None else f"{config.path} names no dtype"),
-            hint="name the dtype, or give a config: --config FILE|DIR",
+            hint="name the dtype, or give a config: ⟦--config FILE|DIR⟧",
         )
     if named not in CASTS:
-        what = f"--dtype config: {config.path if config else ''} names {named}"
+        what = f"⟦--dtype config⟧: {config.path if config else ''} names {named}"
         raise ConversionError(what, expected=", ".join(CASTS))
     return BY_NAME[named]
 

@@ -51,7 +51,7 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
         ConversionError(
             f"tensor {one.name}: has all experts in one tensor, of which engines read block FP8 "
             "only where each is a matrix of its own",
-            hint="leave out --quantize",
+            hint="leave out ⟦--quantize⟧",
         )
         for one in tensors
         if "experts." in one.name and len(shape_of(one.recipe)) == 3 and one.dtype.castable
@@ -63,7 +63,7 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
         if one.dtype is _ELEMENTS:
             raise ConversionError(
                 f"tensor {one.name}: is {one.dtype} already, so the model cannot be quantised",
-                hint="leave out --quantize",
+                hint="leave out ⟦--quantize⟧",
             )
         if not _is_quantised(one):
             made.append(one)
@@ -73,7 +73,7 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
         scales = BlockScales(one.recipe, one.name)
         made.append(Converted(one.name + _SCALE, _SCALES, scales))
     if len(made) == len(tensors):
-        raise ConversionError("--quantize fp8-block: the model has no matrix that is quantised")
+        raise ConversionError("⟦--quantize fp8-block⟧: the model has no matrix that is quantised")
     if not ragged:
         return Noted(made)
     what = f"rows or columns that are not a multiple of {BLOCK}"
@@ -142,7 +142,7 @@ def dequantise(
                     expected=f"{name}{_SCALE} with one number for every {block[0]} x {block[1]} "
                     f"elements of {list(shape_of(recipe))}",
                     found="no such tensor" if scales is None else str(list(shape_of(scales))),
-                    hint="write it as it is: --dtype keep",
+                    hint="write it as it is: ⟦--dtype keep⟧",
                 )
             )
             continue

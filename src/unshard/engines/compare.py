@@ -53,7 +53,7 @@ def measure_pairs(
         CorruptError: a file is gone, has changed, or ends early.
     """
     if resources.memory_bytes < PAIR_BYTES:
-        what = f"--memory {resources.memory_bytes}: too little to compare"
+        what = f"⟦--memory {resources.memory_bytes}⟧: too little to compare"
         raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
     measured = dict.fromkeys(pairs, Measures())
     share = divide(resources)

@@ -120,7 +120,7 @@ class FSDP2Merger(CheckpointMerger):
         target = checkpoint if output_path is None else Path(output_path)
         options = merge_options(self.checkpoint_type)
         paths = [str(checkpoint), str(target)]
-        front = Python({"config": "config"}, call_of("unshard.merge", paths, options.chosen))
+        front = Python({"config"}, call_of("unshard.merge", paths, options.chosen))
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
             listener = _add_log(heard)

@@ -64,7 +64,7 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
         is_local = directory.is_dir()
     if not is_local and _is_path(spec):
         raise ConversionError(
-            f"--base {shlex.quote(spec)}: no such directory",
+            f"⟦--base {shlex.quote(spec)}⟧: no such directory",
             expected="a directory with a Hugging Face model, or a hub id (Qwen/Qwen3-8B)",
             hint="check the path; the hub was not asked",
         )
@@ -84,7 +84,7 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
     index = directory / INDEX_NAME
     if not index.is_file():
         raise ConversionError(
-            f"--base {shlex.quote(spec)}: has neither weights nor {INDEX_NAME}",
+            f"⟦--base {shlex.quote(spec)}⟧: has neither weights nor {INDEX_NAME}",
             found=str(directory),
             hint="give a directory with a whole Hugging Face model",
         )
@@ -146,7 +146,7 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         if cached is not None and not needs_weights:
             return cached
         raise ConversionError(
-            f"--base {shlex.quote(spec)}: is not a directory here, and not available from the "
+            f"⟦--base {shlex.quote(spec)}⟧: is not a directory here, and not available from the "
             "Hugging Face hub",
             found=str(error).strip().split("\n", maxsplit=1)[0],
             hint="check the id, log in with `hf auth login`, or give a directory",

@@ -146,7 +146,7 @@ def passing_over(
         what = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")  # the step is named
         passed.append(PassedOver(at.step, what))
     notes = [f"passed over {path}: it has no weights" for path in empty]
-    notes += [f"passed over an incomplete step: {error.text}" for _, error in incomplete]
+    notes += ["passed over an incomplete step: " + error.text for _, error in incomplete]
     noted = _with_notes(checkpoint, notes)
     return replace(noted, passed_over=(*checkpoint.passed_over, *passed))
 
@@ -186,7 +186,7 @@ def _part_in(other: Path, location: Location) -> Path:
         )
     if same[0].format is not location.format or same[0].step != location.step:
         raise UsageError(
-            f"--also {shlex.quote(str(other))}: is not a part of {location.weights_dir}",
+            f"⟦--also {shlex.quote(str(other))}⟧: is not a part of {location.weights_dir}",
             expected=f"{location.format} of step {location.step}",
             found=f"{same[0].format} of step {same[0].step}",
         )

@@ -265,7 +265,7 @@ def _quantisable(
         moved = Box(tuple(map(sum, zip(box.offsets, first.offsets, strict=True))), first.sizes)
         raise ConversionError(
             f"tensor {operation.name}: cannot be quantised: some values in {moved} are not finite",
-            hint="write it without --quantize; the training may have diverged",
+            hint="write it without ⟦--quantize⟧; the training may have diverged",
         )
     return values, scales
 

@@ -49,8 +49,8 @@ def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
 
-    subject = f"--push-to-hub {repo}" if is_option else repo or "the repository"
-    later = "; or leave --push-to-hub out, and push the output later" if is_option else ""
+    subject = f"⟦--push-to-hub {repo}⟧" if is_option else repo or "the repository"
+    later = "; or leave ⟦--push-to-hub⟧ out, and push the output later" if is_option else ""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

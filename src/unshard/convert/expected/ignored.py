@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from unshard.convert.outputs import Precision
 from unshard.convert.quantised import dequantise, is_scale
 from unshard.convert.recipes import Recipe, take
+from unshard.fronts import Text
 from unshard.read.base import Base
 from unshard.read.model_config import ModelConfig
 from unshard.showing import counted
@@ -78,5 +79,5 @@ def complete_mtp(
     if not any(map(is_scale, kept)):
         found = dequantise(found, Precision(BY_NAME["float32"]), [base.companions.model])
     what = counted(len(found), "tensor")
-    note = f"{what} of untrained MTP layers copied from {base.name} (leave them out: --exclude)"
-    return {**kept, **found}, config, (note,)
+    note = f"{what} of untrained MTP layers copied from {base.name} (leave them out: ⟦--exclude⟧)"
+    return {**kept, **found}, config, (Text(note),)

@@ -15,6 +15,7 @@ from unshard.convert.lora.patterns import ends_like
 from unshard.convert.lora.weights import AdaptedWeight, find_weights
 from unshard.convert.recipes import LowRank, Recipe, Stack, Take, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
+from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.showing import counted, listed
@@ -73,7 +74,8 @@ def fuse(
             found=f"{used}",
         )
     if alpha is not None and config is not None and config.alpha not in {None, alpha}:
-        notes += (f"--lora-alpha {alpha:g} replaces {config.alpha:g} in {config.source}",)
+        what = f"⟦--lora-alpha {alpha:g}⟧ replaces {config.alpha:g} in {config.source}"
+        notes += (Text(what),)
     notes += tuple(
         f"{adapted.weight} has its adapter fused; output weights that were tied to it do not: if "
         "the model ties them (tie_word_embeddings), they must be written as a tensor of their own"
@@ -167,13 +169,14 @@ def _weights(
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
     """Return the weights to fuse into, and notes about them."""
     if not split.adapter_only:
-        ignored = "the checkpoint has the model's own weights: --base is not used"
+        ignored = Text("the checkpoint has the model's own weights: ⟦--base⟧ is not used")
         return dict(split.base), (() if base is None else (ignored,))
     if base is None:
         raise ConversionError(
             f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
             "not the model that it was trained on",
-            hint="give that model: --base MODEL; or write the adapter by itself: --lora adapter",
+            hint="give that model: ⟦--base MODEL⟧; or write the adapter by itself: "
+            "⟦--lora adapter⟧",
         )
     check_saved_modules(split, config)
     _check_biases(split, config, base)
@@ -181,7 +184,7 @@ def _weights(
     if start.startswith(_CHANGES_BASE):
         raise ConversionError(
             f"the adapter was initialised with {start}, which changed the weights of its model: "
-            "it does not fit the model given as --base",
+            "it does not fit the model given as ⟦--base⟧",
             hint="save the whole model, or convert the adapter to plain LoRA with peft",
         )
     replaced = f"of the base, replaced by the checkpoint's: {counted(len(split.base), 'tensor')}"
@@ -235,7 +238,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
     """
     if alpha is not None:
         if not math.isfinite(alpha) or alpha <= 0:
-            raise UsageError(f"--lora-alpha {alpha}: not a positive number")
+            raise UsageError(f"⟦--lora-alpha {alpha}⟧: not a positive number")
         return float(alpha)  # an int has `is_integer` from Python 3.12 on only
     if config is not None and config.alpha is not None:
         return config.alpha
@@ -248,7 +251,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
         "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
         expected="a positive lora_alpha",
         found=found,
-        hint="give the one that the adapter was trained with: --lora-alpha N",
+        hint="give the one that the adapter was trained with: ⟦--lora-alpha N⟧",
     )
 
 

@@ -30,7 +30,7 @@ _VISIBLE_S = 30.0  # network file systems may show new files of other machines l
 _STOPPING_S = 60.0
 _PATIENCE_S = 5.0  # until it is told what is waited for
 _MOST_DEATHS = 3
-_OPTION = "--engine ray"
+_OPTION = "⟦--engine ray⟧"
 
 
 @contextmanager
@@ -234,11 +234,11 @@ class _Running:
         if self._lacking:
             listed = (f"{host} does not see {path}" for host, path in self._lacking.items())
             return OutputError(
-                f"--engine ray: no node of the cluster can do it: {', '.join(listed)}",
+                f"⟦--engine ray⟧: no node of the cluster can do it: {', '.join(listed)}",
                 hint="checkpoint and output must be on a file system that the nodes share, under "
                 "the same paths",
             )
-        return OutputError("--engine ray: no node with a CPU is left of the cluster")
+        return OutputError("⟦--engine ray⟧: no node with a CPU is left of the cluster")
 
     def _written(self, place: _Place, written: Mapping[int, int]) -> None:
         for attempt, count in written.items():
@@ -259,7 +259,7 @@ class _Running:
             lost = done.answer.node
             raise lost_node(lost, host_of(self._ray, lost), self._work.alone[lost])
         if isinstance(done.answer, UnshardError):
-            done.answer.hint = f"{done.answer.hint} (on node {place.host})".lstrip()
+            done.answer.hint += f"{' ' * bool(done.answer.hint)}(on node {place.host})"
         if isinstance(done.answer, BaseException):
             raise done.answer
         self._work.done(job, attempt, done.answer)
@@ -294,8 +294,8 @@ class _Running:
         self._deaths[what] += 1
         if self._deaths[what] == _MOST_DEATHS:
             raise OutputError(
-                f"--engine ray: processes die at their work, the last one on node {place.host}",
-                hint="if they were killed for memory, give less --memory and fewer --workers",
+                f"⟦--engine ray⟧: processes die at their work, the last one on node {place.host}",
+                hint="if they were killed for memory, give less ⟦--memory⟧ and fewer ⟦--workers⟧",
             ) from error
 
     def _warn(self, text: str) -> None:

@@ -80,10 +80,10 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     given = shlex.quote(str(config))
     if config is not None and config.is_dir():
         if not (config / _CONFIG).is_file():
-            raise UsageError(f"--config {given}: this directory has no {_CONFIG}")
+            raise UsageError(f"⟦--config {given}⟧: this directory has no {_CONFIG}")
         return companions_in(config)
     if config is not None and not config.is_file():
-        raise UsageError(f"--config {given}: no such file or directory")
+        raise UsageError(f"⟦--config {given}⟧: no such file or directory")
     found = Companions()
     for folder, is_own in _places(location):
         here = companions_in(folder) if is_own else _in_run(folder)

@@ -33,8 +33,8 @@ def choose(place: Path, found: list[Location], choice: Choice, *, start: Path) -
     if choice.step is not None and not is_run and found[0].step != choice.step:
         step = "not known" if found[0].step is None else found[0].step
         raise UsageError(
-            f"{place} is step {step}, but --step {choice.step} was asked for",
-            hint="give the directory that has all steps, or leave --step out",
+            f"{place} is step {step}, but ⟦--step {choice.step}⟧ was asked for",
+            hint="give the directory that has all steps, or leave ⟦--step⟧ out",
         )
     location = _of_role(place, _of_weights(place, found, choice, start), choice.role, start)
     if not children(location.weights_dir):
@@ -60,7 +60,7 @@ def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path)
         raise UsageError(
             f"{place} has only EMA weights, an average of those that were trained",
             found=names,
-            hint="if you want them: --weights ema",
+            hint="if you want them: ⟦--weights ema⟧",
         )
     expected = _WHERE.get(choice.weights, "")
     raise UnknownFormatError(
@@ -80,7 +80,7 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
         names = [_called(place, at, kept) for at in kept]
         is_clear = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
         can_choose = is_clear and len(kept) <= _LISTED
-        role = f"choose with --role '{'|'.join(names)}', or " if can_choose else ""
+        role = f"choose with ⟦--role '{'|'.join(names)}'⟧, or " if can_choose else ""
         one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
         raise UsageError(
             f"{place} has {len(kept)} sets of weights, and none of them is the default",
@@ -92,7 +92,7 @@ def _of_role(place: Path, found: list[Location], role: Role | None, start: Path)
     if only not in (None, "actor") and role is None and not is_meant:
         raise UsageError(
             f"{place} has only a {only}, which is not the model that was trained",
-            hint=f"if you want the {only}: --role '{only}'",
+            hint=f"if you want the {only}: ⟦--role '{only}'⟧",
         )
     return kept[0]
 

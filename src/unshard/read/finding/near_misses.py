@@ -40,7 +40,7 @@ _SIGNS: tuple[_Sign, ...] = (
     ),
     (
         _named(r"adapter_model\.(?:safetensors|bin)"),
-        "a LoRA adapter without its model; give this file as the path, and --base MODEL",
+        "a LoRA adapter without its model; give this file as the path, and ⟦--base MODEL⟧",
     ),
     (_named(r".*\.gguf"), "a GGUF model, which llama.cpp reads; it is whole already"),
     (

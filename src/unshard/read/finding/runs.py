@@ -131,7 +131,7 @@ def _refuse_unsure(run: Path, locations: list[Location]) -> None:
         raise UsageError(
             f"{run} has {len(unsure)} folders that may be steps, or runs",
             found=", ".join(at.step_dir.name for at in unsure[:_LISTED]),
-            hint="give one of them, or its --step N",
+            hint="give one of them, or its ⟦--step N⟧",
         )
 
 

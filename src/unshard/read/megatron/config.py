@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from unshard.fronts import Text
 from unshard.read.model_config import Fields, ModelConfig
 
 _CLASSES = {
@@ -159,9 +160,9 @@ def doubts(arguments: Fields) -> Iterator[str]:
     """
     if arguments.get("tokenizer_type") == "NullTokenizer":
         size = arguments["vocab_size"]
-        yield (
+        yield Text(
             f"the training had NullTokenizer, which may count a token more than vocab_size {size}: "
-            "if it did, that token's row is left out; give --config with a vocab_size that is "
+            "if it did, that token's row is left out; give ⟦--config⟧ with a vocab_size that is "
             "larger by 1"
         )
 

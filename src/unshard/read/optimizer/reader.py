@@ -124,7 +124,8 @@ def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
     files = find_files(location, world) if location.format is RANK_FILES else {}
     if files and options.ep_size is not None:
         raise UsageError(
-            f"--ep-size {options.ep_size}: the state of the optimizer of such experts is not read",
+            f"⟦--ep-size {options.ep_size}⟧: the state of the optimizer of such experts is not "
+            "read",
             hint="leave out the optimizer",
         )
     return read_files(files, location, world, options) if files else None

@@ -33,6 +33,7 @@ from unshard.containers.chunks import first_difference
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
+from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
 from unshard.read.rank_files.buffers import find_buffers, is_of_experts
@@ -45,7 +46,7 @@ _COMPARE_BYTES = 1 << 20
 _SAMPLE_BYTES = 16 * 1024
 _HINT = (
     "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
-    "along dimension 0: --assume-dim0"
+    "along dimension 0: ⟦--assume-dim0⟧"
 )
 
 
@@ -81,10 +82,10 @@ def resolve_plain(
             entries[name] = entry
         elif options.assume_dim0 and name not in differing:
             entries[name] = entry
-            assumed["as copies (--assume-dim0)"].append(name)
+            assumed["as copies (⟦--assume-dim0⟧)"].append(name)
         elif options.assume_dim0 and joined is not None and name not in buffers:
             entries[name] = _shards_joined(entry, joined)
-            assumed["as shards along dimension 0 (--assume-dim0)"].append(name)
+            assumed["as shards along dimension 0 (⟦--assume-dim0⟧)"].append(name)
         elif options.selects and is_mixed and name not in differing and not is_of_experts(name):
             entries[name] = entry  # what differs may be left out
         else:
@@ -94,8 +95,8 @@ def resolve_plain(
     return Noted(entries, tuple(_taken(names, why) for why, names in assumed.items()))
 
 
-def _taken(names: Sequence[str], why: str) -> str:
-    return f"{counted(len(names), 'plain tensor')} taken {why}: {', '.join(names)}"
+def _taken(names: Sequence[str], why: str) -> Text:
+    return Text(f"{counted(len(names), 'plain tensor')} taken {why}: {', '.join(names)}")
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
@@ -167,7 +168,7 @@ def resolve_experts(
     if not differing:
         if options.ep_size is not None:
             raise UsageError(
-                f"--ep-size {options.ep_size}: {location.weights_dir} has no experts that differ "
+                f"⟦--ep-size {options.ep_size}⟧: {location.weights_dir} has no experts that differ "
                 "between ranks under one name",
                 hint="leave it out: the files state how their tensors are cut",
             )
@@ -184,11 +185,11 @@ def resolve_experts(
                 expected=f"one group of ranks for each of {options.ep_size} parts",
             )
             problems.append(problem)
-    raise_all(NotMergeableError, f"--ep-size {options.ep_size} does not fit", problems)
+    raise_all(NotMergeableError, f"⟦--ep-size {options.ep_size}⟧ does not fit", problems)
     joined = {name: _experts_joined(tensors[name], options.ep_size) for name in experts}
-    note = (
-        f"--ep-size {options.ep_size}: {counted(len(joined), 'tensor')} joined along dimension 0, "
-        f"their groups in the order of their lowest ranks: {', '.join(joined)}"
+    note = Text(
+        f"⟦--ep-size {options.ep_size}⟧: {counted(len(joined), 'tensor')} joined along dimension "
+        f"0, their groups in the order of their lowest ranks: {', '.join(joined)}"
     )
     return Noted({**tensors, **joined}, (note,))
 
@@ -252,6 +253,6 @@ def _experts_refused(
         expected="equal copies",
         found=f"different values of {whole} on different ranks, and no record of which is which: "
         "experts of verl's VeOmni engine?",
-        hint=f"if they are parts of one tensor along dimension 0: --ep-size {copies}; else merge "
+        hint=f"if they are parts of one tensor along dimension 0: ⟦--ep-size {copies}⟧; else merge "
         "it with the engine that wrote it",
     )

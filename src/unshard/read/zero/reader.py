@@ -156,8 +156,8 @@ class _Reading:
             raise NotMergeableError(
                 f"{self.state.path}: stage 3 has no whole weights in the dtype of training",
                 expected="stage 0, 1 or 2",
-                hint="leave --weights module out to merge the float32 weights, and cast them: "
-                "--dtype bfloat16",
+                hint="leave ⟦--weights module⟧ out to merge the float32 weights, and cast them: "
+                "⟦--dtype bfloat16⟧",
             )
         if not is_asked:
             self.notes.append(
@@ -240,7 +240,7 @@ class _Reading:
             f"{shortened([str(rank) for rank in ranks], 16)} of world size {world}",
             expected=shortened(names, 4),
             hint=_NO_OTHER
-            + ("; the weights in the dtype of training are whole: --weights module" * is_whole),
+            + ("; the weights in the dtype of training are whole: ⟦--weights module⟧" * is_whole),
         )
 
     def _states_of_frozen(self) -> list[ModelState]:

@@ -63,8 +63,8 @@ class Claim:
             _log.debug("%s/%s cannot be read", self._target, CLAIM_NAME)
         return OutputError(
             f"{self._target}: a merge into it began at {begun}, and is not complete",
-            hint="wait for it; or, if it was killed, go on with it by --resume, remove everything "
-            "there, or give another output",
+            hint="wait for it; or, if it was killed, go on with it by ⟦--resume⟧, remove "
+            "everything there, or give another output",
         )
 
     def key(self, name: str) -> str:

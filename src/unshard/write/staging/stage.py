@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from unshard.errors import OutputError, UnshardError, printable
+from unshard.fronts import Text
 from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
@@ -130,7 +131,7 @@ class Staging:
         """
         ledger, files = open_ledger(self._staging, work), plan.layout.files
         if self._why_not_resumed:
-            ledger.notes.append(f"--resume has no effect: {self._why_not_resumed}")
+            ledger.notes.append(Text(f"⟦--resume⟧ has no effect: {self._why_not_resumed}"))
         left = unfinished(plan, ledger, engine.listener)
         data = sum(files[number].data_bytes for number in left.numbers)
         engine.listener(Progress("writing", data))
@@ -332,11 +333,13 @@ class Staging:
 
 def say_what_is_left(error: BaseException | None, left: Path) -> None:
     """Add to an error or an interruption where the finished files are, and how to go on."""
-    text = f"what is finished is kept in {left}; the same merge with --resume goes on with it"
+    text = Text(
+        f"what is finished is kept in {left}; the same merge with ⟦--resume⟧ goes on with it"
+    )
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)
     elif isinstance(error, UnshardError):
-        error.hint = printable(f"{error.hint}; {text}" if error.hint else text)
+        error.hint = printable(error.hint + "; " + text if error.hint else text)
 
 
 def _allocated(directory: Path) -> int:

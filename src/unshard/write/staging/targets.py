@@ -50,7 +50,7 @@ def choose_mode(
     if not overwrite:
         raise OutputError(
             f"{target}: exists already",
-            hint="give another output, or replace the weights there: --overwrite",
+            hint="give another output, or replace the weights there: ⟦--overwrite⟧",
         )
     mode = Mode.IN_PLACE if any(is_inside(one, target) for one in sources) else Mode.REPLACE
     if overwrite != "all":
@@ -165,7 +165,7 @@ def refuse_strangers(target: Path, found: Sequence[str]) -> None:
         f"{target}: has files that unshard did not write, or that were changed since: "
         f"{listed(found, _SHOWN)}",
         expected="nothing that would be lost, or loaded instead of the output or together with it",
-        hint="move them away, or give another output; to have them removed: --overwrite=all",
+        hint="move them away, or give another output; to have them removed: ⟦--overwrite=all⟧",
     )
 
 

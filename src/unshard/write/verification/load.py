@@ -52,10 +52,10 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
         UsageError: torch or transformers is not installed.
         OutputError: config.json is missing, names no class of transformers, or does not fit it.
     """
-    need_transformers("--load")
+    need_transformers("⟦--load⟧")
     if not (directory / "config.json").is_file():
         raise OutputError(
-            f"--load: {directory} has no config.json", hint="merge again with --config FILE|DIR"
+            f"⟦--load⟧: {directory} has no config.json", hint="merge again with ⟦--config FILE|DIR⟧"
         )
     with _config_on_disk(directory) as here:
         try:

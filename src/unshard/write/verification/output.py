@@ -26,6 +26,7 @@ from unshard.containers.strided import crc_of, raw_dtype, read_exactly
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CheckpointError, CorruptError, OutputError, UnshardError, raise_all
+from unshard.fronts import Text
 from unshard.plan.layout import Layout, OutputFile
 from unshard.plan.operations import CopyRange
 from unshard.plan.work import Tile, Unit
@@ -95,7 +96,7 @@ def without_checksums(catalogs: Sequence[Catalog], verify: str) -> list[str]:
     named = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
     them = "this file has" if len(files) == 1 else f"these {len(files)} files have"
     what = f"bytes that were damaged after they were saved in {named}: {them} no checksums"
-    return [f"--verify full cannot notice {what}"]
+    return [Text(f"⟦--verify full⟧ cannot notice {what}")]
 
 
 class Checker:
