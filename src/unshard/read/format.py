@@ -16,6 +16,7 @@ from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.keywords import Weights
 from unshard.read.model_config import ConfigFile
+from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 from unshard.tensors.catalog import Catalog
 
 _COMPARED = 1 << 20
@@ -172,6 +173,13 @@ class Location:
         return self.step_dir.parent / "merged" / (_FILE_SUFFIX.sub("", self.step_dir.name) + suffix)
 
 
+def unfinished_file(location: Location) -> str | None:
+    """Return which file of a checkpoint of any format is missing or not finished."""
+    if location.path.is_file():
+        return why_unfinished([location.path])
+    return why_folder_unfinished(location.weights_dir)
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store weights.
@@ -181,8 +189,12 @@ class Format:
         holds: returns whether a directory has files of this format, by their names.
         read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
             and `step`.
-        sharded: whether ranks have parts; they are preferred to whole weights next to them.
         claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
+        sharded: whether ranks have parts; they are preferred to whole weights next to them.
+        tagged: whether a directory is a tag of DeepSpeed's, and the file `latest` next to it has
+            the last complete one.
+        missing: returns which file is missing or not finished, while a trainer may be writing;
+            None if none is.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -192,6 +204,8 @@ class Format:
     read: Callable[[Location, ReadOptions], Catalog]
     claims: Callable[[Path], bool]
     sharded: bool = True
+    tagged: bool = False
+    missing: Callable[[Location], str | None] = unfinished_file
 
     def __str__(self) -> str:
         return self.name

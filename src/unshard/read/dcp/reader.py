@@ -30,6 +30,7 @@ from unshard.read.format import (
     find_file,
     has_file,
     shortened,
+    unfinished_file,
 )
 from unshard.read.torch_save.values import is_lightning, items_of
 from unshard.read.wrapper_names import without_wrapper_module
@@ -89,7 +90,16 @@ def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Loca
     return Catalog(writer="torch", world_size=world_size, tensors=tensors, archives=archives)
 
 
-DCP = Format("torch DCP", has_file(_claims), _read, by_name(_claims))
+def _missing(location: Location) -> str | None:
+    """Return whether `.metadata` is missing, which torch writes last."""
+    names = {path.name for path in location.weights_dir.iterdir()}
+    if not any(name.endswith(".distcp") for name in names):
+        return unfinished_file(location)
+    is_there = ".metadata" in names and ".metadata.tmp" not in names
+    return None if is_there else ".metadata is missing"
+
+
+DCP = Format("torch DCP", has_file(_claims), _read, by_name(_claims), missing=_missing)
 
 
 def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) -> str:

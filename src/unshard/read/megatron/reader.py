@@ -88,11 +88,21 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
+def _missing(location: Location) -> str | None:
+    """Return which file of DCP is missing, or whether Megatron has not written its last one."""
+    is_begun = (location.weights_dir / _COMMON).is_file()
+    is_done = (location.weights_dir / _METADATA).is_file()
+    return DCP.missing(location) or (
+        f"{_METADATA} is missing" if is_begun and not is_done else None
+    )
+
+
 MEGATRON = Format(
     "Megatron-core distributed checkpoint",
     _holds,
     _read,
     lambda path: path.name in (*_LEGACY, _COMMON) or DCP.claims(path),
+    missing=_missing,
 )
 
 

@@ -32,11 +32,13 @@ from unshard.read.rank_files.buffers import settle
 from unshard.read.rank_files.copies import resolve_experts, resolve_plain
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
+from unshard.read.unfinished import why_folder_unfinished
 from unshard.showing import counted
 from unshard.tensors.catalog import ByteRange, Catalog
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
+_RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _COSMOS_RL = re.compile(r"model_rank_(?P<rank>\d+)\.pth")
 _COSMOS_CONFIG = "cosmos_config"
 _SIBLINGS = re.compile(
@@ -101,7 +103,29 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-RANK_FILES = Format("FSDP rank files", _holds, _read, _claims)
+def ranks_in(folder: Path) -> dict[int, set[int]]:
+    """Return the ranks whose files are in a folder, by world size."""
+    found: dict[int, set[int]] = {}
+    for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+        if match is not None:
+            found.setdefault(int(match[1]), set()).add(int(match[2]))
+    return found
+
+
+def missing_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
+    """Return which rank's file a folder lacks, or which file in it is not finished."""
+    for world, there in worlds.items():
+        missing = sorted(set(range(world)) - there)
+        if missing:
+            return f"{folder.name}: rank {missing[0]} of {world} is missing"
+    return why_folder_unfinished(folder)
+
+
+def _missing(location: Location) -> str | None:
+    return missing_rank(location.weights_dir, ranks_in(location.weights_dir))
+
+
+RANK_FILES = Format("FSDP rank files", _holds, _read, _claims, missing=_missing)
 
 
 def catalog_of(

@@ -49,7 +49,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     return reading.of_partitions()
 
 
-ZERO = Format("DeepSpeed ZeRO", has_file(is_zero_file), _read, by_name(is_zero_file))
+ZERO = Format("DeepSpeed ZeRO", has_file(is_zero_file), _read, by_name(is_zero_file), tagged=True)
 
 
 def read_partitions(
