@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from unshard.containers.open_files import opened, pread, size_of
+from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.keywords import Weights
+from unshard.noted import Noted
 from unshard.read.model_config import ConfigFile
+from unshard.read.optimizer_state import SavedState
 from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 from unshard.tensors.catalog import Catalog
 
@@ -42,6 +46,9 @@ _MORE_ROLES = {
     "teacher": "teacher",
     "student": "student",
 }
+
+Layout = Literal["verl", "lmms", "dcp", "accelerate"]
+"""What `reshard` writes, by the trainer, or the function of torch, that loads it."""
 
 Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
 
@@ -88,7 +95,6 @@ class ReadOptions:
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
         config_file: the config.json that was found for the checkpoint, to be read once.
         selects: whether the output has a part of the tensors: only that part must be mergeable.
-        trained: `trained_parameters`; None where no plain tensor is a buffer.
     """
 
     config: Path | None = None
@@ -98,7 +104,6 @@ class ReadOptions:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     config_file: ConfigFile | None = None
     selects: bool = False
-    trained: Callable[..., Collection[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +178,12 @@ class Location:
         return self.step_dir.parent / "merged" / (_FILE_SUFFIX.sub("", self.step_dir.name) + suffix)
 
 
+def _nothing(*_: object) -> None:
+    """Return None, as a format that has no such thing."""
+
+
 def unfinished_file(location: Location) -> str | None:
-    """Return which file of a checkpoint of any format is missing or not finished."""
+    """Return which file of a checkpoint is missing or not finished, in any format."""
     if location.path.is_file():
         return why_unfinished([location.path])
     return why_folder_unfinished(location.weights_dir)
@@ -191,10 +200,17 @@ class Format:
             and `step`.
         claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
         sharded: whether ranks have parts; they are preferred to whole weights next to them.
+        weights: which sets of weights a checkpoint may have.
         tagged: whether a directory is a tag of DeepSpeed's, and the file `latest` next to it has
             the last complete one.
         missing: returns which file is missing or not finished, while a trainer may be writing;
             None if none is.
+        optimizer: reads the state of the optimizer of a checkpoint of so many ranks; None without.
+        scheduler: reads the state of the scheduler that is among the weights; None without.
+        frozen: returns which parameters it stores whole, because they are not trained; None if
+            nothing in the files shows it.
+        layout: returns which layout of `reshard` a checkpoint is in; None if it is in another.
+        layouts: those whose trainers load tensors by the names that it has.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -204,8 +220,14 @@ class Format:
     read: Callable[[Location, ReadOptions], Catalog]
     claims: Callable[[Path], bool]
     sharded: bool = True
+    weights: tuple[Weights, ...] = ("model", "ema")
     tagged: bool = False
     missing: Callable[[Location], str | None] = unfinished_file
+    optimizer: Callable[[Location, int, ReadOptions], SavedState | None] = _nothing
+    scheduler: Callable[[Location], Noted[Plain]] = lambda _: Noted(None)
+    frozen: Callable[[Location], Collection[str] | None] = _nothing
+    layout: Callable[[Location, Catalog], Layout | None] = _nothing
+    layouts: tuple[Layout, ...] = get_args(Layout)
 
     def __str__(self) -> str:
         return self.name

@@ -19,10 +19,10 @@ from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_directories
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.dcp.metadata import Item, read_metadata
-from unshard.read.dcp.reader import metadata_files, read_tensors
+from unshard.read.dcp.optimizer import place_of, places_beside
+from unshard.read.dcp.tensors import metadata_files, read_tensors
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, check_coverage
-from unshard.read.optimizer.dcp import place_of, places_of
 from unshard.tensors.catalog import Catalog
 from unshard.write.stage import scratch_directory
 
@@ -44,7 +44,7 @@ def dcp_again(source: Checkpoint, target: Target, output: Path, stack: ExitStack
         NotMergeableError: it was saved without flattening, so torch kept one rank's part only.
         CheckpointError: a tensor has holes, or an object cannot be read.
     """
-    places = places_of(source.location)
+    places = [source.location, *places_beside(source.location)]
     root = source.location.weights_dir
     if len(places) > 1 or root.name.startswith("pytorch_model_fsdp_"):
         root = root.parent

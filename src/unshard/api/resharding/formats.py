@@ -1,18 +1,11 @@
 """The formats that a reshard writes: which one a checkpoint is in, and where its files are."""
 
-import re
 from enum import Enum
 from pathlib import Path
 
 from unshard.api.resharding.source import SourceFiles
 from unshard.errors import NotMergeableError, UsageError
-from unshard.read.dcp.reader import DCP
-from unshard.read.megatron.reader import MEGATRON
 from unshard.read.open import Checkpoint
-from unshard.read.rank_files.reader import RANK_FILES
-
-_NUMBERED = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
-_ACCELERATE = "pytorch_model_fsdp_"
 
 
 class ReshardFormat(Enum):
@@ -25,11 +18,11 @@ class ReshardFormat(Enum):
 
     @classmethod
     def _of_model(cls, source: Checkpoint, to: "ReshardFormat") -> "ReshardFormat":
-        """Return a format; of Megatron only DCP is written, as no other trainer has its names."""
-        if source.location.format is MEGATRON and to is not cls.DCP:
+        """Return a format whose trainers load the names that the source has."""
+        if to.value not in source.location.format.layouts:
             raise NotMergeableError(
-                f"{source.location.weights_dir}: has the names of {MEGATRON}, which trainers of "
-                f"--to {to.value} do not load",
+                f"{source.location.weights_dir}: has the names of {source.location.format}, which "
+                f"trainers of --to {to.value} do not load",
                 hint="merge it first, and reshard the merged model",
             )
         return to
@@ -66,14 +59,8 @@ class ReshardFormat(Enum):
 
 def format_of(source: Checkpoint) -> ReshardFormat | None:
     """Return the format that a checkpoint is in; None for any that is not written."""
-    location = source.location
-    in_step = location.weights_dir.name.startswith(_ACCELERATE)
-    if location.format is DCP:
-        return ReshardFormat.ACCELERATE if in_step else ReshardFormat.DCP
-    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
-    if location.format is RANK_FILES and _NUMBERED.fullmatch(first.name):
-        return ReshardFormat.LMMS if in_step else ReshardFormat.VERL
-    return None
+    layout = source.location.format.layout(source.location, source.catalog)
+    return None if layout is None else ReshardFormat(layout)
 
 
 def keeps_keys(source: Checkpoint, to: ReshardFormat) -> bool:
@@ -86,7 +73,7 @@ def files_for(to: ReshardFormat, source: Checkpoint) -> SourceFiles:
     root = Path("/")
     name = "world_size_1_rank_0.pt"
     if to is ReshardFormat.LMMS:
-        model = root / f"{_ACCELERATE}0" / f"model_{name}"
+        model = root / "pytorch_model_fsdp_0" / f"model_{name}"
         state = root / "optimizer" / f"optimizer_{name}"
     else:
         model, state = root / f"model_{name}", root / f"optim_{name}"

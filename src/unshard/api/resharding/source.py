@@ -10,7 +10,7 @@ from unshard.containers.json_file import json_object
 from unshard.errors import NotMergeableError
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.open import Checkpoint, open_latest
-from unshard.read.optimizer.rank_files import find_files
+from unshard.read.rank_files.optimizer import find_files
 from unshard.read.training_state.reader import find_state_files
 
 _NUMBERS = re.compile(r"world_size_\d+_rank_\d+")

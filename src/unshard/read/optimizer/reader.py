@@ -13,31 +13,26 @@ from types import MappingProxyType
 
 from unshard.containers.open_files import opened
 from unshard.containers.torch_files.writer import Plain
-from unshard.errors import CorruptError, NotMergeableError, UsageError, raise_all
+from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.noted import Noted
-from unshard.read.dcp.reader import DCP
 from unshard.read.format import ReadOptions, shortened
 from unshard.read.open import Checkpoint, check_coverage
-from unshard.read.optimizer.dcp import read_dcp
 from unshard.read.optimizer.fused import without_fused
-from unshard.read.optimizer.groups import Group, joined_groups
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
-from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
-from unshard.read.optimizer.zero import read_zero
 from unshard.read.optimizer_state import (
     LIKE_PARAMETER,
+    Group,
     Key,
     OptimizerState,
     ParamGroup,
     SavedState,
     flat_name,
     flat_parameters,
+    joined_groups,
+    read_numbers,
     split_name,
 )
-from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
-from unshard.read.zero.reader import ZERO
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, DTypeKind
@@ -118,18 +113,8 @@ def _kept_names(
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
     """Return what the optimizer's own files say; None without any."""
-    location, world = checkpoint.location, checkpoint.catalog.world_size
-    if location.format in (DCP, SAFETENSORS_SHARDS):
-        return read_dcp(location)
-    if location.format is ZERO:
-        return read_zero(location, options)
-    files = find_files(location, world) if location.format is RANK_FILES else {}
-    if files and options.ep_size is not None:
-        raise UsageError(
-            f"--ep-size {options.ep_size}: the state of the optimizer of such experts is not read",
-            hint="leave out the optimizer",
-        )
-    return read_files(files, location, world, options) if files else None
+    location = checkpoint.location
+    return location.format.optimizer(location, checkpoint.catalog.world_size, options)
 
 
 def steps_of(state: OptimizerState) -> dict[str, float]:
@@ -170,7 +155,7 @@ def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
         return state
     raise NotMergeableError(
         f"{location.weights_dir}: no state of an optimizer that can be read was saved with it",
-        expected=f"that of {RANK_FILES}, {DCP} or {ZERO}, next to the model's files",
+        expected="that of FSDP rank files, torch DCP or DeepSpeed ZeRO, next to the model's files",
         found=shortened(unread_files(checkpoint), 5) or "none",
         hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
     )

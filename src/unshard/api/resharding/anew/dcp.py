@@ -15,7 +15,6 @@ from pathlib import Path, PurePosixPath
 
 from unshard.api.resharding.anew.placing import cut_dimension
 from unshard.api.resharding.anew.ranks import add_companions
-from unshard.api.resharding.anew.rebuilding import SCHEDULER
 from unshard.api.resharding.anew.training import add_training, read_training
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.target import Target
@@ -26,6 +25,7 @@ from unshard.containers.torch_files.dtensors import Version
 from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry, lay_out_directories
+from unshard.read.dcp.scheduler import SCHEDULER
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer_state import OptimizerState
 from unshard.tensors.catalog import TensorEntry

@@ -17,8 +17,6 @@ from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer_state import OptimizerState, split_name
-from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.read.zero.reader import ZERO, frozen_names
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 from unshard.tensors.placements import Shard, Sharding, StridedShard
@@ -39,12 +37,13 @@ def placed(source: Checkpoint) -> Checkpoint:
             hint="start from the model in bfloat16 or float32",
         )
     tensors = dict(source.catalog.tensors)
-    if source.location.format is WHOLE_FILES:
+    if not source.location.format.sharded:  # of the hub
         tensors = _in_training(source, tensors)
     are_cut = any(map(_is_cut, tensors.values()))
     known = _trained(source.optimizer)
-    if are_cut and source.location.format is ZERO:
-        known |= _whole_in_zero(source, known)
+    frozen = source.location.format.frozen(source.location) if are_cut else None
+    if frozen is not None:
+        known = _whole(source, known.union(frozen))
     placings = {name: _sharding(entry, known, are_cut=are_cut) for name, entry in tensors.items()}
     model = {name: replace(one, sharding=placings[name]) for name, one in tensors.items()}
     state = None if source.optimizer is None else _state(source.optimizer, model)
@@ -98,12 +97,11 @@ def _trained(state: OptimizerState | None) -> frozenset[str]:
     return frozenset(name for group in groups for name in group.params)
 
 
-def _whole_in_zero(source: Checkpoint, trained: Iterable[str]) -> frozenset[str]:
-    """Return the parameters that ZeRO does not cut: frozen ones, and other names of parameters."""
+def _whole(source: Checkpoint, known: frozenset[str]) -> frozenset[str]:
+    """Return known parameters, which may be stored whole, and their other names."""
     tensors = source.catalog.tensors
-    known = {*trained, *frozen_names(source.location)}
     places = {_place(tensors[name]) for name in known if name in tensors}
-    return frozenset({*known, *(name for name, one in tensors.items() if _place(one) in places)})
+    return known.union(name for name, one in tensors.items() if _place(one) in places)
 
 
 def _place(entry: TensorEntry) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 import re
 from json import dumps
 
-from unshard.api.resharding.anew.rebuilding import SCHEDULERS
 from unshard.api.resharding.anew.training import add_training, read_training
 from unshard.api.resharding.formats import ReshardFormat, files_for
 from unshard.api.resharding.ranks import files_of_ranks
@@ -11,10 +10,10 @@ from unshard.api.resharding.source import FSDP_CONFIG
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, Writing
 from unshard.plan.resharding import lay_out_ranks
+from unshard.read.dcp.scheduler import SCHEDULERS
 from unshard.read.format import shortened
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import unread_files
-from unshard.read.whole_files.reader import WHOLE_FILES
 
 _NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -45,7 +44,7 @@ def add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
         unread = unread_files(source)
         if unread:
             files.notes.append(f"left out of the optimizer: {shortened(unread, 5)} (not read)")
-    if source.location.format is WHOLE_FILES and any(map(_EXPERT.search, source.catalog.tensors)):
+    if not source.location.format.sharded and any(map(_EXPERT.search, source.catalog.tensors)):
         files.notes.append(
             "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
             "of most families in one tensor, and then does not load these"

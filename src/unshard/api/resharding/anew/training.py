@@ -4,13 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard.api.resharding.anew.rebuilding import SCHEDULER, scheduler_in_dcp
 from unshard.api.resharding.formats import ReshardFormat
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, write_pickle
-from unshard.read.dcp.metadata import read_metadata
-from unshard.read.dcp.reader import DCP, metadata_files
+from unshard.read.dcp.scheduler import SCHEDULER
 from unshard.read.open import Checkpoint
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
@@ -45,9 +43,8 @@ def read_training(source: Checkpoint) -> Training:
     """Return scheduler and random state of a checkpoint of any format."""
     files = find_state_files(source.location, source.catalog.world_size)
     found = Training() if files is None else _of_files(files)
-    if found.scheduler is None and source.location.format is DCP:
-        metadata = read_metadata(metadata_files(source.location))
-        scheduler = scheduler_in_dcp(metadata, source.location)
+    if found.scheduler is None:
+        scheduler = source.location.format.scheduler(source.location)
         notes = (*found.notes, *scheduler.notes)
         found = replace(found, scheduler=scheduler.value, notes=notes)
     paths = (folder / _TRAINER for folder in step_dirs(source.location))

@@ -16,32 +16,39 @@ Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
-from unshard.containers.open_files import Opened, name_of, opened, pread_many
+from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Value
 from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.containers.torch_files.writer import Plain, SavedTensor
-from unshard.errors import CheckpointError, CorruptError, IncompleteError, NotMergeableError
+from unshard.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompleteError,
+    NotMergeableError,
+    UsageError,
+)
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
 from unshard.read.optimizer_state import (
     LIKE_PARAMETER,
+    Group,
     Key,
     SavedState,
+    flat_groups,
     flat_name,
     flat_parameters,
     left_out_note,
+    read_numbers,
     refuse_quantised,
+    saved_groups,
     split_name,
 )
-from unshard.read.rank_files.reader import catalog_of
+from unshard.read.rank_files.catalog import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import RankTable
@@ -51,7 +58,6 @@ from unshard.read.training_state.reader import step_dirs
 from unshard.read.wrapper_names import names_without_wrappers
 from unshard.showing import plain
 from unshard.tensors.catalog import ByteRange, TensorEntry
-from unshard.tensors.dtypes import DType, numpy_dtype
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")
@@ -89,15 +95,20 @@ def find_files(location: Location, world_size: int) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_files(
-    files: Mapping[int, Path], location: Location, world: int, options: ReadOptions
-) -> SavedState:
-    """Read the files of all ranks; no values of moments are read.
+def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
+    """Read the files of all ranks, but no values of moments; None without files.
 
     Raises:
         CheckpointError: a file cannot be read, ranks disagree, or it cannot be known what the state
             belongs to.
+        UsageError: the options have a size of expert parallelism.
     """
+    files = find_files(location, world)
+    if files and options.ep_size is not None:
+        raise UsageError(
+            f"--ep-size {options.ep_size}: the state of the optimizer of such experts is not read",
+            hint="leave out the optimizer",
+        )
     gathered, first = Gathering(), None
     for number, (rank, path) in enumerate(files.items()):
         one = _read_one(path, rank, number, options)
@@ -109,9 +120,9 @@ def read_files(
         else:
             _compare(first, one)
     if first is None:
-        raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
+        return None
     at = replace(location, weights_dir=first.path.parent)
-    options = replace(options, ep_size=None, selects=False, trained=None)
+    options = replace(options, selects=False)
     catalog = catalog_of(gathered, files, world, at, options)
     return SavedState(
         str(first.path),
@@ -223,19 +234,6 @@ def _scalars(table: RankTable, path: Path) -> dict[str, float]:
     with opened(path) as file:
         numbers = read_numbers(file, [(dtype, start) for _, dtype, start in found])
     return {name: number for (name, *_), number in zip(found, numbers, strict=True)}
-
-
-def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[float]:
-    """Return the numbers at some places of a file, each a dtype and its first byte.
-
-    Raises:
-        CorruptError: the file ends before one.
-    """
-    data = pread_many(file, [(dtype.itemsize, start) for dtype, start in places])
-    if any(len(one) < dtype.itemsize for one, (dtype, _) in zip(data, places, strict=True)):
-        raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
-    read = zip(data, places, strict=True)
-    return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
 
 
 def _facts(one: _One) -> dict[str, object]:

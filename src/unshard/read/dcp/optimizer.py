@@ -11,6 +11,7 @@ Tensors are at `(…, "state", NAME, "exp_avg")`, or flattened at `(…, "state.
 are pickled objects at `(…, "param_groups", I, "lr")`, or `(…, "param_groups.NAME.lr")`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -23,11 +24,17 @@ from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
-from unshard.read.dcp.reader import DCP, metadata_files, read_tensors
-from unshard.read.format import Location, find_file
-from unshard.read.optimizer.groups import Group
-from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer_state import Key, SavedState, flat_name, left_out_note, refuse_quantised
+from unshard.read.dcp.tensors import metadata_files, read_tensors
+from unshard.read.format import Location, ReadOptions, find_file
+from unshard.read.optimizer_state import (
+    Group,
+    Key,
+    SavedState,
+    flat_name,
+    left_out_note,
+    read_numbers,
+    refuse_quantised,
+)
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import Catalog, TensorEntry
 
@@ -57,13 +64,26 @@ class _Found:
     is_flat: bool = False
 
 
-def read_dcp(location: Location) -> SavedState | None:
+def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
     """Return the optimizer's state of a checkpoint; None if it has none.
 
     Raises:
         CheckpointError: it cannot be read, or there are several.
     """
-    for place in places_of(location):
+    del world, options
+    return _first([location, *places_beside(location)])
+
+
+def read_optimizer_beside(
+    location: Location, world: int, options: ReadOptions
+) -> SavedState | None:
+    """Do as `read_optimizer` where the weights are in another format."""
+    del world, options
+    return _first(places_beside(location))
+
+
+def _first(places: Iterable[Location]) -> SavedState | None:
+    for place in places:
         metadata = read_metadata(metadata_files(place))
         found = _find(metadata, str(place.weights_dir))
         if found is not None:
@@ -71,9 +91,9 @@ def read_dcp(location: Location) -> SavedState | None:
     return None
 
 
-def places_of(location: Location) -> list[Location]:
-    """Return where an optimizer may be: with the model, or in a directory next to it."""
-    name, places = location.weights_dir.name, [location] if location.format is DCP else []
+def places_beside(location: Location) -> list[Location]:
+    """Return the directories next to a model's in which its optimizer is."""
+    name, places = location.weights_dir.name, list[Location]()
     own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
     names = (own,) if name.startswith(_MODEL_FOLDER) else _FOLDERS
     beside = [[root.with_name(other) for root in location.roots] for other in names]

@@ -19,18 +19,20 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, saved_groups, united_kinds
 from unshard.read.optimizer_state import (
     WITHOUT_IT,
+    Group,
     Key,
     SavedState,
     flat_name,
     left_out_note,
     refuse_quantised,
+    saved_groups,
+    united_kinds,
 )
 from unshard.read.torch_save.values import items_of
 from unshard.read.training_state.plain_values import plain_values
-from unshard.read.zero.reader import read_universal
+from unshard.read.zero.partitions import read_universal
 from unshard.read.zero.states import Shapes
 from unshard.read.zero.steps import number_in
 from unshard.read.zero.universal import FILE, universal_tensors

@@ -14,21 +14,23 @@ from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, saved_groups, united_kinds
-from unshard.read.optimizer.universal import read_universal_moments
 from unshard.read.optimizer_state import (
     WITHOUT_IT,
+    Group,
     SavedState,
     flat_name,
     left_out_note,
     refuse_quantised,
+    saved_groups,
+    united_kinds,
 )
 from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.zero.masters import unflattened
-from unshard.read.zero.reader import read_partitions
+from unshard.read.zero.partitions import read_partitions
 from unshard.read.zero.states import OptimState, Shapes
 from unshard.read.zero.steps import number_in
+from unshard.read.zero.universal_moments import read_universal_moments
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 _STEP, _SHOWN = "step", 200
@@ -44,12 +46,13 @@ class _Base:
     notes: tuple[str, ...]
 
 
-def read_zero(location: Location, options: ReadOptions) -> SavedState | None:
+def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
     """Return the moments of a ZeRO checkpoint, by the names of parameters; None without any.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or contradicts another.
     """
+    del world
     read = read_partitions(location, options)
     if read is None:
         return read_universal_moments(location, options)
