@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Literal, get_args
 
 from unshard.containers.open_files import opened, pread, size_of
 from unshard.containers.torch_files.writer import Plain
@@ -46,9 +46,6 @@ _MORE_ROLES = {
     "teacher": "teacher",
     "student": "student",
 }
-
-Layout = Literal["verl", "lmms", "dcp", "accelerate"]
-"""What `reshard` writes, by the trainer, or the function of torch, that loads it."""
 
 Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
 
@@ -189,6 +186,20 @@ def unfinished_file(location: Location) -> str | None:
     return why_folder_unfinished(location.weights_dir)
 
 
+class ReshardFormat(Enum):
+    """Who loads what a reshard writes: `dcp` is for `dcp.load`, `accelerate` for `load_state`."""
+
+    VERL = "verl"
+    LMMS = "lmms"
+    DCP = "dcp"
+    ACCELERATE = "accelerate"
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
+        return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store weights.
@@ -209,8 +220,8 @@ class Format:
         scheduler: reads the state of the scheduler that is among the weights; None without.
         frozen: returns which parameters it stores whole, because they are not trained; None if
             nothing in the files shows it.
-        layout: returns which layout of `reshard` a checkpoint is in; None if it is in another.
-        layouts: those whose trainers load tensors by the names that it has.
+        reshard_format: returns in which of these a checkpoint is; None if it is in another.
+        reshards_to: those whose trainers load tensors by the names that it has.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -226,8 +237,8 @@ class Format:
     optimizer: Callable[[Location, int, ReadOptions], SavedState | None] = _nothing
     scheduler: Callable[[Location], Noted[Plain]] = lambda _: Noted(None)
     frozen: Callable[[Location], Collection[str] | None] = _nothing
-    layout: Callable[[Location, Catalog], Layout | None] = _nothing
-    layouts: tuple[Layout, ...] = get_args(Layout)
+    reshard_format: Callable[[Location, Catalog], ReshardFormat | None] = _nothing
+    reshards_to: Collection[ReshardFormat] = tuple(ReshardFormat)
 
     def __str__(self) -> str:
         return self.name

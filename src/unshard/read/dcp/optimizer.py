@@ -25,7 +25,7 @@ from unshard.errors import IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
 from unshard.read.dcp.tensors import metadata_files, read_tensors
-from unshard.read.format import Location, ReadOptions, find_file
+from unshard.read.format import Location, find_file
 from unshard.read.optimizer_state import (
     Group,
     Key,
@@ -64,25 +64,12 @@ class _Found:
     is_flat: bool = False
 
 
-def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
-    """Return the optimizer's state of a checkpoint; None if it has none.
+def read_optimizer(places: Iterable[Location]) -> SavedState | None:
+    """Return the optimizer's state in the first directory that has one; None without any.
 
     Raises:
         CheckpointError: it cannot be read, or there are several.
     """
-    del world, options
-    return _first([location, *places_beside(location)])
-
-
-def read_optimizer_beside(
-    location: Location, world: int, options: ReadOptions
-) -> SavedState | None:
-    """Do as `read_optimizer` where the weights are in another format."""
-    del world, options
-    return _first(places_beside(location))
-
-
-def _first(places: Iterable[Location]) -> SavedState | None:
     for place in places:
         metadata = read_metadata(metadata_files(place))
         found = _find(metadata, str(place.weights_dir))
@@ -104,6 +91,13 @@ def places_beside(location: Location) -> list[Location]:
         if any((root / ".metadata").exists() for root in roots):
             places.append(replace(location, weights_dir=roots[0], also=tuple(roots[1:]), file=None))
     return places
+
+
+def dcp_root(location: Location) -> Path:
+    """Return the directory that has all directories of a DCP checkpoint."""
+    root = location.weights_dir
+    is_inner = root.name.startswith(_MODEL_FOLDER) or places_beside(location)
+    return root.parent if is_inner else root
 
 
 def _find(metadata: DcpMetadata, where: str) -> _Found | None:
@@ -226,7 +220,7 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain
     """
     path, item = place_of(metadata, place, name)
     if item.compressed:
-        archive = _decompressed(path, (item.offset, item.length), name)
+        archive = _decompressed(path, inflated_object(path, item, name))
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
     read = plain_values(replace(archive, value={name: archive.value}))
@@ -250,15 +244,19 @@ def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, I
     return path, item
 
 
-def _decompressed(path: Path, window: tuple[int, int], name: str) -> TorchFile:
-    """Return what a compressed object is; of tensors inside it nothing can be read."""
+def inflated_object(path: Path, item: Item, name: str, most: int = _LARGEST) -> bytes:
+    """Return what a compressed object is, of so many bytes at most."""
     out = BytesIO()
     with opened(path) as file:
-        size = decompress(f"{path}: {name}", file, window, out, _LARGEST)
-    data = out.getvalue()
+        decompress(f"{path}: {name}", file, (item.offset, item.length), out, most)
+    return out.getvalue()
+
+
+def _decompressed(path: Path, data: bytes) -> TorchFile:
+    """Return what a compressed object has; of tensors inside it nothing can be read."""
 
     def pread(count: int, at: int) -> bytes:
         return data[at : at + count]
 
-    zipped = read_torch_zip(path, offset=0, length=size, pread=pread)
+    zipped = read_torch_zip(path, offset=0, length=len(data), pread=pread)
     return TorchFile(path, unpickled(path, zipped.pickle), {})

@@ -13,14 +13,14 @@ from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError
 from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata, read_metadata
 from unshard.read.dcp.model import model_names, read_object
-from unshard.read.dcp.optimizer import read_optimizer
+from unshard.read.dcp.optimizer import places_beside, read_optimizer
 from unshard.read.dcp.scheduler import read_scheduler
 from unshard.read.dcp.tensors import METADATA, UNFINISHED, metadata_files, read_catalog
 from unshard.read.format import (
     Format,
-    Layout,
     Location,
     ReadOptions,
+    ReshardFormat,
     by_name,
     has_file,
     unfinished_file,
@@ -75,8 +75,9 @@ def _missing(location: Location) -> str | None:
     return None if is_there else ".metadata is missing"
 
 
-def _layout(location: Location, _: Catalog) -> Layout:
-    return "accelerate" if location.weights_dir.name.startswith(_ACCELERATE) else "dcp"
+def _reshard_format(location: Location, _: Catalog) -> ReshardFormat:
+    is_inner = location.weights_dir.name.startswith(_ACCELERATE)
+    return ReshardFormat.ACCELERATE if is_inner else ReshardFormat.DCP
 
 
 DCP = Format(
@@ -85,9 +86,9 @@ DCP = Format(
     _read,
     by_name(_claims),
     missing=_missing,
-    optimizer=read_optimizer,
+    optimizer=lambda at, *_: read_optimizer([at, *places_beside(at)]),
     scheduler=read_scheduler,
-    layout=_layout,
+    reshard_format=_reshard_format,
 )
 
 

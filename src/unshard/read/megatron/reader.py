@@ -22,7 +22,7 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.reader import DCP
 from unshard.read.dcp.tensors import metadata_files, read_catalog
-from unshard.read.format import Format, Location, ReadOptions, find_file
+from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, find_file
 from unshard.read.megatron.arguments import read_arguments
 from unshard.tensors.catalog import Catalog, Skipped
 
@@ -104,7 +104,7 @@ MEGATRON = Format(
     _read,
     lambda path: path.name in (*_LEGACY, _COMMON) or DCP.claims(path),
     missing=_missing,
-    layouts=("dcp",),
+    reshards_to=(ReshardFormat.DCP,),
 )
 
 

@@ -48,7 +48,7 @@ from unshard.read.optimizer_state import (
     saved_groups,
     split_name,
 )
-from unshard.read.rank_files.catalog import catalog_of
+from unshard.read.rank_files.copies import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import RankTable

@@ -22,13 +22,13 @@ from unshard.errors import (
 from unshard.noted import Noted
 from unshard.read.format import (
     Format,
-    Layout,
     Location,
     ReadOptions,
+    ReshardFormat,
     files_in,
     shortened,
 )
-from unshard.read.rank_files.catalog import catalog_of
+from unshard.read.rank_files.copies import catalog_of
 from unshard.read.rank_files.optimizer import read_optimizer, trained_parameters
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
@@ -125,11 +125,12 @@ def _missing(location: Location) -> str | None:
     return missing_rank(location.weights_dir, ranks_in(location.weights_dir))
 
 
-def _layout(location: Location, catalog: Catalog) -> Layout | None:
+def _reshard_format(location: Location, catalog: Catalog) -> ReshardFormat | None:
     first = next(iter(catalog.tensors.values())).chunks.paths[0]
     if not _NAMED.fullmatch(first.name):
         return None
-    return "lmms" if location.weights_dir.name.startswith("pytorch_model_fsdp_") else "verl"
+    is_lmms = location.weights_dir.name.startswith("pytorch_model_fsdp_")
+    return ReshardFormat.LMMS if is_lmms else ReshardFormat.VERL
 
 
 RANK_FILES = Format(
@@ -139,7 +140,7 @@ RANK_FILES = Format(
     _claims,
     missing=_missing,
     optimizer=read_optimizer,
-    layout=_layout,
+    reshard_format=_reshard_format,
 )
 
 

@@ -25,7 +25,7 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError, rai
 from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
-from unshard.read.rank_files.catalog import catalog_of
+from unshard.read.rank_files.copies import catalog_of
 from unshard.read.rank_files.optimizer import trained_parameters
 from unshard.read.step_names import is_state
 from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata

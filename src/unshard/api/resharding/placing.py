@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from unshard.api.resharding.source import is_whole, refuse_parts
 from unshard.api.resharding.target import PLAIN_MESH
 from unshard.convert.heads import left_out_heads
 from unshard.convert.names import training_names
@@ -49,6 +50,21 @@ def placed(source: Checkpoint) -> Checkpoint:
     state = None if source.optimizer is None else _state(source.optimizer, model)
     catalog = replace(source.catalog, tensors=model)
     return replace(source, catalog=catalog, optimizer=state)
+
+
+def placed_again(source: Checkpoint, world_size: int) -> Checkpoint:
+    """Return a checkpoint of files of ranks as placed as it is, for files of other ranks.
+
+    Raises:
+        NotMergeableError: ranks have parts of a tensor that no device mesh describes.
+    """
+    refuse_parts(source)
+    if not is_whole(source) or world_size == 1:
+        return source
+    state, source = source.optimizer, placed(source)
+    if state is None or source.optimizer is None or state.numbers:
+        return source
+    return replace(source, optimizer=replace(source.optimizer, numbers={}))  # it has names
 
 
 def unplaced(source: Checkpoint) -> Checkpoint:

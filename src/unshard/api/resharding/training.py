@@ -1,20 +1,27 @@
-"""Scheduler and random state, from the files of one format to those of another."""
+"""What the trainer of another format needs besides tensors, made of what the source has."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from json import dumps
 from pathlib import Path
 
-from unshard.api.resharding.formats import ReshardFormat
+from unshard.api.resharding.source import FSDP_CONFIG
+from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, write_pickle
-from unshard.read.dcp.scheduler import SCHEDULER
+from unshard.read.dcp.scheduler import SCHEDULER, SCHEDULERS
+from unshard.read.format import ReshardFormat, shortened
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.reader import unread_files
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 from unshard.showing import listed
 
+_NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
 _HF = {"cpu": "cpu", "numpy": "numpy", "random": "python"}
@@ -72,7 +79,39 @@ def _of_files(files: StateFiles) -> Training:
     return Training(scheduler, tuple(states), tuple(notes))
 
 
-def add_training(
+def made_anew(source: Checkpoint, found: Training, to: ReshardFormat, target: Target) -> Addition:
+    """Return the files that a format has next to its tensors: config, scheduler, random state."""
+    files, world = Addition(), len(target.meshes)
+    _add_companions(source, "huggingface/" if to is ReshardFormat.VERL else "", files)
+    if to is ReshardFormat.VERL:
+        config = {"FSDP_version": 2, "world_size": world}
+        files.data[FSDP_CONFIG] = dumps(config, indent=4).encode()
+    _add_training(found, to, world, target.meshes[0].device_type, files)
+    return files
+
+
+def _add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
+    """Add config, tokenizer and the like, and note what else the source has or lacks."""
+    files.copied |= {f"{folder}{name}": path for name, path in source.companions.paths.items()}
+    if source.optimizer is None:
+        files.notes.append(
+            "no state of an optimizer was found that can be read: only the model can be loaded"
+        )
+        unread = unread_files(source)
+        if unread:
+            files.notes.append(f"left out of the optimizer: {shortened(unread, 5)} (not read)")
+    if not source.location.format.sharded and any(map(_EXPERT.search, source.catalog.tensors)):
+        files.notes.append(
+            "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
+            "of most families in one tensor, and then does not load these"
+        )
+    # Of the optimizer and the scheduler, other notes say what is left out.
+    skipped = [one.fqn for one in source.catalog.skipped if not _NOTED.search(one.fqn)]
+    if skipped:
+        files.notes.append(f"left out: {', '.join(skipped[:5])} (not the model's weights)")
+
+
+def _add_training(
     found: Training, to: ReshardFormat, world: int, device: str, files: Addition
 ) -> None:
     """Add the files of scheduler and random state of a format, and note what has no place in it.
