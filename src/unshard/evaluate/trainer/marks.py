@@ -1,15 +1,6 @@
 """The marks by which trainers show that a checkpoint is complete, or that it is not yet.
 
-| trainer | mark |
-|---|---|
-| DeepSpeed | `latest` in the directory of the tags |
-| verl, SkyRL, lerobot | the run's latest step: two files, and the link `last` |
-| LLaMA-Factory, open-instruct, Fast-LLM | a file in the step (see `_COMPLETE`) |
-| transformers | `trainer_state.json` in the step |
-| OLMo-core | `.metadata.json` in the step |
-| lmms-engine | the dataloaders' files, and then `config.json` |
-
-What the weights of a format must have is known by the format (`Format.missing`).
+What the weights themselves must have is known by their format (`Format.missing`).
 """
 
 from collections.abc import Callable
@@ -28,7 +19,7 @@ from unshard.stores.remote_path import RemotePath
 
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
 _LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
-_COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # in the order of the trainers above
+_COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # LLaMA-Factory, open-instruct, Fast-LLM
 _MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
@@ -104,9 +95,9 @@ def unfinished_lmms(location: Location) -> str | None:
 
 MARKS: tuple[Callable[[Location], str | None], ...] = (
     _tag,
-    _latest_step,
+    _latest_step,  # verl, SkyRL, lerobot
     _complete_file,
-    _trainer_state,
+    _trainer_state,  # transformers
     _olmo,
 )
 """Each returns why a checkpoint is not complete, "" if it is; None if it does not show this.
@@ -115,20 +106,16 @@ The first that shows it decides.
 """
 
 
-@lru_cache(maxsize=8)
-def _list_steps(run: Path, changed: int) -> dict[int, str]:
-    """Return what `_steps_of` does; the run's directory was last `changed` then, in ns."""
-    del changed
-    return _steps_in(run)
-
-
 def _steps_of(run: Path) -> dict[int, str]:
     """Return the names of a run's steps by number; of a folder in a store no time is known."""
     if isinstance(run, RemotePath):
-        return _steps_in(run)
+        return _list_steps.__wrapped__(run, 0)
     return _list_steps(run, run.stat().st_mtime_ns)
 
 
-def _steps_in(run: Path) -> dict[int, str]:
+@lru_cache(maxsize=8)
+def _list_steps(run: Path, changed: int) -> dict[int, str]:
+    """List a run's directory, which was last `changed` then, in ns."""
+    del changed
     found = {step_of(path.name): path.name for path in run.iterdir()}
     return {step: name for step, name in found.items() if step is not None}

@@ -21,6 +21,6 @@ ZERO = Format(
     by_name(is_zero_file),
     weights=("model", "ema", "module"),
     tagged=True,
-    optimizer=read_optimizer,
+    optimizer=lambda at, _, options: read_optimizer(at, options),
     frozen=frozen_names,
 )
