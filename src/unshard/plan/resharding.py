@@ -50,6 +50,14 @@ class Resharded:
     layout: Layout
     zips: tuple[ZipLayout | DcpFile, ...]
 
+    @classmethod
+    def of(cls, files: Sequence[tuple[OutputFile, ZipLayout | DcpFile]]) -> "Resharded":
+        """Return the layout of these files, each with its zip."""
+        outputs = tuple(output for output, _ in files)
+        weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
+        layout = Layout(outputs, weight_map, sum(file.data_bytes for file in outputs))
+        return cls(layout, tuple(made for _, made in files))
+
 
 class RankTensors:
     """Makes the tensors of one file of a rank, and knows what each is taken of."""
@@ -122,11 +130,7 @@ def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | 
 
 def lay_out_ranks(files: Sequence[RankFile], version: Version) -> Resharded:
     """Lay out the files of ranks."""
-    laid = [_lay_out(file, version) for file in files]
-    outputs = tuple(output for output, _ in laid)
-    weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
-    total = sum(file.data_bytes for file in outputs)
-    return Resharded(Layout(outputs, weight_map, total), tuple(made for _, made in laid))
+    return Resharded.of([_lay_out(file, version) for file in files])
 
 
 def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:

@@ -8,10 +8,11 @@ Source: `torch.distributed.checkpoint.state_dict`, `StateDictOptions.flatten_opt
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from unshard.containers.open_files import Opened, name_of, pread_many
+from unshard.containers.open_files import Opened, name_of, opened, pread_many
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError
@@ -237,3 +238,18 @@ def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[floa
         raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
     read = zip(data, places, strict=True)
     return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
+
+
+def numbers_of(entries: Mapping[str, TensorEntry]) -> dict[str, float]:
+    """Return the numbers in those tensors that have no dimensions and are not compressed."""
+    by_file: dict[Path, dict[str, tuple[DType, int]]] = {}
+    for name, entry in entries.items():
+        chunks = entry.chunks
+        if entry.shape == () and len(chunks) and not chunks.compressed[0]:
+            places = by_file.setdefault(chunks.paths[int(chunks.file[0])], {})
+            places[name] = entry.dtype, int(chunks.start[0])
+    numbers: dict[str, float] = {}
+    for path, places in by_file.items():
+        with opened(path) as file:
+            numbers |= zip(places, read_numbers(file, list(places.values())), strict=True)
+    return numbers

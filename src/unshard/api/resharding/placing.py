@@ -40,8 +40,9 @@ def placed(source: Checkpoint) -> Checkpoint:
     tensors = dict(source.catalog.tensors)
     if not source.location.format.sharded:  # of the hub
         tensors = _in_training(source, tensors)
-    are_cut = any(map(_is_cut, tensors.values()))
-    known = _trained(source.optimizer)
+    are_cut = any(one.sharding is not None or _dims_cut(one) for one in tensors.values())
+    groups = () if source.optimizer is None else source.optimizer.groups
+    known = frozenset(name for group in groups for name in group.params)
     frozen = source.location.format.frozen(source.location) if are_cut else None
     if frozen is not None:
         known = _whole(source, known.union(frozen))
@@ -107,12 +108,6 @@ def _in_training(source: Checkpoint, tensors: Mapping[str, TensorEntry]) -> dict
     return entries
 
 
-def _trained(state: OptimizerState | None) -> frozenset[str]:
-    """Return the names of the optimizer's parameters; none if it is not known."""
-    groups = () if state is None else state.groups
-    return frozenset(name for group in groups for name in group.params)
-
-
 def _whole(source: Checkpoint, known: frozenset[str]) -> frozenset[str]:
     """Return known parameters, which may be stored whole, and their other names."""
     tensors = source.catalog.tensors
@@ -130,10 +125,6 @@ def _dims_cut(entry: TensorEntry) -> list[int]:
     """Return the dimensions along which its chunks differ."""
     found: list[int] = np.flatnonzero(entry.chunks.offsets.any(axis=0)).tolist()
     return found
-
-
-def _is_cut(entry: TensorEntry) -> bool:
-    return entry.sharding is not None or bool(_dims_cut(entry))
 
 
 def _sharding(entry: TensorEntry, known: Iterable[str], *, are_cut: bool) -> Sharding | None:

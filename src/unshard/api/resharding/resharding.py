@@ -8,18 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Unpack
 
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.resharding.beside import (
-    add_beside,
-    carried_with_dcp,
-    carried_with_ranks,
-    open_ema,
-)
+from unshard.api.resharding.beside import add_beside, carried_with_dcp, carried_with_ranks, open_ema
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp import saved_again, saved_anew
 from unshard.api.resharding.formats import files_for, format_of, keeps_keys, wanted_format
 from unshard.api.resharding.placing import placed, placed_again, unplaced
 from unshard.api.resharding.ranks import files_of_ranks
-from unshard.api.resharding.source import SourceFiles, is_fsdp1, read_source
+from unshard.api.resharding.source import SourceFiles, is_fsdp1
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.training import Training, made_anew, read_training
 from unshard.api.resharding.writing import Writing
@@ -32,9 +27,9 @@ from unshard.plan.dcp_resharding import lay_out_directories
 from unshard.plan.identity import digest_of
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import lay_out_ranks
-from unshard.progress import Listener, Stage, warn
+from unshard.progress import Chosen, Listener, Stage, warn
 from unshard.read.format import ReshardFormat
-from unshard.read.open import Checkpoint
+from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
@@ -137,7 +132,10 @@ def reshard(
             hint="give a directory, and copy it into the store when it is complete",
         )
     with hearing(listener) as heard:
-        source = read_source(given_path(checkpoint, "the checkpoint"), chosen, heard)
+        heard(Stage("reading"))
+        path = given_path(checkpoint, "the checkpoint")
+        source = open_latest(path, chosen.choice, chosen.reading)
+        heard(Chosen(f"resharding {source.title}"))
         kind = wanted_format(source, to)
         if kind.is_dcp and (mesh, mesh_names, device) != (None, None, None):
             what = "--mesh, --mesh-names and --device exclude DCP, which is loaded on any mesh"

@@ -1,32 +1,18 @@
-"""Read the checkpoint that is resharded, and find its files."""
+"""What is asked of the checkpoint that is resharded, and its files."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.api.options import MergeOptions
 from unshard.containers.json_file import json_object
 from unshard.errors import NotMergeableError
-from unshard.progress import Chosen, Listener, Stage
-from unshard.read.open import Checkpoint, open_latest
+from unshard.read.open import Checkpoint
 from unshard.read.rank_files.optimizer import find_files
 from unshard.read.training_state.reader import find_state_files
 
 _NUMBERS = re.compile(r"world_size_\d+_rank_\d+")
 FSDP_CONFIG = "fsdp_config.json"
-
-
-def read_source(path: Path, options: MergeOptions, listener: Listener) -> Checkpoint:
-    """Return a checkpoint, without its optimizer's state.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    listener(Stage("reading"))
-    source = open_latest(path, options.choice, options.reading)
-    listener(Chosen(f"resharding {source.title}"))
-    return source
 
 
 def refuse_parts(source: Checkpoint) -> None:

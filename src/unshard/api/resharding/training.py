@@ -124,22 +124,16 @@ def _add_training(
         files: to add to.
     """
     states = [found.ranks[rank % len(found.ranks)] for rank in range(world if found.ranks else 0)]
-    match to:
-        case ReshardFormat.DCP:
-            pass
-        case ReshardFormat.ACCELERATE:
-            _add_accelerate(found, states, files)
-        case ReshardFormat.VERL | ReshardFormat.LMMS:
-            folder = "extra_state/" if to is ReshardFormat.LMMS else ""
-            for rank in range(world):
-                state = states[rank] if states else None
-                rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
-                others = {} if state is None else dict(state.others)
-                name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
-                if to is ReshardFormat.VERL:
-                    files.saved[name] = _verl(found, rng, device)
-                else:
-                    files.saved[name] = _lmms(found, rng, others)
+    if to is ReshardFormat.ACCELERATE:
+        _add_accelerate(found, states, files)
+    folder = "extra_state/" if to is ReshardFormat.LMMS else ""
+    for rank in range(0 if to.is_dcp else world):
+        state = states[rank] if states else None
+        rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
+        others = {} if state is None else dict(state.others)
+        name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
+        is_verl = to is ReshardFormat.VERL
+        files.saved[name] = _verl(found, rng, device) if is_verl else _lmms(found, rng, others)
     files.notes += [*found.notes, *_lacking(found, to, world, device)]
 
 

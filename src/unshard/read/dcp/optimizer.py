@@ -32,11 +32,11 @@ from unshard.read.optimizer_state import (
     SavedState,
     flat_name,
     left_out_note,
-    read_numbers,
+    numbers_of,
     refuse_quantised,
 )
 from unshard.read.training_state.plain_values import plain_values
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.catalog import Catalog
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")
@@ -182,10 +182,17 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list
     tensors, _ = read_tensors(
         metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
     )
+    numbers = numbers_of(tensors)
     for name, (owner, key) in found.groups.items():
-        read = _number(tensors[name]) if name in tensors else read_value(metadata, place, name)
-        value = read.value
-        left_out += read.notes
+        if name in numbers:
+            value: Plain = numbers[name]
+        elif name in tensors:
+            value = None
+            left_out.append(f"{name}: a tensor that has dimensions or is compressed")
+        else:
+            read = read_value(metadata, place, name)
+            value = read.value
+            left_out += read.notes
         fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
         if key[0] == _PARAMS and not found.is_flat:
             inner = value if isinstance(value, list) else [value]
@@ -201,15 +208,6 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list
         return Noted(groups, tuple(left_out))
     order = sorted(values, key=lambda owner: (len(owner), owner))
     return Noted([(listed[owner], values[owner]) for owner in order], tuple(left_out))
-
-
-def _number(entry: TensorEntry) -> Noted[Plain]:
-    """Return the number in a tensor of one element; None, and a note, if it cannot be read."""
-    chunks = entry.chunks
-    if entry.shape or not len(chunks) or chunks.compressed[0]:
-        return Noted(None, (f"{entry.fqn}: a tensor that has dimensions or is compressed",))
-    with opened(chunks.paths[int(chunks.file[0])]) as file:
-        return Noted(read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0])
 
 
 def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain]:

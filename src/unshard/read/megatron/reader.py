@@ -91,11 +91,10 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 def _missing(location: Location) -> str | None:
     """Return which file of DCP is missing, or whether Megatron has not written its last one."""
-    is_begun = (location.weights_dir / _COMMON).is_file()
-    is_done = (location.weights_dir / _METADATA).is_file()
-    return DCP.missing(location) or (
-        f"{_METADATA} is missing" if is_begun and not is_done else None
-    )
+    names = (_COMMON, _METADATA)
+    is_begun, is_done = ((location.weights_dir / name).is_file() for name in names)
+    is_missing = is_begun and not is_done
+    return DCP.missing(location) or (f"{_METADATA} is missing" if is_missing else None)
 
 
 MEGATRON = Format(

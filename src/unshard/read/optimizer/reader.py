@@ -8,10 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
-from unshard.containers.open_files import opened
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.noted import Noted
@@ -29,13 +27,13 @@ from unshard.read.optimizer_state import (
     flat_name,
     flat_parameters,
     joined_groups,
-    read_numbers,
+    numbers_of,
     split_name,
 )
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
-from unshard.tensors.dtypes import DType, DTypeKind
+from unshard.tensors.dtypes import DTypeKind
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 _ADAPTER = re.compile(
@@ -122,18 +120,9 @@ def steps_of(state: OptimizerState) -> dict[str, float]:
 
     Of compressed tensors nothing can be read, and nothing is returned.
     """
-    steps: dict[str, float] = {}
-    by_file: dict[Path, list[tuple[str, DType, int]]] = {}
-    for name, entry in state.catalog.tensors.items():
-        parameter, key = split_name(name)
-        chunks = entry.chunks
-        if key == "step" and entry.shape == () and len(chunks) and not chunks.compressed[0]:
-            path = chunks.paths[int(chunks.file[0])]
-            by_file.setdefault(path, []).append((parameter, entry.dtype, int(chunks.start[0])))
-    for path, places in by_file.items():
-        with opened(path) as file:
-            numbers = read_numbers(file, [(dtype, start) for _, dtype, start in places])
-        steps |= {name: number for (name, *_), number in zip(places, numbers, strict=True)}
+    tensors = state.catalog.tensors.items()
+    entries = {split_name(name)[0]: one for name, one in tensors if split_name(name)[1] == "step"}
+    steps = numbers_of(entries)
     for name, fields in state.values.items():
         step = fields.get("step")
         if isinstance(step, int | float):

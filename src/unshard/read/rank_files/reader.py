@@ -13,21 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
-from unshard.errors import (
-    CorruptError,
-    IncompleteError,
-    NotMergeableError,
-    UsageError,
-)
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UsageError
 from unshard.noted import Noted
-from unshard.read.format import (
-    Format,
-    Location,
-    ReadOptions,
-    ReshardFormat,
-    files_in,
-    shortened,
-)
+from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, files_in, shortened
 from unshard.read.rank_files.copies import catalog_of
 from unshard.read.rank_files.optimizer import read_optimizer, trained_parameters
 from unshard.read.torch_save.alike import read_rank_files

@@ -40,7 +40,7 @@ from unshard.read.optimizer_state import (
 from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of, read_view
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.zero.masters import unflattened
-from unshard.read.zero.partitions import read_partitions, read_universal
+from unshard.read.zero.partitions import Reading, open_zero
 from unshard.read.zero.states import OptimState, Shapes
 from unshard.read.zero.steps import number_in
 from unshard.read.zero.universal import FILE, universal_tensors
@@ -66,10 +66,10 @@ def read_optimizer(location: Location, options: ReadOptions) -> SavedState | Non
     Raises:
         CheckpointError: a file is missing, cannot be read, or contradicts another.
     """
-    read = read_partitions(location, options)
-    if read is None:
-        return _read_universal(location, options)
-    states, shapes = read
+    reading = open_zero(location, options)
+    if not reading.files.optim:
+        return _read_universal(reading) if reading.files.universal else None
+    states, shapes = reading.partitions()
     bases = [_base_of(state, len(shapes)) for state in states]
     first = bases[0]
     for base in bases:
@@ -194,20 +194,19 @@ def _numbers(base: _Base, shapes: Sequence[Shapes]) -> dict[int | str, Mapping[s
     return found
 
 
-def _read_universal(location: Location, options: ReadOptions) -> SavedState | None:
+def _read_universal(reading: Reading) -> SavedState | None:
     """Return the moments of a universal checkpoint."""
-    found = read_universal(location, options)
-    if found is None or not _kinds_in(found[1].values()):
+    files, shapes, folders = reading.files, reading.state.groups, reading.folders()
+    if not _kinds_in(folders.values()):
         return None
-    shapes, folders = found
-    if shapes is None:
+    if files.is_sliced or shapes is None:
         raise NotMergeableError(
-            f"{location.weights_dir}: a universal checkpoint of slices, in which no file says "
+            f"{files.directory}: a universal checkpoint of slices, in which no file says "
             "which parameters each group of the optimizer has",
             expected="param_shapes of data parallelism alone",
             hint=WITHOUT_IT,
         )
-    zero = location.weights_dir / "zero"
+    zero = files.directory / "zero"
     refuse_quantised(str(zero), _kinds_in(folders.values()))
     if not (zero / _GROUPS).is_file():
         raise IncompleteError(f"{zero / _GROUPS} is missing, which has the parameter groups")

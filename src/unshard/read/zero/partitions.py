@@ -29,52 +29,30 @@ _NO_OTHER = "copy the files here from the nodes that wrote them, or take another
 _Tensors = Mapping[str, TensorEntry]
 
 
+def open_zero(location: Location, options: ReadOptions) -> "Reading":
+    """Read what the model's file of a checkpoint says.
+
+    Raises:
+        CheckpointError: it is missing, or cannot be read.
+    """
+    files = find_files(location)
+    may_be_sliced = bool(files.universal) and not files.optim
+    state = read_model_state(_model_file(files), may_be_sliced=may_be_sliced)
+    return Reading(files, state, options)
+
+
 def read_weights(location: Location, options: ReadOptions) -> Catalog:
     """Return the float32 weights of a checkpoint, or those in the dtype of training.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or contradicts another.
     """
-    files = find_files(location)
-    state = read_model_state(_model_file(files), may_be_sliced=bool(files.universal))
-    reading = _Reading(files, state, options)
-    if location.weights == "module" or _is_of_stage0(files, state):
+    reading = open_zero(location, options)
+    if location.weights == "module" or _is_of_stage0(reading.files, reading.state):
         return reading.of_module(is_asked=location.weights == "module")
-    if files.universal and not files.optim:
+    if reading.files.universal and not reading.files.optim:
         return reading.of_universal()
     return reading.of_partitions()
-
-
-def read_partitions(
-    location: Location, options: ReadOptions
-) -> tuple[list[OptimState], tuple[Shapes, ...]] | None:
-    """Return what all ranks have of the optimizer, and the shapes of its groups; None without.
-
-    Raises:
-        CheckpointError: a file is missing, or cannot be read.
-    """
-    files = find_files(location)
-    if not files.optim:
-        return None
-    return _Reading(files, read_model_state(_model_file(files)), options).partitions()
-
-
-def read_universal(
-    location: Location, options: ReadOptions
-) -> tuple[tuple[Shapes, ...] | None, dict[str, Path]] | None:
-    """Return the shapes of a universal checkpoint's groups, and its folders by name.
-
-    None if it is of another kind; the shapes are None if it was made of slices.
-
-    Raises:
-        CheckpointError: the model's file is missing, or cannot be read.
-    """
-    files = find_files(location)
-    if files.optim or not files.universal:
-        return None
-    state = read_model_state(_model_file(files), may_be_sliced=True)
-    folders = _Reading(files, state, options).folders()
-    return None if files.is_sliced else state.groups, folders
 
 
 def frozen_names(location: Location) -> list[str]:
@@ -130,7 +108,7 @@ def _is_of_stage0(files: ZeroFiles, state: ModelState) -> bool:
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """One checkpoint that is being read.
 
     Attributes:
