@@ -220,8 +220,8 @@ class Format:
         scheduler: reads the state of the scheduler that is among the weights; None without.
         frozen: returns which parameters it stores whole, because they are not trained; None if
             nothing in the files shows it.
-        reshard_format: returns in which of these a checkpoint is; None if it is in another.
-        reshards_to: those whose trainers load tensors by the names that it has.
+        reshard_format: returns the format of `reshard` that a checkpoint is in; None if in another.
+        reshards_to: the formats of `reshard` whose trainers load tensors by the names that it has.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """

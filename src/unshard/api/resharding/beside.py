@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from unshard.api.resharding.source import FSDP_CONFIG, SourceFiles, is_fsdp1
+from unshard.api.resharding.ranks import FSDP_CONFIG, SourceFiles, is_fsdp1
 from unshard.api.resharding.writing import Addition, Writing, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.read.beside.adapter_config import adapter_files, find_adapter, lora_names

@@ -1,8 +1,5 @@
-"""The formats that a reshard writes: which one a checkpoint is in, and where its files are."""
+"""The formats that a reshard writes: which one a checkpoint is in, and which is wanted."""
 
-from pathlib import Path
-
-from unshard.api.resharding.source import SourceFiles
 from unshard.errors import NotMergeableError, UsageError
 from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint
@@ -44,15 +41,3 @@ def format_of(source: Checkpoint) -> ReshardFormat | None:
 def keeps_keys(source: Checkpoint, to: ReshardFormat) -> bool:
     """Return whether files of ranks stay in their format, and so parameters keep their keys."""
     return to is format_of(source) and not to.is_dcp
-
-
-def files_for(to: ReshardFormat, source: Checkpoint) -> SourceFiles:
-    """Return where the files of ranks of a format are, as those of a checkpoint of one rank."""
-    root = Path("/")
-    name = "world_size_1_rank_0.pt"
-    if to is ReshardFormat.LMMS:
-        model = root / "pytorch_model_fsdp_0" / f"model_{name}"
-        state = root / "optimizer" / f"optimizer_{name}"
-    else:
-        model, state = root / f"model_{name}", root / f"optim_{name}"
-    return SourceFiles(root, model, None if source.optimizer is None else state, {}, {}, {})

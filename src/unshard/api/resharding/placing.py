@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from unshard.api.resharding.source import is_whole, refuse_parts
 from unshard.api.resharding.target import PLAIN_MESH
 from unshard.convert.heads import left_out_heads
 from unshard.convert.names import training_names
@@ -59,13 +58,34 @@ def placed_again(source: Checkpoint, world_size: int) -> Checkpoint:
     Raises:
         NotMergeableError: ranks have parts of a tensor that no device mesh describes.
     """
-    refuse_parts(source)
-    if not is_whole(source) or world_size == 1:
+    _refuse_parts(source)
+    if not _is_whole(source) or world_size == 1:
         return source
     state, source = source.optimizer, placed(source)
     if state is None or source.optimizer is None or state.numbers:
         return source
     return replace(source, optimizer=replace(source.optimizer, numbers={}))  # it has names
+
+
+def _refuse_parts(source: Checkpoint) -> None:
+    """Refuse files of ranks with parts that no device mesh describes.
+
+    Raises:
+        NotMergeableError: there are such.
+    """
+    for entry in source.catalog.tensors.values():
+        if entry.sharding is None and (entry.chunks.sizes != entry.shape).any():
+            raise NotMergeableError(
+                f"tensor {entry.fqn}: every rank has another part of it, and no device mesh",
+                expected="a DTensor, or a tensor that every rank has whole",
+                hint="write it for torch.distributed.checkpoint: --to dcp",
+            )
+
+
+def _is_whole(source: Checkpoint) -> bool:
+    """Return whether one rank saved files of ranks without DTensors, as FSDP1 alone does."""
+    tensors = source.catalog.tensors.values()
+    return source.catalog.world_size == 1 and not any(one.sharding for one in tensors)
 
 
 def unplaced(source: Checkpoint) -> Checkpoint:

@@ -11,10 +11,9 @@ from unshard.api.options import MergeOptions, accepting, given_output, given_pat
 from unshard.api.resharding.beside import add_beside, carried_with_dcp, carried_with_ranks, open_ema
 from unshard.api.resharding.checking import check_output
 from unshard.api.resharding.dcp import saved_again, saved_anew
-from unshard.api.resharding.formats import files_for, format_of, keeps_keys, wanted_format
+from unshard.api.resharding.formats import format_of, keeps_keys, wanted_format
 from unshard.api.resharding.placing import placed, placed_again, unplaced
-from unshard.api.resharding.ranks import files_of_ranks
-from unshard.api.resharding.source import SourceFiles, is_fsdp1
+from unshard.api.resharding.ranks import SourceFiles, files_for, files_of_ranks, is_fsdp1
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.training import Training, made_anew, read_training
 from unshard.api.resharding.writing import Writing

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 
-from unshard.api.resharding.source import FSDP_CONFIG
+from unshard.api.resharding.ranks import FSDP_CONFIG
 from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
