@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unshard import NotMergeableError
-from unshard.read.optimizer.groups import united_kinds
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
+from unshard.read.optimizer_state import united_kinds
 
 SHAPES = [(2, 3), (3,), (1,)]
 Groups = list[list[int]]

@@ -26,7 +26,6 @@ from unshard.keywords import (
 )
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import ROLES, Choice, ReadOptions
-from unshard.read.optimizer.rank_files import trained_parameters
 from unshard.stores.remote_path import path_of
 
 P = ParamSpec("P")
@@ -213,7 +212,6 @@ class MergeOptions:
             self.ep_size,
             frozenset(self.allow_globals),
             selects=not (self.include is self.exclude is None),
-            trained=trained_parameters,
         )
 
     @property

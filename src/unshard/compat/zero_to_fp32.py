@@ -49,13 +49,13 @@ def main() -> None:
     from unshard.api.merging import merge_checkpoint
     from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
-    from unshard.read.zero.reader import ZERO, frozen_names, is_stage0
+    from unshard.read.zero.partitions import frozen_names, is_stage0
     from unshard.showing import counted
 
     arguments = _arguments()
     place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
     location = discover(place, Choice())[0]
-    if location.format is ZERO and is_stage0(location):
+    if is_stage0(location):
         raise NotMergeableError(
             f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
             expected="stage 1, 2 or 3",

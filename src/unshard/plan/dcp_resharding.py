@@ -20,7 +20,7 @@ from unshard.containers.torch_files.dcp_metadata import (
 )
 from unshard.containers.torch_files.dtensors import Version
 from unshard.convert.recipes import Take
-from unshard.plan.layout import Layout, OutputFile, OutputTensor
+from unshard.plan.layout import OutputFile, OutputTensor
 from unshard.plan.resharding import Resharded, meshes_of
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
@@ -73,8 +73,7 @@ def lay_out_directories(
         version: of the torch that is to read it.
         target: the directory of the output, which torch notes in the metadata.
     """
-    outputs: list[OutputFile] = []
-    files: list[DcpFile] = []
+    files: list[tuple[OutputFile, DcpFile]] = []
     metadata: dict[str, bytes] = {}
     for one in directories:
         ranks, takes = _distribute(one.items, world)
@@ -87,12 +86,9 @@ def lay_out_directories(
         )
         for file, taken in zip(layout.files, takes, strict=True):
             if file.places:
-                outputs.append(_output_file(one.path_of(file.name), file, taken))
-                files.append(file)
+                files.append((_output_file(one.path_of(file.name), file, taken), file))
         metadata[one.path_of(".metadata")] = layout.metadata
-    weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
-    total = sum(file.data_bytes for file in outputs)
-    return Resharded(Layout(tuple(outputs), weight_map, total), tuple(files)), metadata
+    return Resharded.of(files), metadata
 
 
 _Taken = tuple[Take, DType]

@@ -50,6 +50,14 @@ class Resharded:
     layout: Layout
     zips: tuple[ZipLayout | DcpFile, ...]
 
+    @classmethod
+    def of(cls, files: Sequence[tuple[OutputFile, ZipLayout | DcpFile]]) -> "Resharded":
+        """Return the layout of these files, each with its zip."""
+        outputs = tuple(output for output, _ in files)
+        weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
+        layout = Layout(outputs, weight_map, sum(file.data_bytes for file in outputs))
+        return cls(layout, tuple(made for _, made in files))
+
 
 class RankTensors:
     """Makes the tensors of one file of a rank, and knows what each is taken of."""
@@ -122,11 +130,7 @@ def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | 
 
 def lay_out_ranks(files: Sequence[RankFile], version: Version) -> Resharded:
     """Lay out the files of ranks."""
-    laid = [_lay_out(file, version) for file in files]
-    outputs = tuple(output for output, _ in laid)
-    weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
-    total = sum(file.data_bytes for file in outputs)
-    return Resharded(Layout(outputs, weight_map, total), tuple(made for _, made in laid))
+    return Resharded.of([_lay_out(file, version) for file in files])
 
 
 def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
@@ -169,7 +173,7 @@ def _take_of(tensor: SavedTensor, source: ByteRange) -> Take:
 
 
 def optimizer_value(
-    tensors: RankTensors, state: OptimizerState, keys: Mapping[str, int | str]
+    tensors: RankTensors, state: OptimizerState, keys: Mapping[str, int | str], *, is_flat: bool
 ) -> Value:
     """Return the state dict of an optimizer, as `torch.optim` has it.
 
@@ -177,31 +181,22 @@ def optimizer_value(
         tensors: makes the tensors of the rank.
         state: of the optimizer.
         keys: what the state dict calls each parameter, a number or its name, in order.
+        is_flat: whether it is flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`.
     """
     entries = state.tensors
-    found: dict[Value, Value] = {}
+    made: dict[int | str, dict[str, Value]] = {}
     for name, own in keys.items():
-        made = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
-        made |= state.values.get(name, {})
-        if made:
-            found[own] = made
-    groups = [
-        {**group.values, "params": [keys[name] for name in group.params]} for group in state.groups
-    ]
-    return {"state": found, "param_groups": groups}
-
-
-def flat_optimizer_value(
-    tensors: RankTensors, state: OptimizerState, keys: Mapping[str, int | str]
-) -> Value:
-    """Return the same, flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`."""
-    entries = state.tensors
+        made[own] = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
+        made[own] |= state.values.get(name, {})
+    if not is_flat:
+        groups = [
+            {**group.values, "params": [keys[name] for name in group.params]}
+            for group in state.groups
+        ]
+        return {"state": {key: own for key, own in made.items() if own}, "param_groups": groups}
     found: dict[Value, Value] = {}
-    for name in keys:
-        for key, entry in entries.get(name, {}).items():
-            found[f"state.{name}.{key}"] = tensors.make(entry)
-        own = state.values.get(name, {})
-        found |= {f"state.{name}.{key}": value for key, value in own.items()}
+    for own, fields in made.items():
+        found |= {f"state.{own}.{key}": value for key, value in fields.items()}
     for group in state.groups:
         for name in group.params:
             found |= {f"param_groups.{name}.{key}": one for key, one in group.values.items()}

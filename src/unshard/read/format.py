@@ -10,12 +10,17 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from unshard.containers.open_files import opened, pread, size_of
+from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.keywords import Weights
+from unshard.noted import Noted
 from unshard.read.model_config import ConfigFile
+from unshard.read.optimizer_state import SavedState
+from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 from unshard.tensors.catalog import Catalog
 
 _COMPARED = 1 << 20
@@ -87,7 +92,6 @@ class ReadOptions:
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
         config_file: the config.json that was found for the checkpoint, to be read once.
         selects: whether the output has a part of the tensors: only that part must be mergeable.
-        trained: `trained_parameters`; None where no plain tensor is a buffer.
     """
 
     config: Path | None = None
@@ -97,7 +101,6 @@ class ReadOptions:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     config_file: ConfigFile | None = None
     selects: bool = False
-    trained: Callable[..., Collection[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,31 @@ class Location:
         return self.step_dir.parent / "merged" / (_FILE_SUFFIX.sub("", self.step_dir.name) + suffix)
 
 
+def _nothing(*_: object) -> None:
+    """Return None, as a format that has no such thing."""
+
+
+def unfinished_file(location: Location) -> str | None:
+    """Return which file of a checkpoint is missing or not finished, in any format."""
+    if location.path.is_file():
+        return why_unfinished([location.path])
+    return why_folder_unfinished(location.weights_dir)
+
+
+class ReshardFormat(Enum):
+    """Who loads what a reshard writes: `dcp` is for `dcp.load`, `accelerate` for `load_state`."""
+
+    VERL = "verl"
+    LMMS = "lmms"
+    DCP = "dcp"
+    ACCELERATE = "accelerate"
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
+        return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A way to store weights.
@@ -181,8 +209,19 @@ class Format:
         holds: returns whether a directory has files of this format, by their names.
         read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
             and `step`.
-        sharded: whether ranks have parts; they are preferred to whole weights next to them.
         claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
+        sharded: whether ranks have parts; they are preferred to whole weights next to them.
+        weights: which sets of weights a checkpoint may have.
+        tagged: whether a directory is a tag of DeepSpeed's, and the file `latest` next to it has
+            the last complete one.
+        missing: returns which file is missing or not finished, while a trainer may be writing;
+            None if none is.
+        optimizer: reads the state of the optimizer of a checkpoint of so many ranks; None without.
+        scheduler: reads the state of the scheduler that is among the weights; None without.
+        frozen: returns which parameters it stores whole, because they are not trained; None if
+            nothing in the files shows it.
+        reshard_format: returns the format of `reshard` that a checkpoint is in; None if in another.
+        reshards_to: the formats of `reshard` whose trainers load tensors by the names that it has.
 
     `read` raises a `CheckpointError` for everything that is wrong with the files.
     """
@@ -192,6 +231,14 @@ class Format:
     read: Callable[[Location, ReadOptions], Catalog]
     claims: Callable[[Path], bool]
     sharded: bool = True
+    weights: tuple[Weights, ...] = ("model", "ema")
+    tagged: bool = False
+    missing: Callable[[Location], str | None] = unfinished_file
+    optimizer: Callable[[Location, int, ReadOptions], SavedState | None] = _nothing
+    scheduler: Callable[[Location], Noted[Plain]] = lambda _: Noted(None)
+    frozen: Callable[[Location], Collection[str] | None] = _nothing
+    reshard_format: Callable[[Location, Catalog], ReshardFormat | None] = _nothing
+    reshards_to: Collection[ReshardFormat] = tuple(ReshardFormat)
 
     def __str__(self) -> str:
         return self.name

@@ -184,7 +184,7 @@ def _part_in(other: Path, location: Location) -> Path:
             f"{other} has no step {location.step}, which was found in {location.weights_dir}",
             found=f"steps {', '.join(str(at.step) for at in found)}",
         )
-    if same[0].format is not location.format or same[0].step != location.step:
+    if (same[0].format, same[0].step) != (location.format, location.step):
         raise UsageError(
             f"⟦--also {shlex.quote(str(other))}⟧: is not a part of {location.weights_dir}",
             expected=f"{location.format} of step {location.step}",

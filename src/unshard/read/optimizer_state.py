@@ -1,4 +1,4 @@
-"""An optimizer's state as data: a catalog of its tensors, and plain values.
+"""An optimizer's state as data: a catalog of its tensors, parameter groups, and plain values.
 
 The tensors have the names of torch's flattened optimizer state dict: `state.PARAMETER.exp_avg`.
 A parameter's name may contain dots, the key after it may not, so the last dot divides the two.
@@ -8,14 +8,23 @@ Source: `torch.distributed.checkpoint.state_dict`, `StateDictOptions.flatten_opt
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
+
+from unshard.containers.open_files import Opened, name_of, opened, pread_many
+from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
-from unshard.errors import NotMergeableError
+from unshard.errors import CorruptError, NotMergeableError
 from unshard.showing import listed
 from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.dtypes import DType, numpy_dtype
 
 Key = int | str
 """What a state dict calls a parameter: its number, or its name."""
+
+Group = tuple[list[Key], dict[str, Plain]]
+"""The parameters of a group, by number or name, and its hyper-parameters."""
 
 LIKE_PARAMETER = frozenset(
     "exp_avg exp_avg_sq max_exp_avg_sq exp_inf momentum_buffer square_avg grad_avg acc_delta sum "
@@ -28,7 +37,8 @@ WITHOUT_IT = (
 )
 """What can be done if the state of an optimizer cannot be read."""
 
-_PREFIX = "state."
+_PREFIX, _GROUPS = "state.", "param_groups."
+_OF_GROUP = {"lr", "initial_lr", "weight_decay", "param_names"}  # groups of one kind differ in them
 _SHOWN = 5
 _QUANTISED = frozenset("state1 state2 absmax1 qmap1 __bnb_optimizer_quant_state__".split())
 
@@ -63,7 +73,7 @@ class SavedState:
     where: str
     catalog: Catalog
     keys: Mapping[Key, Sequence[str]]
-    groups: Sequence[tuple[list[Key], dict[str, Plain]]]
+    groups: Sequence[Group]
     values: Mapping[Key, Mapping[str, Plain]]
     notes: tuple[str, ...] = ()
     flattened: bool = False
@@ -146,3 +156,100 @@ def flat_parameters(where: str, found: str) -> NotMergeableError:
         hint="save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict(), or "
         f"train with FSDP2; or {WITHOUT_IT}",
     )
+
+
+def saved_groups(value: Plain, where: str) -> list[Group]:
+    """Return the groups of a saved `param_groups`.
+
+    Raises:
+        CorruptError: it is not a list of groups, or a parameter is in two of them.
+    """
+    groups: list[Group] = []
+    for one in value if isinstance(value, list) else [None]:
+        match one:
+            case {"params": list(params), **rest} if all(
+                isinstance(key, int | str) for key in params
+            ):
+                groups.append((params, {str(key): part for key, part in rest.items()}))
+            case _:
+                raise CorruptError(f"{where}: parameter groups of unknown form")
+    every = [key for params, _ in groups for key in params]
+    if len(every) != len(set(every)):
+        raise CorruptError(f"{where}: a parameter is in several groups of the optimizer")
+    return groups
+
+
+def united_kinds(
+    settings: Iterable[Mapping[str, Plain]], kinds: Sequence[Iterable[str]]
+) -> list[list[str]]:
+    """Return each group's kinds of moments: those of all groups with equal settings."""
+    alike = [{key: own[key] for key in own.keys() - _OF_GROUP} for own in settings]
+    first = [alike.index(own) for own in alike]
+    united: dict[int, dict[str, None]] = {}
+    for at, own in zip(first, kinds, strict=True):
+        united.setdefault(at, {}).update(dict.fromkeys(own))
+    return [list(united[at]) for at in first]
+
+
+def flat_groups(
+    items: Mapping[str, Value],
+) -> tuple[dict[Key, dict[str, Value]], list[dict[str, Value]]]:
+    """Return state and groups of a flattened state dict: `state.NAME.KEY`, `param_groups.NAME.KEY`.
+
+    Groups were lost when it was flattened, and each parameter is one: see `joined_groups`.
+    """
+    state: dict[Key, dict[str, Value]] = {}
+    values: dict[str, dict[str, Value]] = {}
+    for name, value in items.items():
+        owner, _, key = name.rpartition(".")
+        if owner.startswith(_PREFIX):
+            state.setdefault(owner.removeprefix(_PREFIX), {})[key] = value
+        elif owner.startswith(_GROUPS):
+            values.setdefault(owner.removeprefix(_GROUPS), {})[key] = value
+    return state, [{**fields, "params": [name]} for name, fields in values.items()]
+
+
+def joined_groups(groups: Iterable[Group], order: Mapping[Key, int]) -> list[Group]:
+    """Return groups of one parameter each, in the optimizer's order, as the groups they were.
+
+    A group ends where the values change, or where the parameters stop to be in the order of the
+    model, in which every group has them (see `matching`). `order` is a parameter's place in it.
+    Two groups that nothing else divides become one.
+    """
+    joined: list[Group] = []
+    last = -1
+    for (parameter,), values in groups:
+        if joined and joined[-1][1] == values and order[parameter] > last:
+            joined[-1][0].append(parameter)
+        else:
+            joined.append(([parameter], values))
+        last = order[parameter]
+    return joined
+
+
+def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[float]:
+    """Return the numbers at some places of a file, each a dtype and its first byte.
+
+    Raises:
+        CorruptError: the file ends before one.
+    """
+    data = pread_many(file, [(dtype.itemsize, start) for dtype, start in places])
+    if any(len(one) < dtype.itemsize for one, (dtype, _) in zip(data, places, strict=True)):
+        raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
+    read = zip(data, places, strict=True)
+    return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
+
+
+def numbers_of(entries: Mapping[str, TensorEntry]) -> dict[str, float]:
+    """Return the numbers in those tensors that have no dimensions and are not compressed."""
+    by_file: dict[Path, dict[str, tuple[DType, int]]] = {}
+    for name, entry in entries.items():
+        chunks = entry.chunks
+        if entry.shape == () and len(chunks) and not chunks.compressed[0]:
+            places = by_file.setdefault(chunks.paths[int(chunks.file[0])], {})
+            places[name] = entry.dtype, int(chunks.start[0])
+    numbers: dict[str, float] = {}
+    for path, places in by_file.items():
+        with opened(path) as file:
+            numbers |= zip(places, read_numbers(file, list(places.values())), strict=True)
+    return numbers

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from unshard.api.options import MergeOptions
 from unshard.api.resharding.beside import open_ema
-from unshard.api.resharding.formats import ReshardFormat, keeps_keys
+from unshard.api.resharding.formats import keeps_keys
 from unshard.api.resharding.writing import Writing
 from unshard.engines.crew import Crew
 from unshard.errors import OutputError
 from unshard.plan.planner import make_plan
 from unshard.progress import Stage
+from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.optimizer_state import OptimizerState

@@ -1,93 +1,43 @@
-"""The formats that a reshard writes: which one a checkpoint is in, and where its files are."""
+"""The formats that a reshard writes: which one a checkpoint is in, and which is wanted."""
 
-import re
-from enum import Enum
-from pathlib import Path
-
-from unshard.api.resharding.source import SourceFiles
 from unshard.errors import NotMergeableError, UsageError
-from unshard.read.dcp.reader import DCP
-from unshard.read.megatron.reader import MEGATRON
+from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint
-from unshard.read.rank_files.reader import RANK_FILES
-
-_NUMBERED = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
-_ACCELERATE = "pytorch_model_fsdp_"
 
 
-class ReshardFormat(Enum):
-    """Who loads the output: `dcp` is for `dcp.load`, `accelerate` for its `load_state`."""
+def wanted_format(source: Checkpoint, to: str | None) -> ReshardFormat:
+    """Return the format that the user named, or else that of the source.
 
-    VERL = "verl"
-    LMMS = "lmms"
-    DCP = "dcp"
-    ACCELERATE = "accelerate"
-
-    @classmethod
-    def _of_model(cls, source: Checkpoint, to: "ReshardFormat") -> "ReshardFormat":
-        """Return a format; of Megatron only DCP is written, as no other trainer has its names."""
-        if source.location.format is MEGATRON and to is not cls.DCP:
-            raise NotMergeableError(
-                f"{source.location.weights_dir}: has the names of {MEGATRON}, which trainers of "
-                f"--to {to.value} do not load",
-                hint="merge it first, and reshard the merged model",
-            )
-        return to
-
-    @property
-    def is_dcp(self) -> bool:
-        """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
-        return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
-
-    @classmethod
-    def wanted(cls, source: Checkpoint, to: str | None) -> "ReshardFormat":
-        """Return the format that the user named, or else that of the source.
-
-        Raises:
-            UsageError: there is none of that name.
-            NotMergeableError: none was named, and the source is in none of these formats; or its
-                trainers do not load the source's names.
-        """
-        names = ", ".join(one.value for one in cls)
-        if to is not None:
-            if to not in {one.value for one in cls}:
-                raise UsageError(f"--to {to}: unknown", expected=names)
-            return cls._of_model(source, cls(to))
-        found = format_of(source)
-        if found is None:
-            raise NotMergeableError(
-                f"{source.location.file or source.location.weights_dir}: unshard reads its "
-                f"format ({source.catalog.format}) but does not write it",
-                expected="rank files, such as model_world_size_4_rank_0.pt, or a DCP checkpoint",
-                hint=f"name the format to write: --to {names.replace(', ', '|')}",
-            )
-        return found
+    Raises:
+        UsageError: there is none of that name.
+        NotMergeableError: none was named, and the source is in none of these formats; or its
+            trainers do not load the source's names.
+    """
+    location, known = source.location, {one.value: one for one in ReshardFormat}
+    found = format_of(source) if to is None else known.get(to)
+    if to is not None and found is None:
+        raise UsageError(f"--to {to}: unknown", expected=", ".join(known))
+    if found is None:
+        raise NotMergeableError(
+            f"{location.file or location.weights_dir}: unshard reads its format "
+            f"({source.catalog.format}) but does not write it",
+            expected="rank files, such as model_world_size_4_rank_0.pt, or a DCP checkpoint",
+            hint=f"name the format to write: --to {'|'.join(known)}",
+        )
+    if found not in location.format.reshards_to:
+        raise NotMergeableError(
+            f"{location.weights_dir}: has the names of {location.format}, which trainers of "
+            f"--to {found.value} do not load",
+            hint="merge it first, and reshard the merged model",
+        )
+    return found
 
 
 def format_of(source: Checkpoint) -> ReshardFormat | None:
     """Return the format that a checkpoint is in; None for any that is not written."""
-    location = source.location
-    in_step = location.weights_dir.name.startswith(_ACCELERATE)
-    if location.format is DCP:
-        return ReshardFormat.ACCELERATE if in_step else ReshardFormat.DCP
-    first = next(iter(source.catalog.tensors.values())).chunks.paths[0]
-    if location.format is RANK_FILES and _NUMBERED.fullmatch(first.name):
-        return ReshardFormat.LMMS if in_step else ReshardFormat.VERL
-    return None
+    return source.location.format.reshard_format(source.location, source.catalog)
 
 
 def keeps_keys(source: Checkpoint, to: ReshardFormat) -> bool:
     """Return whether files of ranks stay in their format, and so parameters keep their keys."""
     return to is format_of(source) and not to.is_dcp
-
-
-def files_for(to: ReshardFormat, source: Checkpoint) -> SourceFiles:
-    """Return where the files of ranks of a format are, as those of a checkpoint of one rank."""
-    root = Path("/")
-    name = "world_size_1_rank_0.pt"
-    if to is ReshardFormat.LMMS:
-        model = root / f"{_ACCELERATE}0" / f"model_{name}"
-        state = root / "optimizer" / f"optimizer_{name}"
-    else:
-        model, state = root / f"model_{name}", root / f"optim_{name}"
-    return SourceFiles(root, model, None if source.optimizer is None else state, {}, {}, {})

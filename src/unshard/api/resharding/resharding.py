@@ -4,31 +4,31 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Unpack
 
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.resharding.anew.dcp import dcp_anew
-from unshard.api.resharding.anew.placing import placed, unplaced
-from unshard.api.resharding.anew.ranks import ranks_anew
-from unshard.api.resharding.beside import add_beside, open_ema
+from unshard.api.resharding.beside import add_beside, carried_with_dcp, carried_with_ranks, open_ema
 from unshard.api.resharding.checking import check_output
-from unshard.api.resharding.dcp_again import dcp_again
-from unshard.api.resharding.formats import ReshardFormat, format_of, keeps_keys
-from unshard.api.resharding.ranks import files_of_ranks, other_files
-from unshard.api.resharding.source import SourceFiles, is_fsdp1, is_whole, read_source, refuse_parts
+from unshard.api.resharding.dcp import saved_again, saved_anew
+from unshard.api.resharding.formats import format_of, keeps_keys, wanted_format
+from unshard.api.resharding.placing import placed, placed_again, unplaced
+from unshard.api.resharding.ranks import SourceFiles, files_for, files_of_ranks, is_fsdp1
 from unshard.api.resharding.target import Target
+from unshard.api.resharding.training import Training, made_anew, read_training
 from unshard.api.resharding.writing import Writing
 from unshard.api.sources import Sources, inflated
 from unshard.containers.file_states import noting
 from unshard.engines.crew import engine_for
 from unshard.errors import NotMergeableError, OutputError, UsageError
 from unshard.keywords import ReshardKeywords
+from unshard.plan.dcp_resharding import lay_out_directories
 from unshard.plan.identity import digest_of
 from unshard.plan.planner import make_plan
 from unshard.plan.resharding import lay_out_ranks
-from unshard.progress import Listener, Stage, warn
-from unshard.read.open import Checkpoint
+from unshard.progress import Chosen, Listener, Stage, warn
+from unshard.read.format import ReshardFormat
+from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
@@ -131,8 +131,11 @@ def reshard(
             hint="give a directory, and copy it into the store when it is complete",
         )
     with hearing(listener) as heard:
-        source = read_source(given_path(checkpoint, "the checkpoint"), chosen, heard)
-        kind = ReshardFormat.wanted(source, to)
+        heard(Stage("reading"))
+        path = given_path(checkpoint, "the checkpoint")
+        source = open_latest(path, chosen.choice, chosen.reading)
+        heard(Chosen(f"resharding {source.title}"))
+        kind = wanted_format(source, to)
         if kind.is_dcp and (mesh, mesh_names, device) != (None, None, None):
             what = "--mesh, --mesh-names and --device exclude DCP, which is loaded on any mesh"
             raise UsageError(what, hint="leave them out")
@@ -162,16 +165,7 @@ def _prepared(
     # What DCP has is written again without knowing what it is.
     with suppress(*[NotMergeableError] if kind.is_dcp and kind is format_of(source) else []):
         source = replace(source, optimizer=find(source, options.reading))
-    if not keeps:
-        return placed(inflated(source, stack))
-    refuse_parts(source)
-    state = source.optimizer
-    if not is_whole(source) or world_size == 1:
-        return source
-    source = placed(source)
-    if state is None or source.optimizer is None or state.numbers:
-        return source
-    return replace(source, optimizer=replace(source.optimizer, numbers={}))  # it has names
+    return placed_again(source, world_size) if keeps else placed(inflated(source, stack))
 
 
 def _write(  # noqa: PLR0917 (what is read, and what is made of it)
@@ -222,24 +216,31 @@ def _notes_of(source: Checkpoint, kind: ReshardFormat) -> Sequence[str]:
 def _writing(
     source: Checkpoint, target: Target, kind: ReshardFormat, output: Path, stack: ExitStack
 ) -> Writing:
-    """Lay out everything that is written."""
-    if kind is not format_of(source):
-        if kind.is_dcp:
-            return dcp_anew(source, target, kind, output)
-        return ranks_anew(source, target, kind)
+    """Lay out all files: what the source has, again or as another format has it."""
+    world, stays = len(target.meshes), kind is format_of(source)
+    training = Training() if stays else read_training(source)
     if kind.is_dcp:
-        return dcp_again(source, target, output, stack)
-    files = SourceFiles.of(source)
-    if len(target.meshes) == 1 and is_fsdp1(source):
-        source = unplaced(source)
-    ranks = [*files_of_ranks(source, target, files, source.catalog.stored_names)]
-    ema = open_ema(source)
+        if stays:
+            directories, others = saved_again(source, stack), carried_with_dcp(source, world)
+        else:
+            directories = saved_anew(source, kind, training.scheduler, target.version)
+            others = made_anew(source, training, kind, target)
+        place = PurePosixPath(output.absolute())
+        made, metadata = lay_out_directories(directories, world, target.version, place)
+        others.data |= metadata
+        return Writing(made, others)
+    ema: tuple[Checkpoint, ...] = ()
+    if stays:
+        files, ema = SourceFiles.of(source), open_ema(source)
+        others = carried_with_ranks(source, files, world)
+        source = unplaced(source) if world == 1 and is_fsdp1(source) else source
+    else:
+        files, others = files_for(kind, source), made_anew(source, training, kind, target)
+    ranks = [*files_of_ranks(source, target, files, names_kept=stays)]
     for one in ema:
-        refuse_parts(one)
-        average = placed(one) if is_whole(one) and len(target.meshes) > 1 else one
         own = replace(files, model=min(one.catalog.weight_files), optimizer=None)
-        ranks += files_of_ranks(average, target, own, one.catalog.stored_names)
-    return Writing(lay_out_ranks(ranks, target.version), other_files(source, target, files), ema)
+        ranks += files_of_ranks(placed_again(one, world), target, own, names_kept=True)
+    return Writing(lay_out_ranks(ranks, target.version), others, ema)
 
 
 def _report(  # noqa: PLR0917 (all that was made)

@@ -21,10 +21,10 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
 from unshard.evaluate.sinks.open import open_sinks
-from unshard.evaluate.trainer.completeness import why_unfinished
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.stopping import StopFile
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.read.unfinished import why_unfinished
 from unshard.stores.remote_path import is_url, path_of
 
 __all__ = ["UnshardEvalCallback"]

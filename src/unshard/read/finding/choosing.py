@@ -49,7 +49,7 @@ def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path)
     """Return the sets of model or EMA weights; EMA weights only if they are named."""
     kept = [at for at in found if at.weights == (choice.weights or "model")]
     if choice.weights == "module":  # DeepSpeed has them in the same place as the others
-        kept = [replace(at, weights="module") for at in found if at.format is ZERO]
+        kept = [replace(at, weights="module") for at in found if "module" in at.format.weights]
     if kept:
         return kept
     pointed_at = [at for at in found if start.is_relative_to(at.weights_dir)]

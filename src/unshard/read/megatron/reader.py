@@ -20,8 +20,9 @@ from pathlib import Path
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.dcp.metadata import DcpMetadata, read_metadata
-from unshard.read.dcp.reader import DCP, metadata_files, read_catalog
-from unshard.read.format import Format, Location, ReadOptions, find_file
+from unshard.read.dcp.reader import DCP
+from unshard.read.dcp.tensors import metadata_files, read_catalog
+from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, find_file
 from unshard.read.megatron.arguments import read_arguments
 from unshard.tensors.catalog import Catalog, Skipped
 
@@ -88,11 +89,21 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
+def _missing(location: Location) -> str | None:
+    """Return which file of DCP is missing, or whether Megatron has not written its last one."""
+    names = (_COMMON, _METADATA)
+    is_begun, is_done = ((location.weights_dir / name).is_file() for name in names)
+    is_missing = is_begun and not is_done
+    return DCP.missing(location) or (f"{_METADATA} is missing" if is_missing else None)
+
+
 MEGATRON = Format(
     "Megatron-core distributed checkpoint",
     _holds,
     _read,
     lambda path: path.name in (*_LEGACY, _COMMON) or DCP.claims(path),
+    missing=_missing,
+    reshards_to=(ReshardFormat.DCP,),
 )
 
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from unshard.errors import NotMergeableError
 from unshard.read.model_config import ModelConfig
-from unshard.read.optimizer.groups import Group
-from unshard.read.optimizer_state import Key, SavedState, flat_name
+from unshard.read.optimizer_state import Group, Key, SavedState, flat_name
 from unshard.read.wrapper_names import names_without_wrappers
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import Catalog, TensorEntry

@@ -8,39 +8,32 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
-from unshard.containers.open_files import opened
 from unshard.containers.torch_files.writer import Plain
-from unshard.errors import CorruptError, NotMergeableError, UsageError, raise_all
+from unshard.errors import CorruptError, NotMergeableError, raise_all
 from unshard.noted import Noted
-from unshard.read.dcp.reader import DCP
 from unshard.read.format import ReadOptions, shortened
 from unshard.read.open import Checkpoint, check_coverage
-from unshard.read.optimizer.dcp import read_dcp
 from unshard.read.optimizer.fused import without_fused
-from unshard.read.optimizer.groups import Group, joined_groups
 from unshard.read.optimizer.matching import Form, Parameter, match_by_order
-from unshard.read.optimizer.rank_files import find_files, read_files, read_numbers
-from unshard.read.optimizer.zero import read_zero
 from unshard.read.optimizer_state import (
     LIKE_PARAMETER,
+    Group,
     Key,
     OptimizerState,
     ParamGroup,
     SavedState,
     flat_name,
     flat_parameters,
+    joined_groups,
+    numbers_of,
     split_name,
 )
-from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
-from unshard.read.zero.reader import ZERO
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
-from unshard.tensors.dtypes import DType, DTypeKind
+from unshard.tensors.dtypes import DTypeKind
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 _ADAPTER = re.compile(r"\.modules_to_save\.[^.]+(?=\.)|(\.\w+)\.[^.]+(\.weight|\.bias)?$")
@@ -116,19 +109,8 @@ def _kept_names(
 
 def _saved(checkpoint: Checkpoint, options: ReadOptions) -> SavedState | None:
     """Return what the optimizer's own files say; None without any."""
-    location, world = checkpoint.location, checkpoint.catalog.world_size
-    if location.format in (DCP, SAFETENSORS_SHARDS):
-        return read_dcp(location)
-    if location.format is ZERO:
-        return read_zero(location, options)
-    files = find_files(location, world) if location.format is RANK_FILES else {}
-    if files and options.ep_size is not None:
-        raise UsageError(
-            f"⟦--ep-size {options.ep_size}⟧: the state of the optimizer of such experts is not "
-            "read",
-            hint="leave out the optimizer",
-        )
-    return read_files(files, location, world, options) if files else None
+    location = checkpoint.location
+    return location.format.optimizer(location, checkpoint.catalog.world_size, options)
 
 
 def steps_of(state: OptimizerState) -> dict[str, float]:
@@ -136,18 +118,9 @@ def steps_of(state: OptimizerState) -> dict[str, float]:
 
     Of compressed tensors nothing can be read, and nothing is returned.
     """
-    steps: dict[str, float] = {}
-    by_file: dict[Path, list[tuple[str, DType, int]]] = {}
-    for name, entry in state.catalog.tensors.items():
-        parameter, key = split_name(name)
-        chunks = entry.chunks
-        if key == "step" and entry.shape == () and len(chunks) and not chunks.compressed[0]:
-            path = chunks.paths[int(chunks.file[0])]
-            by_file.setdefault(path, []).append((parameter, entry.dtype, int(chunks.start[0])))
-    for path, places in by_file.items():
-        with opened(path) as file:
-            numbers = read_numbers(file, [(dtype, start) for _, dtype, start in places])
-        steps |= {name: number for (name, *_), number in zip(places, numbers, strict=True)}
+    tensors = state.catalog.tensors.items()
+    entries = {split_name(name)[0]: one for name, one in tensors if split_name(name)[1] == "step"}
+    steps = numbers_of(entries)
     for name, fields in state.values.items():
         step = fields.get("step")
         if isinstance(step, int | float):
@@ -169,7 +142,7 @@ def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
         return state
     raise NotMergeableError(
         f"{location.weights_dir}: no state of an optimizer that can be read was saved with it",
-        expected=f"that of {RANK_FILES}, {DCP} or {ZERO}, next to the model's files",
+        expected="that of FSDP rank files, torch DCP or DeepSpeed ZeRO, next to the model's files",
         found=shortened(unread_files(checkpoint), 5) or "none",
         hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
     )

@@ -22,10 +22,13 @@ is how VeOmni numbers them.
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
+from pathlib import Path
 
 import numpy as np
 
@@ -36,10 +39,11 @@ from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_al
 from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
-from unshard.read.rank_files.buffers import find_buffers, is_of_experts
+from unshard.read.rank_files.buffers import find_buffers, is_of_experts, settle
+from unshard.read.torch_save.gathering import Gathering
 from unshard.showing import counted
 from unshard.tensors.boxes import Box, row_tile, tiles
-from unshard.tensors.catalog import ChunkTable, TensorEntry
+from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
 
 _COMPARE_BYTES = 1 << 20
@@ -50,7 +54,52 @@ _HINT = (
 )
 
 
-def resolve_plain(
+def catalog_of(  # noqa: PLR0913, PLR0917 (what was read, and where)
+    gathered: Gathering,
+    files: Mapping[int, Path],
+    world: int,
+    location: Location,
+    options: ReadOptions,
+    trained: Callable[..., Collection[str]] | None = None,
+) -> Catalog:
+    """Return what the files of ranks have together; `files` are by rank, as they were read.
+
+    `trained` returns which of some plain tensors are parameters; without it none is a buffer.
+
+    Raises:
+        NotMergeableError: a tensor cannot be read, or its kind cannot be found out.
+    """
+    paths = tuple(files.values())
+    tensors = gathered.entries(paths)
+    known = None if trained is None else partial(trained, location, world)
+    plain = _resolve_plain(tensors, gathered.plain, known, options)
+    decided = () if options.selects else plain.value.items()
+    summary = f"{location.weights_dir}: the rank files cannot be merged"
+    buffers = settle(decided, (), gathered.problems, summary)
+    missing = tuple(rank for rank in range(world) if rank not in files)
+    ranks = ", ".join(map(str, missing))
+    note = f"the file of rank {ranks} is missing; replicas have what it contained"
+    experts = _resolve_experts({**tensors, **plain.value}, location, options)
+    return Catalog(
+        writer="unknown",
+        world_size=world,
+        tensors=experts.value,
+        skipped=tuple(gathered.skipped.values()),
+        archives=tuple(
+            ByteRange(path, 0, path.stat().st_size)
+            for path in paths
+            if path.suffix != ".safetensors"
+        ),
+        missing=tuple(
+            location.weights_dir / re.sub(r"\d+(?=\.\w+$)", str(rank), paths[0].name)
+            for rank in missing
+        ),
+        missing_ranks=missing,
+        notes=(*((note,) if missing else ()), *buffers, *plain.notes, *experts.notes),
+    )
+
+
+def _resolve_plain(
     tensors: Mapping[str, TensorEntry],
     plain: Sequence[str],
     trained: Callable[..., Collection[str]] | None,
@@ -61,24 +110,27 @@ def resolve_plain(
     Each chunk of a plain tensor is one rank's whole tensor. What cannot be decided has a doubt, as
     buffers have; of these, `trained` returns those that are parameters.
     """
-    copies = {name: tensors[name] for name in plain}
     with OpenFiles(os.O_RDONLY, limit=16) as files:
-        differing = {name for name, entry in copies.items() if _differ(entry, files)}
-    is_mixed = trained is not None and len(copies) < len(tensors)
+        differing = {name for name in plain if _differ(tensors[name], files)}
+    is_mixed = trained is not None and len(plain) < len(tensors)
+    # What differs may be left out. Of files that are all plain, equal parts are parts all the same.
+    equal_are_copies = options.selects and is_mixed and not options.assume_dim0
     buffers = find_buffers(differing, tensors, options.shapes) if is_mixed else {}
-    for name in trained({name: copies[name] for name in buffers}) if trained else ():
+    for name in trained({name: tensors[name] for name in buffers}) if trained else ():
         del buffers[name]
     cut = differing - buffers.keys()
     entries: dict[str, TensorEntry] = {}
     assumed: dict[str, list[str]] = defaultdict(list)
-    for name, entry in copies.items():
+    for name, entry in [(name, tensors[name]) for name in plain]:
         known, joined = options.shapes.get(name), _joined_shape(entry)
         has_copies = len(entry.chunks) > 1
         may_be_cut = bool(cut) and has_copies and bool(entry.shape)  # like the others
         if has_copies and known is not None and joined == known:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0, whose joined shape the base has"].append(name)
-        elif name not in differing and (known == entry.shape or not may_be_cut):
+        elif name not in differing and (
+            known == entry.shape or not may_be_cut or (equal_are_copies and not is_of_experts(name))
+        ):
             entries[name] = entry
         elif options.assume_dim0 and name not in differing:
             entries[name] = entry
@@ -86,8 +138,6 @@ def resolve_plain(
         elif options.assume_dim0 and joined is not None and name not in buffers:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0 (⟦--assume-dim0⟧)"].append(name)
-        elif options.selects and is_mixed and name not in differing and not is_of_experts(name):
-            entries[name] = entry  # what differs may be left out
         else:
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
@@ -152,7 +202,7 @@ def _plain_refused(entry: TensorEntry, differing: set[str]) -> NotMergeableError
     )
 
 
-def resolve_experts(
+def _resolve_experts(
     tensors: Mapping[str, TensorEntry], location: Location, options: ReadOptions
 ) -> Noted[Mapping[str, TensorEntry]]:
     """Join, or refuse, tensors that are different experts under one name; return all tensors.

@@ -10,33 +10,23 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
-from unshard.errors import (
-    CorruptError,
-    IncompleteError,
-    NotMergeableError,
-    UsageError,
-)
+from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UsageError
 from unshard.noted import Noted
-from unshard.read.format import (
-    Format,
-    Location,
-    ReadOptions,
-    files_in,
-    shortened,
-)
-from unshard.read.rank_files.buffers import settle
-from unshard.read.rank_files.copies import resolve_experts, resolve_plain
+from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, files_in, shortened
+from unshard.read.rank_files.copies import catalog_of
+from unshard.read.rank_files.optimizer import read_optimizer, trained_parameters
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
+from unshard.read.unfinished import why_folder_unfinished
 from unshard.showing import counted
-from unshard.tensors.catalog import ByteRange, Catalog
+from unshard.tensors.catalog import Catalog
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
+_RANK_FILE = re.compile(r".*world_size_(\d+)_rank_(\d+)\.\w+")
 _COSMOS_RL = re.compile(r"model_rank_(?P<rank>\d+)\.pth")
 _COSMOS_CONFIG = "cosmos_config"
 _SIBLINGS = re.compile(
@@ -92,7 +82,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         stated = max(stated, table.world_size)
     world = chosen.world_size or max(stated, *chosen.files, 0)
     gathered.problems += _name_problems(gathered, chosen.files)
-    catalog = catalog_of(gathered, chosen.files, world, location, options)
+    catalog = catalog_of(gathered, chosen.files, world, location, options, trained_parameters)
     return replace(
         catalog,
         writer=_writer(location),
@@ -101,49 +91,45 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     )
 
 
-RANK_FILES = Format("FSDP rank files", _holds, _read, _claims)
+def ranks_in(folder: Path) -> dict[int, set[int]]:
+    """Return the ranks whose files are in a folder, by world size."""
+    found: dict[int, set[int]] = {}
+    for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
+        if match is not None:
+            found.setdefault(int(match[1]), set()).add(int(match[2]))
+    return found
 
 
-def catalog_of(
-    gathered: Gathering,
-    files: Mapping[int, Path],
-    world: int,
-    location: Location,
-    options: ReadOptions,
-) -> Catalog:
-    """Return what the files of ranks have together; `files` are by rank, as they were read.
+def missing_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
+    """Return which rank's file a folder lacks, or which file in it is not finished."""
+    for world, there in worlds.items():
+        missing = sorted(set(range(world)) - there)
+        if missing:
+            return f"{folder.name}: rank {missing[0]} of {world} is missing"
+    return why_folder_unfinished(folder)
 
-    Raises:
-        NotMergeableError: a tensor cannot be read, or its kind cannot be found out.
-    """
-    paths = tuple(files.values())
-    tensors = gathered.entries(paths)
-    trained = None if options.trained is None else partial(options.trained, location, world)
-    plain = resolve_plain(tensors, gathered.plain, trained, options)
-    decided = () if options.selects else plain.value.items()
-    summary = f"{location.weights_dir}: the rank files cannot be merged"
-    buffers = settle(decided, (), gathered.problems, summary)
-    missing = tuple(rank for rank in range(world) if rank not in files)
-    ranks = ", ".join(map(str, missing))
-    note = f"the file of rank {ranks} is missing; replicas have what it contained"
-    experts = resolve_experts({**tensors, **plain.value}, location, options)
-    return Catalog(
-        writer="unknown",
-        world_size=world,
-        tensors=experts.value,
-        skipped=tuple(gathered.skipped.values()),
-        archives=tuple(
-            ByteRange(path, 0, path.stat().st_size)
-            for path in paths
-            if path.suffix != ".safetensors"
-        ),
-        missing=tuple(
-            location.weights_dir / re.sub(r"\d+(?=\.\w+$)", str(rank), paths[0].name)
-            for rank in missing
-        ),
-        missing_ranks=missing,
-        notes=(*((note,) if missing else ()), *buffers, *plain.notes, *experts.notes),
-    )
+
+def _missing(location: Location) -> str | None:
+    return missing_rank(location.weights_dir, ranks_in(location.weights_dir))
+
+
+def _reshard_format(location: Location, catalog: Catalog) -> ReshardFormat | None:
+    first = next(iter(catalog.tensors.values())).chunks.paths[0]
+    if not _NAMED.fullmatch(first.name):
+        return None
+    is_lmms = location.weights_dir.name.startswith("pytorch_model_fsdp_")
+    return ReshardFormat.LMMS if is_lmms else ReshardFormat.VERL
+
+
+RANK_FILES = Format(
+    "FSDP rank files",
+    _holds,
+    _read,
+    _claims,
+    missing=_missing,
+    optimizer=read_optimizer,
+    reshard_format=_reshard_format,
+)
 
 
 def _choose(location: Location) -> Noted[_Set]:

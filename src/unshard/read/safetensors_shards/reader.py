@@ -22,6 +22,7 @@ from unshard.containers.json_file import shown
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile
 from unshard.errors import CorruptError, IncompleteError, UnshardError, raise_all
+from unshard.read.dcp.optimizer import places_beside, read_optimizer
 from unshard.read.format import Format, Location, ReadOptions, by_name, has_file
 from unshard.read.hub_files import (
     MAX_INTEGER,
@@ -63,7 +64,11 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 
 SAFETENSORS_SHARDS = Format(
-    "sharded safetensors", has_file(is_shard_name), _read, by_name(is_shard_name)
+    "sharded safetensors",
+    has_file(is_shard_name),
+    _read,
+    by_name(is_shard_name),
+    optimizer=lambda at, *_: read_optimizer(places_beside(at)),
 )
 
 

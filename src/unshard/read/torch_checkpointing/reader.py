@@ -25,7 +25,8 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError, rai
 from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
-from unshard.read.rank_files.reader import catalog_of
+from unshard.read.rank_files.copies import catalog_of
+from unshard.read.rank_files.optimizer import trained_parameters
 from unshard.read.step_names import is_state
 from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata
 from unshard.read.torch_save.alike import read_rank_files
@@ -108,7 +109,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         options = replace(options, shapes=shapes)  # of a plain tensor: that of a copy
         _check_names(location, gathered, stated, files)
     return replace(
-        catalog_of(gathered, files, world, location, options),
+        catalog_of(gathered, files, world, location, options, trained_parameters),
         writer="torch_checkpointing",
         training_state=tuple(path for path in found if path not in files.values()),
     )

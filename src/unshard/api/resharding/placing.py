@@ -17,8 +17,6 @@ from unshard.convert.recipes import Take, take
 from unshard.errors import NotMergeableError
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer_state import OptimizerState, split_name
-from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.read.zero.reader import ZERO, frozen_names
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 from unshard.tensors.placements import Shard, Sharding, StridedShard
@@ -39,17 +37,55 @@ def placed(source: Checkpoint) -> Checkpoint:
             hint="start from the model in bfloat16 or float32",
         )
     tensors = dict(source.catalog.tensors)
-    if source.location.format is WHOLE_FILES:
+    if not source.location.format.sharded:  # of the hub
         tensors = _in_training(source, tensors)
-    are_cut = any(map(_is_cut, tensors.values()))
-    known = _trained(source.optimizer)
-    if are_cut and source.location.format is ZERO:
-        known |= _whole_in_zero(source, known)
+    are_cut = any(one.sharding is not None or _dims_cut(one) for one in tensors.values())
+    groups = () if source.optimizer is None else source.optimizer.groups
+    known = frozenset(name for group in groups for name in group.params)
+    frozen = source.location.format.frozen(source.location) if are_cut else None
+    if frozen is not None:
+        known = _whole(source, known.union(frozen))
     placings = {name: _sharding(entry, known, are_cut=are_cut) for name, entry in tensors.items()}
     model = {name: replace(one, sharding=placings[name]) for name, one in tensors.items()}
     state = None if source.optimizer is None else _state(source.optimizer, model)
     catalog = replace(source.catalog, tensors=model)
     return replace(source, catalog=catalog, optimizer=state)
+
+
+def placed_again(source: Checkpoint, world_size: int) -> Checkpoint:
+    """Return a checkpoint of files of ranks as placed as it is, for files of other ranks.
+
+    Raises:
+        NotMergeableError: ranks have parts of a tensor that no device mesh describes.
+    """
+    _refuse_parts(source)
+    if not _is_whole(source) or world_size == 1:
+        return source
+    state, source = source.optimizer, placed(source)
+    if state is None or source.optimizer is None or state.numbers:
+        return source
+    return replace(source, optimizer=replace(source.optimizer, numbers={}))  # it has names
+
+
+def _refuse_parts(source: Checkpoint) -> None:
+    """Refuse files of ranks with parts that no device mesh describes.
+
+    Raises:
+        NotMergeableError: there are such.
+    """
+    for entry in source.catalog.tensors.values():
+        if entry.sharding is None and (entry.chunks.sizes != entry.shape).any():
+            raise NotMergeableError(
+                f"tensor {entry.fqn}: every rank has another part of it, and no device mesh",
+                expected="a DTensor, or a tensor that every rank has whole",
+                hint="write it for torch.distributed.checkpoint: --to dcp",
+            )
+
+
+def _is_whole(source: Checkpoint) -> bool:
+    """Return whether one rank saved files of ranks without DTensors, as FSDP1 alone does."""
+    tensors = source.catalog.tensors.values()
+    return source.catalog.world_size == 1 and not any(one.sharding for one in tensors)
 
 
 def unplaced(source: Checkpoint) -> Checkpoint:
@@ -92,18 +128,11 @@ def _in_training(source: Checkpoint, tensors: Mapping[str, TensorEntry]) -> dict
     return entries
 
 
-def _trained(state: OptimizerState | None) -> frozenset[str]:
-    """Return the names of the optimizer's parameters; none if it is not known."""
-    groups = () if state is None else state.groups
-    return frozenset(name for group in groups for name in group.params)
-
-
-def _whole_in_zero(source: Checkpoint, trained: Iterable[str]) -> frozenset[str]:
-    """Return the parameters that ZeRO does not cut: frozen ones, and other names of parameters."""
+def _whole(source: Checkpoint, known: frozenset[str]) -> frozenset[str]:
+    """Return known parameters, which may be stored whole, and their other names."""
     tensors = source.catalog.tensors
-    known = {*trained, *frozen_names(source.location)}
     places = {_place(tensors[name]) for name in known if name in tensors}
-    return frozenset({*known, *(name for name, one in tensors.items() if _place(one) in places)})
+    return known.union(name for name, one in tensors.items() if _place(one) in places)
 
 
 def _place(entry: TensorEntry) -> tuple[object, ...]:
@@ -116,10 +145,6 @@ def _dims_cut(entry: TensorEntry) -> list[int]:
     """Return the dimensions along which its chunks differ."""
     found: list[int] = np.flatnonzero(entry.chunks.offsets.any(axis=0)).tolist()
     return found
-
-
-def _is_cut(entry: TensorEntry) -> bool:
-    return entry.sharding is not None or bool(_dims_cut(entry))
 
 
 def _sharding(entry: TensorEntry, known: Iterable[str], *, are_cut: bool) -> Sharding | None:

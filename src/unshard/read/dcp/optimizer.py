@@ -11,6 +11,7 @@ Tensors are at `(…, "state", NAME, "exp_avg")`, or flattened at `(…, "state.
 are pickled objects at `(…, "param_groups", I, "lr")`, or `(…, "param_groups.NAME.lr")`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -23,13 +24,19 @@ from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
 from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
-from unshard.read.dcp.reader import DCP, metadata_files, read_tensors
+from unshard.read.dcp.tensors import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
-from unshard.read.optimizer.groups import Group
-from unshard.read.optimizer.rank_files import read_numbers
-from unshard.read.optimizer_state import Key, SavedState, flat_name, left_out_note, refuse_quantised
+from unshard.read.optimizer_state import (
+    Group,
+    Key,
+    SavedState,
+    flat_name,
+    left_out_note,
+    numbers_of,
+    refuse_quantised,
+)
 from unshard.read.training_state.plain_values import plain_values
-from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.tensors.catalog import Catalog
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")
@@ -57,13 +64,13 @@ class _Found:
     is_flat: bool = False
 
 
-def read_dcp(location: Location) -> SavedState | None:
-    """Return the optimizer's state of a checkpoint; None if it has none.
+def read_optimizer(places: Iterable[Location]) -> SavedState | None:
+    """Return the optimizer's state in the first directory that has one; None without any.
 
     Raises:
         CheckpointError: it cannot be read, or there are several.
     """
-    for place in places_of(location):
+    for place in places:
         metadata = read_metadata(metadata_files(place))
         found = _find(metadata, str(place.weights_dir))
         if found is not None:
@@ -71,9 +78,9 @@ def read_dcp(location: Location) -> SavedState | None:
     return None
 
 
-def places_of(location: Location) -> list[Location]:
-    """Return where an optimizer may be: with the model, or in a directory next to it."""
-    name, places = location.weights_dir.name, [location] if location.format is DCP else []
+def places_beside(location: Location) -> list[Location]:
+    """Return the directories next to a model's in which its optimizer is."""
+    name, places = location.weights_dir.name, list[Location]()
     own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
     names = (own,) if name.startswith(_MODEL_FOLDER) else _FOLDERS
     beside = [[root.with_name(other) for root in location.roots] for other in names]
@@ -84,6 +91,13 @@ def places_of(location: Location) -> list[Location]:
         if any((root / ".metadata").exists() for root in roots):
             places.append(replace(location, weights_dir=roots[0], also=tuple(roots[1:]), file=None))
     return places
+
+
+def dcp_root(location: Location) -> Path:
+    """Return the directory that has all directories of a DCP checkpoint."""
+    root = location.weights_dir
+    is_inner = root.name.startswith(_MODEL_FOLDER) or places_beside(location)
+    return root.parent if is_inner else root
 
 
 def _find(metadata: DcpMetadata, where: str) -> _Found | None:
@@ -168,10 +182,17 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list
     tensors, _ = read_tensors(
         metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
     )
+    numbers = numbers_of(tensors)
     for name, (owner, key) in found.groups.items():
-        read = _number(tensors[name]) if name in tensors else read_value(metadata, place, name)
-        value = read.value
-        left_out += read.notes
+        if name in numbers:
+            value: Plain = numbers[name]
+        elif name in tensors:
+            value = None
+            left_out.append(f"{name}: a tensor that has dimensions or is compressed")
+        else:
+            read = read_value(metadata, place, name)
+            value = read.value
+            left_out += read.notes
         fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
         if key[0] == _PARAMS and not found.is_flat:
             inner = value if isinstance(value, list) else [value]
@@ -189,15 +210,6 @@ def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list
     return Noted([(listed[owner], values[owner]) for owner in order], tuple(left_out))
 
 
-def _number(entry: TensorEntry) -> Noted[Plain]:
-    """Return the number in a tensor of one element; None, and a note, if it cannot be read."""
-    chunks = entry.chunks
-    if entry.shape or not len(chunks) or chunks.compressed[0]:
-        return Noted(None, (f"{entry.fqn}: a tensor that has dimensions or is compressed",))
-    with opened(chunks.paths[int(chunks.file[0])]) as file:
-        return Noted(read_numbers(file, [(entry.dtype, int(chunks.start[0]))])[0])
-
-
 def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain]:
     """Return a pickled object as a plain value; None if it has none, and what was left out of it.
 
@@ -206,7 +218,7 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain
     """
     path, item = place_of(metadata, place, name)
     if item.compressed:
-        archive = _decompressed(path, (item.offset, item.length), name)
+        archive = _decompressed(path, inflated_object(path, item, name))
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
     read = plain_values(replace(archive, value={name: archive.value}))
@@ -230,15 +242,19 @@ def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, I
     return path, item
 
 
-def _decompressed(path: Path, window: tuple[int, int], name: str) -> TorchFile:
-    """Return what a compressed object is; of tensors inside it nothing can be read."""
+def inflated_object(path: Path, item: Item, name: str, most: int = _LARGEST) -> bytes:
+    """Return what a compressed object is, of so many bytes at most."""
     out = BytesIO()
     with opened(path) as file:
-        size = decompress(f"{path}: {name}", file, window, out, _LARGEST)
-    data = out.getvalue()
+        decompress(f"{path}: {name}", file, (item.offset, item.length), out, most)
+    return out.getvalue()
+
+
+def _decompressed(path: Path, data: bytes) -> TorchFile:
+    """Return what a compressed object has; of tensors inside it nothing can be read."""
 
     def pread(count: int, at: int) -> bytes:
         return data[at : at + count]
 
-    zipped = read_torch_zip(path, offset=0, length=size, pread=pread)
+    zipped = read_torch_zip(path, offset=0, length=len(data), pread=pread)
     return TorchFile(path, unpickled(path, zipped.pickle), {})

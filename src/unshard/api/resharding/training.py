@@ -1,22 +1,27 @@
-"""Scheduler and random state, from the files of one format to those of another."""
+"""What the trainer of another format needs besides tensors, made of what the source has."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from json import dumps
 from pathlib import Path
 
-from unshard.api.resharding.anew.rebuilding import SCHEDULER, scheduler_in_dcp
-from unshard.api.resharding.formats import ReshardFormat
+from unshard.api.resharding.ranks import FSDP_CONFIG
+from unshard.api.resharding.target import Target
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, write_pickle
-from unshard.read.dcp.metadata import read_metadata
-from unshard.read.dcp.reader import DCP, metadata_files
+from unshard.read.dcp.scheduler import SCHEDULER, SCHEDULERS
+from unshard.read.format import ReshardFormat, shortened
 from unshard.read.open import Checkpoint
+from unshard.read.optimizer.reader import unread_files
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
 from unshard.showing import listed
 
+_NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _OF_PROCESS = ("cpu", "numpy", "random")
 _ACCELERATE = {"cpu": "torch_manual_seed", "numpy": "numpy_random_seed", "random": "random_state"}
 _HF = {"cpu": "cpu", "numpy": "numpy", "random": "python"}
@@ -45,9 +50,8 @@ def read_training(source: Checkpoint) -> Training:
     """Return scheduler and random state of a checkpoint of any format."""
     files = find_state_files(source.location, source.catalog.world_size)
     found = Training() if files is None else _of_files(files)
-    if found.scheduler is None and source.location.format is DCP:
-        metadata = read_metadata(metadata_files(source.location))
-        scheduler = scheduler_in_dcp(metadata, source.location)
+    if found.scheduler is None:
+        scheduler = source.location.format.scheduler(source.location)
         notes = (*found.notes, *scheduler.notes)
         found = replace(found, scheduler=scheduler.value, notes=notes)
     paths = (folder / _TRAINER for folder in step_dirs(source.location))
@@ -75,7 +79,39 @@ def _of_files(files: StateFiles) -> Training:
     return Training(scheduler, tuple(states), tuple(notes))
 
 
-def add_training(
+def made_anew(source: Checkpoint, found: Training, to: ReshardFormat, target: Target) -> Addition:
+    """Return the files that a format has next to its tensors: config, scheduler, random state."""
+    files, world = Addition(), len(target.meshes)
+    _add_companions(source, "huggingface/" if to is ReshardFormat.VERL else "", files)
+    if to is ReshardFormat.VERL:
+        config = {"FSDP_version": 2, "world_size": world}
+        files.data[FSDP_CONFIG] = dumps(config, indent=4).encode()
+    _add_training(found, to, world, target.meshes[0].device_type, files)
+    return files
+
+
+def _add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
+    """Add config, tokenizer and the like, and note what else the source has or lacks."""
+    files.copied |= {f"{folder}{name}": path for name, path in source.companions.paths.items()}
+    if source.optimizer is None:
+        files.notes.append(
+            "no state of an optimizer was found that can be read: only the model can be loaded"
+        )
+        unread = unread_files(source)
+        if unread:
+            files.notes.append(f"left out of the optimizer: {shortened(unread, 5)} (not read)")
+    if not source.location.format.sharded and any(map(_EXPERT.search, source.catalog.tensors)):
+        files.notes.append(
+            "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
+            "of most families in one tensor, and then does not load these"
+        )
+    # Of the optimizer and the scheduler, other notes say what is left out.
+    skipped = [one.fqn for one in source.catalog.skipped if not _NOTED.search(one.fqn)]
+    if skipped:
+        files.notes.append(f"left out: {', '.join(skipped[:5])} (not the model's weights)")
+
+
+def _add_training(
     found: Training, to: ReshardFormat, world: int, device: str, files: Addition
 ) -> None:
     """Add the files of scheduler and random state of a format, and note what has no place in it.
@@ -88,22 +124,16 @@ def add_training(
         files: to add to.
     """
     states = [found.ranks[rank % len(found.ranks)] for rank in range(world if found.ranks else 0)]
-    match to:
-        case ReshardFormat.DCP:
-            pass
-        case ReshardFormat.ACCELERATE:
-            _add_accelerate(found, states, files)
-        case ReshardFormat.VERL | ReshardFormat.LMMS:
-            folder = "extra_state/" if to is ReshardFormat.LMMS else ""
-            for rank in range(world):
-                state = states[rank] if states else None
-                rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
-                others = {} if state is None else dict(state.others)
-                name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
-                if to is ReshardFormat.VERL:
-                    files.saved[name] = _verl(found, rng, device)
-                else:
-                    files.saved[name] = _lmms(found, rng, others)
+    if to is ReshardFormat.ACCELERATE:
+        _add_accelerate(found, states, files)
+    folder = "extra_state/" if to is ReshardFormat.LMMS else ""
+    for rank in range(0 if to.is_dcp else world):
+        state = states[rank] if states else None
+        rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
+        others = {} if state is None else dict(state.others)
+        name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
+        is_verl = to is ReshardFormat.VERL
+        files.saved[name] = _verl(found, rng, device) if is_verl else _lmms(found, rng, others)
     files.notes += [*found.notes, *_lacking(found, to, world, device)]
 
 

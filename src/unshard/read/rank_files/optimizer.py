@@ -16,32 +16,38 @@ Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, 
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
-from unshard.containers.open_files import Opened, name_of, opened, pread_many
+from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Value
 from unshard.containers.strided import crc_of
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
-from unshard.containers.torch_files.writer import Plain, SavedTensor
-from unshard.errors import CheckpointError, CorruptError, IncompleteError, NotMergeableError
+from unshard.containers.torch_files.writer import SavedTensor
+from unshard.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompleteError,
+    NotMergeableError,
+    UsageError,
+)
 from unshard.read.format import Location, ReadOptions
-from unshard.read.optimizer.groups import Group, flat_groups, saved_groups
 from unshard.read.optimizer_state import (
     LIKE_PARAMETER,
     Key,
     SavedState,
+    flat_groups,
     flat_name,
     flat_parameters,
     left_out_note,
+    read_numbers,
     refuse_quantised,
+    saved_groups,
     split_name,
 )
-from unshard.read.rank_files.reader import catalog_of
+from unshard.read.rank_files.copies import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.table import RankTable
@@ -50,8 +56,7 @@ from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
 from unshard.read.wrapper_names import names_without_wrappers
 from unshard.showing import plain
-from unshard.tensors.catalog import ByteRange, TensorEntry
-from unshard.tensors.dtypes import DType, numpy_dtype
+from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")
@@ -89,15 +94,21 @@ def find_files(location: Location, world_size: int) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_files(
-    files: Mapping[int, Path], location: Location, world: int, options: ReadOptions
-) -> SavedState:
-    """Read the files of all ranks; no values of moments are read.
+def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
+    """Read the files of all ranks, but no values of moments; None without files.
 
     Raises:
         CheckpointError: a file cannot be read, ranks disagree, or it cannot be known what the state
             belongs to.
+        UsageError: the options have a size of expert parallelism.
     """
+    files = find_files(location, world)
+    if files and options.ep_size is not None:
+        raise UsageError(
+            f"⟦--ep-size {options.ep_size}⟧: the state of the optimizer of such experts is not "
+            "read",
+            hint="leave out the optimizer",
+        )
     gathered, first = Gathering(), None
     for number, (rank, path) in enumerate(files.items()):
         one = _read_one(path, rank, number, options)
@@ -109,19 +120,9 @@ def read_files(
         else:
             _compare(first, one)
     if first is None:
-        raise IncompleteError(f"{location.weights_dir}: has no files of an optimizer")
-    at = replace(location, weights_dir=first.path.parent)
-    options = replace(options, ep_size=None, selects=False, trained=None)
-    catalog = catalog_of(gathered, files, world, at, options)
-    return SavedState(
-        str(first.path),
-        catalog,
-        first.keys,
-        first.groups,
-        first.values,
-        first.notes,
-        flattened=first.is_flat,
-    )
+        return None
+    at, options = replace(location, weights_dir=first.path.parent), replace(options, selects=False)
+    return replace(first.state, catalog=catalog_of(gathered, files, world, at, options))
 
 
 def trained_parameters(
@@ -136,7 +137,7 @@ def trained_parameters(
         one = _read_one(path, rank, 0, ReadOptions())
     except (CheckpointError, StopIteration):
         return []  # the model does not need it
-    listed = chain(*([*params, values.get("param_names")] for params, values in one.groups))
+    listed = chain(*([*params, values.get("param_names")] for params, values in one.state.groups))
     flat = chain(*(each if isinstance(each, list) else [each] for each in listed))
     names = {name for name in flat if isinstance(name, str)}
     forms = [form for name, form in one.table.forms() if split_name(name)[1] in LIKE_PARAMETER]
@@ -147,28 +148,24 @@ def trained_parameters(
     return [name for name, one in tensors.items() if short[name] in names or one.shape in shapes]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _One:
-    """What the file of one rank says; as `SavedState` where the names are the same."""
+    """What the file of one rank says: `state` as far as it is no tensor, `scalars` by name."""
 
     path: Path
     rank: int
     table: RankTable
-    keys: dict[Key, list[str]] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
-    values: dict[Key, dict[str, Plain]] = field(default_factory=dict)
-    scalars: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    is_flat: bool = False
+    state: SavedState
+    scalars: Mapping[str, float]
 
 
 def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
     archive = read_torch_file(path)
-    state, groups, is_flat = _parts_of(archive)
+    saved, groups, is_flat = _parts_of(archive)
     tensors: dict[str, Value] = {}
     keys: dict[Key, list[str]] = {}
     others: dict[Value, Value] = {}
-    for parameter, fields in state.items():
+    for parameter, fields in saved.items():
         refuse_quantised(str(path), fields)
         for key, value in fields.items():
             if is_tensor(value) and "." not in key:
@@ -183,12 +180,16 @@ def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
     noted = plain_values(replace(archive, value={"groups": groups, "values": others}))
     if not isinstance(noted.value, dict):
         raise CorruptError(f"{path}: has no parameter groups")
-    notes = left_out_note(path.name, noted.notes)
-    made = _One(path, rank, table, keys, notes=notes, is_flat=is_flat)
-    made.groups = saved_groups(noted.value.get("groups"), str(path))
-    made.values = noted.value.get("values", {})
-    made.scalars = _scalars(table, path)
-    return made
+    state = SavedState(
+        str(path),
+        Catalog("", 1, {}),
+        keys,
+        saved_groups(noted.value.get("groups"), str(path)),
+        noted.value.get("values", {}),
+        left_out_note(path.name, noted.notes),
+        flattened=is_flat,
+    )
+    return _One(path, rank, table, state, _scalars(table, path))
 
 
 def _parts_of(archive: TorchFile) -> tuple[dict[Key, dict[str, Value]], Value, bool]:
@@ -225,28 +226,15 @@ def _scalars(table: RankTable, path: Path) -> dict[str, float]:
     return {name: number for (name, *_), number in zip(found, numbers, strict=True)}
 
 
-def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[float]:
-    """Return the numbers at some places of a file, each a dtype and its first byte.
-
-    Raises:
-        CorruptError: the file ends before one.
-    """
-    data = pread_many(file, [(dtype.itemsize, start) for dtype, start in places])
-    if any(len(one) < dtype.itemsize for one, (dtype, _) in zip(data, places, strict=True)):
-        raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
-    read = zip(data, places, strict=True)
-    return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
-
-
 def _facts(one: _One) -> dict[str, object]:
     """Return what every rank must save alike, by what it is."""
-    facts: dict[str, object] = {"the number of parameter groups": len(one.groups)}
-    for number, (params, values) in enumerate(one.groups):
+    facts: dict[str, object] = {"the number of parameter groups": len(one.state.groups)}
+    for number, (params, values) in enumerate(one.state.groups):
         facts |= {f"{key} of group {number}": value for key, value in values.items()}
         facts[f"the parameters of group {number}"] = params
-    facts |= {f"the tensors of parameter {key}": kinds for key, kinds in one.keys.items()}
+    facts |= {f"the tensors of parameter {key}": kinds for key, kinds in one.state.keys.items()}
     facts |= {f"tensor {name}": value for name, value in one.scalars.items()}
-    facts |= {f"the state of parameter {key}": value for key, value in one.values.items()}
+    facts |= {f"the state of parameter {key}": value for key, value in one.state.values.items()}
     return {what: _comparable(value) for what, value in facts.items()}
 
 
@@ -283,6 +271,6 @@ def _refuse_flat(first: _One) -> None:
     forms = dict(first.table.forms())
     moments = [name for name, form in forms.items() if form.shape != ()]
     flat = [name for name in moments if forms[name].is_plain and len(forms[name].shape) == 1]
-    by_number = not any(isinstance(key, str) for key in first.keys)
+    by_number = not any(isinstance(key, str) for key in first.state.keys)
     if by_number and moments and len(flat) == len(moments):
-        raise flat_parameters(str(first.path), f"{len(first.keys)} plain vectors a rank")
+        raise flat_parameters(str(first.path), f"{len(first.state.keys)} plain vectors a rank")

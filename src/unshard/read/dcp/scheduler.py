@@ -13,10 +13,10 @@ from unshard.containers.open_files import opened, pread_many
 from unshard.containers.torch_files.dcp_metadata import ItemPath
 from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.noted import Noted
-from unshard.read.dcp.metadata import DcpMetadata
-from unshard.read.dcp.reader import read_tensors
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
+from unshard.read.dcp.optimizer import read_value
+from unshard.read.dcp.tensors import metadata_files, read_tensors
 from unshard.read.format import Location
-from unshard.read.optimizer.dcp import read_value
 from unshard.tensors.catalog import TensorEntry
 
 SCHEDULER = "lr_scheduler"
@@ -35,8 +35,9 @@ class _Parts(dict[str | int, object]):
     """A dict or list that was flattened, unlike a dict that was saved as an object."""
 
 
-def scheduler_in_dcp(metadata: DcpMetadata, place: Location) -> Noted[Plain]:
+def read_scheduler(place: Location) -> Noted[Plain]:
     """Return the scheduler that was saved in a directory; None, perhaps with a note, without."""
+    metadata = read_metadata(metadata_files(place))
     found: dict[ItemPath, dict[ItemPath, str]] = {}
     for name in (*metadata.objects, *metadata.tensors):
         path = metadata.steps.get(name, (name,))

@@ -1,1 +1,0 @@
-"""A checkpoint in another format than the one it came in."""

@@ -1,0 +1,121 @@
+"""The marks by which trainers show that a checkpoint is complete, or that it is not yet.
+
+What the weights themselves must have is known by their format (`Format.missing`).
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+from unshard.containers.json_file import JsonFields, json_object
+from unshard.errors import CorruptError
+from unshard.read.finding.markers import find_markers, stated_tag
+from unshard.read.format import Location
+from unshard.read.rank_files.reader import missing_rank, ranks_in
+from unshard.read.step_names import step_of
+from unshard.stores.remote_path import RemotePath
+
+_LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
+_LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
+_COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # LLaMA-Factory, open-instruct, Fast-LLM
+_MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
+_OLMO = ".metadata.json"
+_TRAINER_STATE = "trainer_state.json"
+
+
+def _tag(location: Location) -> str | None:
+    """DeepSpeed writes `latest` when all ranks have written their files of a tag.
+
+    In a trainer's own step other files follow it.
+    """
+    if not location.format.tagged:
+        return None
+    tag = stated_tag(location.weights_dir.parent)
+    stated, step = step_of(tag or ""), location.step
+    if tag is None:
+        return "latest is missing"
+    if tag != location.weights_dir.name and (stated is None or step is None or stated < step):
+        return f"latest has {tag}"
+    return None if (location.step_dir / _TRAINER_STATE).is_file() else ""
+
+
+def _latest_step(location: Location) -> str | None:
+    step, run = location.step, location.step_dir.parent
+    for latest in find_markers(run):
+        if latest.name not in _LATEST or step is None:
+            continue
+        if latest.step is None or latest.step < step:
+            return f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
+        if latest.step in _steps_of(run):  # else an earlier run's
+            return ""
+    return None
+
+
+def _complete_file(location: Location) -> str | None:
+    step_dir, run = location.step_dir, location.step_dir.parent
+    others = _steps_of(run).values()
+    for name in _COMPLETE:
+        if (step_dir / name).is_file():
+            return ""
+        if any((run / other / name).is_file() for other in islice(others, _MOST_OTHERS)):
+            return f"{name} is missing"
+    return None
+
+
+def _trainer_state(location: Location) -> str | None:
+    state = location.step_dir / _TRAINER_STATE
+    if not state.is_file():
+        return None
+    with suppress(CorruptError):
+        if JsonFields(state, json_object(state)).count("global_step") == location.step:
+            return ""
+    return f"{state.name} is of another step"
+
+
+def _olmo(location: Location) -> str | None:
+    is_olmo = location.weights_dir.name == "model_and_optim"
+    is_begun = is_olmo and not (location.step_dir / _OLMO).is_file()
+    return f"{_OLMO} is missing" if is_begun else None
+
+
+def unfinished_lmms(location: Location) -> str | None:
+    """Return which file is missing that lmms-engine writes after the weights."""
+    folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
+    worlds = ranks_in(folder)
+    if worlds and loader.is_dir():
+        loaders = ranks_in(loader) or {world: set() for world in worlds}
+        if why := missing_rank(loader, loaders):
+            return why
+    is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
+    is_begun = is_lmms and not (location.step_dir / "config.json").is_file()
+    return "config.json is missing" if is_begun else None  # the last that it writes
+
+
+MARKS: tuple[Callable[[Location], str | None], ...] = (
+    _tag,
+    _latest_step,  # verl, SkyRL, lerobot
+    _complete_file,
+    _trainer_state,  # transformers
+    _olmo,
+)
+"""Each returns why a checkpoint is not complete, "" if it is; None if it does not show this.
+
+The first that shows it decides.
+"""
+
+
+def _steps_of(run: Path) -> dict[int, str]:
+    """Return the names of a run's steps by number; of a folder in a store no time is known."""
+    if isinstance(run, RemotePath):
+        return _list_steps.__wrapped__(run, 0)
+    return _list_steps(run, run.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _list_steps(run: Path, changed: int) -> dict[int, str]:
+    """List a run's directory, which was last `changed` then, in ns."""
+    del changed
+    found = {step_of(path.name): path.name for path in run.iterdir()}
+    return {step: name for step, name in found.items() if step is not None}
