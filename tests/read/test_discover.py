@@ -6,7 +6,7 @@ import pytest
 
 from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
-from unshard.read.finding import search
+from unshard.read.finding import candidates
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
@@ -342,7 +342,7 @@ def test_a_search_that_was_cut_short_takes_no_run(
     for number in range(8):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"")
     assert only(tmp_path).step == 10
-    monkeypatch.setattr(search, "ENTRIES", 4)
+    monkeypatch.setattr(candidates, "ENTRIES", 4)
     with pytest.raises(UnknownFormatError, match="the search ended after 4 directory entries"):
         discover(tmp_path, Choice())
 
