@@ -139,20 +139,11 @@ def notes_of(location: Location, *, is_chosen: bool) -> list[str]:
 
 
 class _Signs(NamedTuple):
-    """What shows that a trainer wrote a checkpoint.
-
-    Attributes:
-        writer: the trainer.
-        there: what must be next to the weights, as FOLDERS/NAMES: in one of these folders there is
-            something that fits one of these patterns.
-        inner: which folders, as a pattern, are between the step and the weights.
-        step: what the step is called, as a pattern.
-        also: what must hold besides.
-    """
+    """What shows a writer: what is in which folders, and how those of the weights are called."""
 
     writer: str
-    there: tuple[str, ...] = ()
-    inner: str = ".*"
+    there: tuple[str, ...] = ()  # FOLDERS/PATTERNS: in one of these folders, what fits one of these
+    inner: str = ".*"  # the folders between the step and the weights
     step: str = ".*"
     also: Callable[[Location], bool] = lambda _: True
 

@@ -19,61 +19,36 @@ from unshard.stores.remote_path import why_unlisted
 _LISTED = 12
 _SHOWN = 6
 _MOST_PATHS = 10_000
-_ONE_RANK = re.compile(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*")
+_ONE_RANK = r"(?:.*[_.-])?rank[_-]?\d+[_.-].*"
 
 
-def _named(pattern: str) -> Callable[[str], object]:
-    return re.compile(pattern).fullmatch
-
-
-# Each with what a name of it means; the nearest miss first.
-_SIGNS: tuple[tuple[Callable[[str], object], str], ...] = (
-    (is_unfinished, "a save that was not finished: the trainer renames it when it is"),
-    (
-        _named(r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest"),
-        "a marker of the latest step, without the step's directory",
-    ),
-    (
-        _named(r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal"),
-        "what DeepSpeed leaves next to its tags (global_stepN), without a tag",
-    ),
-    (
-        _named(r"adapter_model\.(?:safetensors|bin)"),
-        "a LoRA adapter without its model; give this file as the path, and --base MODEL",
-    ),
-    (_named(r".*\.gguf"), "a GGUF model, which llama.cpp reads; it is whole already"),
-    (
-        _named(r"consolidated(?:\.\d+)?\.(?:pth|safetensors)"),
-        "a model in its maker's format (Llama, Mistral), which transformers' scripts convert",
-    ),
-    (
-        _named(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
-        "an Orbax checkpoint (JAX), which Orbax reads",
-    ),
-    (
-        _named(r"checkpoint_metadata\.json|model_config\.json"),
-        "a nanotron checkpoint, which nanotron's converter reads",
-    ),
-    (
-        _named(r"rank_\d+\.safetensors"),
-        "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can be merged",
-    ),
-    (
-        _named(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*|(?:pp|tp|sdp|dp)_\d+.*"),
-        "files of single ranks, under names that are not known",
-    ),
-    (_named(r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)"), "a TensorFlow checkpoint"),
-    (_named(r".*\.(?:onnx|engine|plan|mlmodel)"), "an exported model, not a checkpoint"),
-    (
-        lambda name: is_state(name.partition(".")[0]) or is_state(name),
-        "training state (optimizer, scheduler, data, random numbers), not weights",
-    ),
-    (
-        _named(r"config\.json|tokenizer.*\.json|generation_config\.json"),
-        "a model's config or tokenizer, without its weights",
-    ),
-    (_named(r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard"), "logs"),
-)
+# What a name means, by a pattern or a function of it; the nearest miss first.
+_SIGNS: dict[str | Callable[[str], bool], str] = {
+    is_unfinished: "a save that was not finished: the trainer renames it when it is",
+    r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest": "a marker of the "
+    "latest step, without the step's directory",
+    r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
+    "tags (global_stepN), without a tag",
+    r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
+    "the path, and --base MODEL",
+    r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",
+    r"consolidated(?:\.\d+)?\.(?:pth|safetensors)": "a model in its maker's format (Llama, "
+    "Mistral), which transformers' scripts convert",
+    r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt": "an Orbax checkpoint "
+    "(JAX), which Orbax reads",
+    r"checkpoint_metadata\.json|model_config\.json": "a nanotron checkpoint, which nanotron's "
+    "converter reads",
+    r"rank_\d+\.safetensors": "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can "
+    "be merged",
+    rf"{_ONE_RANK}|(?:pp|tp|sdp|dp)_\d+.*": "files of single ranks, under names that are not known",
+    r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)": "a TensorFlow checkpoint",
+    r".*\.(?:onnx|engine|plan|mlmodel)": "an exported model, not a checkpoint",
+    lambda name: is_state(name.partition(".")[0]) or is_state(name): "training state (optimizer, "
+    "scheduler, data, random numbers), not weights",
+    r"config\.json|tokenizer.*\.json|generation_config\.json": "a model's config or tokenizer, "
+    "without its weights",
+    r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard": "logs",
+}
 
 
 def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatError:
@@ -86,9 +61,10 @@ def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatEr
     """
     folder = path if tree.is_dir(path) else path.parent
     below = search(tree, folder)
-    runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
+    runs = sorted({folder.joinpath(*run.relative_to(folder).parts[:1]) for run in below.runs})
     if len(runs) > 1:
-        apart = [place for place, form in below.sets if form.sharded and not _is_below(place, runs)]
+        sharded = [place for place, form in below.sets if form.sharded]
+        apart = [one for one in sharded if not any(map(one.is_relative_to, runs))]
         return _several_runs(path, runs, apart)
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
@@ -120,15 +96,17 @@ def _several_runs(path: Path, runs: list[Path], apart: list[Path]) -> UnknownFor
 
 def _seen(tree: Tree, folder: Path) -> list[str]:
     """Return what the names at and below a folder mean, each with the first that means it."""
-    found: dict[int, Path] = {}
-    for number, path in enumerate(_paths(tree, folder)):
-        if number > _MOST_PATHS:
-            break
-        kind = next((at for at, (is_meant, _) in enumerate(_SIGNS) if is_meant(path.name)), None)
+    found: dict[str, Path] = {}
+    for path in _paths(tree, folder)[: _MOST_PATHS + 1]:
+        kind = next((what for sign, what in _SIGNS.items() if _is_meant(sign, path.name)), None)
         if kind is not None and not any(one.claims(tree, path) for one in FORMATS):
             found.setdefault(kind, path)
-    shown = sorted(found.items())[:_SHOWN]
-    return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]
+    kinds = [kind for kind in _SIGNS.values() if kind in found]
+    return [f"{found[kind].relative_to(folder)}: {kind}" for kind in kinds[:_SHOWN]]
+
+
+def _is_meant(sign: str | Callable[[str], bool], name: str) -> bool:
+    return sign(name) if callable(sign) else re.fullmatch(sign, name) is not None
 
 
 def _not_followed(tree: Tree, folder: Path) -> list[str]:
@@ -160,21 +138,9 @@ def _paths(tree: Tree, folder: Path) -> list[Path]:
 
 def _what_to_give(tree: Tree, folder: Path) -> str:
     """Return which file of a directory without a checkpoint may be the one that is meant."""
-    for path in tree.inside(folder).values():
-        if path.suffix and _may_be_weights(path.name) and tree.is_file(path):
+    for name, path in tree.inside(folder).items():
+        stem = name.partition(".")[0]
+        is_other = is_state(stem) or stem == "adapter_model" or re.fullmatch(_ONE_RANK, name)
+        if path.suffix.lower() in WEIGHT_SUFFIXES and not is_other and tree.is_file(path):
             return f"give the file itself: {path}"
     return ""
-
-
-def _is_below(place: Path, runs: list[Path]) -> bool:
-    return any(place.is_relative_to(run) for run in runs)
-
-
-def _child(folder: Path, run: Path) -> Path:
-    return folder / run.relative_to(folder).parts[0]
-
-
-def _may_be_weights(name: str) -> bool:
-    stem = name.partition(".")[0]
-    is_other = is_state(stem) or stem == "adapter_model" or _ONE_RANK.fullmatch(name)
-    return name.lower().endswith(WEIGHT_SUFFIXES) and not is_other
