@@ -168,6 +168,13 @@ def test_a_role_that_is_not_there_is_refused(verl: Path) -> None:
         discover(verl / "global_step_5", Choice(role="critic"))
 
 
+def test_a_file_that_is_a_checkpoint_has_no_role(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(b"x")
+    with pytest.raises(UnknownFormatError, match=r"last\.ckpt has no critic\n.*last\.ckpt \(1 B\)"):
+        discover(file, Choice(role="critic"))
+
+
 def test_rank_files_directly_in_the_step_directory_have_no_role(tmp_path: Path) -> None:
     found = only(make(tmp_path / "global_step_3"))
     assert (found.step, found.role) == (3, None)

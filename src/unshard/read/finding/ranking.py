@@ -137,7 +137,8 @@ def _of_role(
 
 def _called(place: Path, at: Location, found: list[Location]) -> str:
     """Return what to call one of these sets: its role, or the first folder of its own, if any."""
-    inner = at.weights_dir.relative_to(place).parts if at.weights_dir != place else (place.name,)
+    is_place = place in (at.weights_dir, at.file)
+    inner = (place.name,) if is_place else at.weights_dir.relative_to(place).parts
     shared = {part for one in found if one != at for part in one.weights_dir.parts}
     return at.role or next((part for part in inner if part not in shared), inner[0])
 
