@@ -153,19 +153,15 @@ def _listed(tree: Tree, place: Path, found: list[Location]) -> str:
 
 
 class Run(NamedTuple):
-    """A directory of steps; verl's torchtitan engine has steps within steps."""
+    """A directory of steps."""
 
     tree: Tree
     place: Path
     choice: Choice
-    has_runs: bool = True
+    has_runs: bool = True  # whether there may be steps in its steps: verl's torchtitan engine
 
     def steps(self) -> Iterator[Location]:
-        """Yield what is meant of each step, the highest first, or the files that are a step each.
-
-        Raises:
-            CheckpointError: see `find`.
-        """
+        """Yield what is meant of each step, the highest first, or files that are a step each."""
         steps, wanted = steps_in(self.tree, self.place), self.choice.step
         if steps and wanted is not None:
             there = ", ".join(str(step) for step, _ in reversed(steps))
@@ -246,11 +242,9 @@ def _refuse_two_names(run: Run, places: list[Path]) -> None:
     kinds: dict[str, Path] = {}
     for place in places:
         kind = family(place.name)
-        found = (
-            []
-            if kind in kinds
-            else sets_near(run.tree, place, run.choice) or sets_within(run.tree, place)
-        )
+        if kind in kinds:
+            continue
+        found = sets_near(run.tree, place, run.choice) or sets_within(run.tree, place)
         if any(at.step_dir == place and at.format.sharded for at in found):
             kinds[kind] = place
     if any("epoch" not in kind for kind in kinds):  # a trainer may save at both
