@@ -6,7 +6,7 @@ import pytest
 
 from unshard.api import MergeOptions
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError, UsageError
-from unshard.read.finding import search
+from unshard.read.finding import candidates
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location, ReadOptions
 from unshard.read.open import open_latest
@@ -166,6 +166,13 @@ def test_what_is_not_a_model_is_not_offered_as_one(tmp_path: Path) -> None:
 def test_a_role_that_is_not_there_is_refused(verl: Path) -> None:
     with pytest.raises(UnknownFormatError, match="global_step_5 has no critic"):
         discover(verl / "global_step_5", Choice(role="critic"))
+
+
+def test_a_file_that_is_a_checkpoint_has_no_role(tmp_path: Path) -> None:
+    file = tmp_path / "last.ckpt"
+    file.write_bytes(b"x")
+    with pytest.raises(UnknownFormatError, match=r"last\.ckpt has no critic\n.*last\.ckpt \(1 B\)"):
+        discover(file, Choice(role="critic"))
 
 
 def test_rank_files_directly_in_the_step_directory_have_no_role(tmp_path: Path) -> None:
@@ -342,7 +349,7 @@ def test_a_search_that_was_cut_short_takes_no_run(
     for number in range(8):
         (tmp_path / "images" / f"{number}.png").write_bytes(b"")
     assert only(tmp_path).step == 10
-    monkeypatch.setattr(search, "ENTRIES", 4)
+    monkeypatch.setattr(candidates, "ENTRIES", 4)
     with pytest.raises(UnknownFormatError, match="the search ended after 4 directory entries"):
         discover(tmp_path, Choice())
 

@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -67,6 +67,19 @@ def test_of_a_long_run_one_step_is_looked_into(tmp_path: Path, inner: str) -> No
         place = taken(tmp_path)
     assert place == tmp_path / "step_7" / inner
     assert {Path(path).relative_to(tmp_path).parts[:1] for path in seen} == {(), ("step_7",)}
+
+
+def test_no_folder_is_listed_twice(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        make(tmp_path / "a" / f"step_{step}" / "shards")
+    make(tmp_path / "b" / "actor")
+    seen: list[str] = []
+    for path in (tmp_path, tmp_path / "a", tmp_path / "b", tmp_path / "a" / "step_10" / "shards"):
+        for look in (discover, lambda path, choice: next(find(path, choice)), all_steps):
+            with hearing(seen.append), suppress(UsageError):
+                look(path, Choice())
+            assert len(seen) == len(set(seen))
+            seen.clear()
 
 
 def test_an_older_step_does_not_matter_until_it_is_needed(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from unshard.errors import CheckpointError, ConversionError, UsageError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.beside.adapter_config import lora_names
+from unshard.read.finding.candidates import at_same_step
 from unshard.read.finding.markers import find_markers, run_of
-from unshard.read.finding.places import at_same_step
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_optimizer
 from unshard.read.optimizer_state import split_name

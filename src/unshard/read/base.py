@@ -15,6 +15,7 @@ from unshard.errors import ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import INDEX_NAME, file_names, weight_map
+from unshard.read.tree import Tree
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
@@ -109,7 +110,7 @@ def _holds_weights(directory: Path) -> bool:
     """Return whether weights are there, not an index alone."""
     suffixes = (".safetensors", ".bin")
     named = any(path.name.endswith(suffixes) for path in directory.iterdir())
-    return named and WHOLE_FILES.holds(directory)
+    return named and WHOLE_FILES.holds(Tree(), directory)
 
 
 def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:

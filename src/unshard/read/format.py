@@ -20,6 +20,7 @@ from unshard.keywords import Weights
 from unshard.noted import Noted
 from unshard.read.model_config import ConfigFile
 from unshard.read.optimizer_state import SavedState
+from unshard.read.tree import Tree
 from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 from unshard.tensors.catalog import Catalog
 
@@ -142,7 +143,7 @@ class Location:
     @property
     def place(self) -> Path:
         """The directory of the weights, or the one file that is the whole checkpoint."""
-        is_alone = self.file is not None and not self.format.claims(self.file)
+        is_alone = self.file is not None and not self.format.claims(Tree(), self.file)
         return self.file if self.file is not None and is_alone else self.weights_dir
 
     @property
@@ -206,7 +207,7 @@ class Format:
 
     Attributes:
         name: for people: "FSDP rank files".
-        holds: returns whether a directory has files of this format, by their names.
+        holds: returns whether a directory of a tree has files of this format, by their names.
         read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
             and `step`.
         claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
@@ -227,9 +228,9 @@ class Format:
     """
 
     name: str
-    holds: Callable[[Path], bool]
+    holds: Callable[[Tree, Path], bool]
     read: Callable[[Location, ReadOptions], Catalog]
-    claims: Callable[[Path], bool]
+    claims: Callable[[Tree, Path], bool]
     sharded: bool = True
     weights: tuple[Weights, ...] = ("model", "ema")
     tagged: bool = False
@@ -250,14 +251,14 @@ def role_in(folders: Sequence[str]) -> Role | None:
     return next((known[name] for name in folders if name in known), None)
 
 
-def has_file(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
+def has_file(is_meant: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
     """Return a function that returns whether a directory has a file whose name is meant."""
-    return lambda directory: any(is_meant(path.name) for path in directory.iterdir())
+    return lambda tree, directory: any(map(is_meant, tree.inside(directory)))
 
 
-def by_name(is_meant: Callable[[str], bool]) -> Callable[[Path], bool]:
+def by_name(is_meant: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
     """Return a function that returns whether a file's name is meant."""
-    return lambda path: is_meant(path.name)
+    return lambda _, path: is_meant(path.name)
 
 
 @contextmanager
@@ -326,10 +327,10 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     return there[0] if there else None
 
 
-def _holds_fairseq2(directory: Path) -> bool:
+def _holds_fairseq2(tree: Tree, directory: Path) -> bool:
     """A step of fairseq2 without `hg/`, its export to Hugging Face, which can be merged."""
-    is_step = next(directory.glob("model/pp_*/tp_*/sdp_*.pt"), None) is not None
-    return is_step and not (directory / "hg").is_dir()
+    is_step = any(tree.glob(directory, "model/pp_*/tp_*/sdp_*.pt"))
+    return is_step and not tree.is_dir(directory / "hg")
 
 
 def _refuse_fairseq2(location: Location, _: ReadOptions) -> Catalog:

@@ -19,14 +19,14 @@ from unshard.errors import (
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import adapter_files, lora_names
 from unshard.read.beside.companions import Companions, find_companions
+from unshard.read.finding.candidates import at_same_step
 from unshard.read.finding.discover import discover, find
-from unshard.read.finding.markers import note_markers, note_tag
-from unshard.read.finding.places import at_same_step
-from unshard.read.finding.writers import writer_by_tree
+from unshard.read.finding.markers import notes_of, writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.model_config import ModelConfig
 from unshard.read.optimizer_state import OptimizerState
 from unshard.read.step_names import step_of
+from unshard.read.tree import Tree
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
 from unshard.showing import counted
@@ -108,8 +108,8 @@ def open_latest(
                 passed.append((location, why))
             else:
                 is_chosen = choice.step is not None or path.resolve() not in location.path.parents
-                notes = note_tag(location) + ([] if is_chosen else note_markers(location))
-                return passing_over(_with_notes(checkpoint, notes), location.empty, passed)
+                noted = _with_notes(checkpoint, notes_of(location, is_chosen=is_chosen))
+                return passing_over(noted, location.empty, passed)
     raise_all(IncompleteError, f"{path}: no step is complete", [error for _, error in passed])
     raise IncompleteError(
         f"{path}: the checkpoint was removed while it was read", hint="merge another step"
@@ -165,7 +165,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start
-        if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(start)):
+        if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(Tree(), start)):
             what = "has no whole weights" if start.exists() else "no such file or directory"
             raise UnknownFormatError(f"{path}: {what}", expected="model.safetensors")
         file = start if start.is_file() else None

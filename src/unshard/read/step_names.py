@@ -71,7 +71,7 @@ def is_unfinished(name: str) -> bool:
 
 def step_of(name: str) -> int | None:
     """Return the training step that a directory's name states."""
-    if is_unfinished(name) or not _EXPORTED.isdisjoint(re.split(r"[^a-z]+", name.lower())):
+    if _UNFINISHED.fullmatch(name) or not _EXPORTED.isdisjoint(re.split(r"[^a-z]+", name.lower())):
         return None
     matches = (pattern.fullmatch(name) for pattern in _STEPS)
     return next((int(match[1]) for match in matches if match), None)
@@ -141,11 +141,3 @@ def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:
         if (step := loose_step_of(at.name)) is not None:
             return at, step
     return None
-
-
-def children(directory: Path) -> list[Path]:
-    """Return what is in a directory, by name; nothing of a file, or of what was removed."""
-    try:
-        return sorted(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []

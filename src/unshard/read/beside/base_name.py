@@ -15,7 +15,8 @@ from unshard.containers.file_states import check_regular
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError
 from unshard.read.format import Location, Role, role_in
-from unshard.read.step_names import children, holds_steps
+from unshard.read.step_names import holds_steps
+from unshard.read.tree import Tree
 
 _FILES = ("adapter_config.json", "args.json", "train_config.json", "config.yaml", "config.toml")
 _SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -134,7 +135,8 @@ def _files(location: Location) -> Iterator[Path]:
     for folder in folders:
         for place in (folder, folder / ".hydra"):
             with suppress(OSError):
-                found = [one for one in children(place) if one.suffix in _SUFFIXES]
+                inside = Tree().inside(place).values()
+                found = [one for one in inside if one.suffix in _SUFFIXES]
                 found.sort(key=lambda one: one.name not in _FILES)
                 yield from (one for one in found[:_MOST_FILES] if _is_small(one))
 

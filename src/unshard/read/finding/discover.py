@@ -13,25 +13,27 @@ OLMo-core and NeMo AutoModel.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import tee
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError, UsageError
-from unshard.read.finding.choosing import DEFAULT_ROLES, choose
-from unshard.read.finding.markers import is_marker
-from unshard.read.finding.near_misses import nothing_found
-from unshard.read.finding.places import (
+from unshard.read.finding.candidates import (
+    Below,
     alone,
-    instep_of,
     is_checkpoint_file,
     location_of,
-    nearby,
-    within,
+    numbered_files,
+    search,
+    sets_at,
+    sets_within,
+    steps_in,
 )
-from unshard.read.finding.runs import NESTED_RUNS, in_run, numbered_files
-from unshard.read.finding.search import Below, search, steps_in
+from unshard.read.finding.markers import MARKERS
+from unshard.read.finding.near_misses import nothing_found
+from unshard.read.finding.ranking import DEFAULT_ROLES, Run, choose, sets_near
 from unshard.read.format import Choice, Location, blaming, role_in
 from unshard.read.step_names import is_state, step_of_parents
+from unshard.read.tree import LONGEST_TEXT, Tree
 from unshard.stores.remote_path import why_unlisted
 
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
@@ -39,16 +41,16 @@ _UPWARD = 3
 _TRIED = 3  # the highest steps of a run, of which one holds weights
 
 
-def discover(path: Path, choice: Choice) -> list[Location]:
+def discover(path: Path, choice: Choice, tree: Tree | None = None) -> list[Location]:
     """Return the checkpoints that `path` may mean, the highest step first.
 
     Raises:
         CheckpointError: see `find`; for any of the steps.
     """
-    return list(find(path, choice))
+    return list(find(path, choice, tree))
 
 
-def find(path: Path, choice: Choice) -> Iterator[Location]:
+def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Location]:
     """Yield the checkpoints that `path` may mean, the highest step first; there is at least one.
 
     No step is looked into before it is needed, but as far as the choice of the first depends on it:
@@ -63,90 +65,105 @@ def find(path: Path, choice: Choice) -> Iterator[Location]:
             states the latest step; or there are
             several sets of weights or several runs, and nothing says which is meant.
     """
+    tree = tree or Tree()
     with blaming(path):
-        yield from _find(path, choice)
+        is_file = tree.is_file(path)
+        if not is_file and not tree.is_dir(path):
+            if tree.exists(path):
+                raise UnknownFormatError(f"{path}: is not a regular file")
+            raise UnknownFormatError(f"{path}: no such file or directory", hint=why_unlisted(path))
+        if is_file and path.name in MARKERS and tree.size(path) <= LONGEST_TEXT:
+            raise UsageError(
+                f"{path}: states which step is the latest, and is not a checkpoint",
+                hint=f"give the directory, {path.parent}, or the one of a step",
+            )
+        start = tree.resolve(path.parent) / path.name if is_file else tree.resolve(path)
+        place = start.parent if is_file else start
+        if is_checkpoint_file(tree, start):
+            yield choose(tree, start, [alone(tree, start)], choice, start=start)
+            return
+        steps = _nearest(tree, place, start, choice)
+        first = next(steps, None)
+        if first is None:
+            run, found = _below(tree, place, choice)
+            if run is not None:
+                steps = _or_apart(tree, place, find(run, choice, tree), found, choice)
+            else:
+                steps = iter(found or _around(tree, start, choice))
+            first = next(steps, None)
+        if first is None:
+            raise nothing_found(tree, path, choice.step)
+        yield first
+        yield from steps
 
 
-def _find(path: Path, choice: Choice) -> Iterator[Location]:
-    if not path.exists():
-        raise UnknownFormatError(f"{path}: no such file or directory", hint=why_unlisted(path))
-    if not (path.is_file() or path.is_dir()):
-        raise UnknownFormatError(f"{path}: is not a regular file")
-    if is_marker(path):
-        raise UsageError(
-            f"{path}: states which step is the latest, and is not a checkpoint",
-            hint=f"give the directory, {path.parent}, or the one of a step",
-        )
-    start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
-    if is_checkpoint_file(start):
-        yield choose(start, [alone(start)], choice, start=start)
-        return
-    named = start if start.is_file() else None
-    place = start.parent if named else start
-    found = nearby(place, choice, sharded=True)
-    steps = iter(()) if found else in_run(place, choice, depth=NESTED_RUNS)
+def _nearest(tree: Tree, place: Path, start: Path, choice: Choice) -> Iterator[Location]:
+    """Yield the weights at a place, or in its folders of known names, or those of its steps."""
+    found = sets_near(tree, place, choice, sharded=True)
+    steps = iter(()) if found else Run(tree, place, choice).steps()
     first = next(steps, None)
     if not found and (first is None or not first.format.sharded):
-        found = nearby(place, choice, sharded=False)
-        if found and any(at.format.sharded for at in steps):
-            found, steps = [], in_run(place, choice, depth=NESTED_RUNS)
-            first = next(steps, None)
+        found = sets_near(tree, place, choice, sharded=False)
+        steps, ahead = tee(steps)
+        if found and any(at.format.sharded for at in ahead):
+            found = []
     if found:
-        # The reader takes the set of files that the named one belongs to.
-        found = [replace(at, file=named) if at.weights_dir == place else at for at in found]
-        yield choose(place, found, choice, start=place)
-        return
-    others = _below(place, choice) if first is None else chain([first], steps)
-    first = next(others, None)
-    if first is not None:
-        yield from chain([first], others)
-        return
-    around = _around(start, choice)
-    if not around:
-        raise nothing_found(path, choice.step)
-    yield from around
+        if start != place:  # the reader takes the set of files that the named one belongs to
+            found = [replace(at, file=start) if at.weights_dir == place else at for at in found]
+        yield choose(tree, place, found, choice, start=place)
+    elif first is not None:
+        yield first
+        yield from steps
 
 
-def _below(place: Path, choice: Choice) -> Iterator[Location]:
-    """Yield what a search of all folders below a place finds."""
+def _below(tree: Tree, place: Path, choice: Choice) -> tuple[Path | None, list[Location]]:
+    """Return the run below a place that is meant, and the sets apart from it.
+
+    Without a run, None, and what is meant of the sets or the files of steps below the place.
+    """
     for name in _RUN_FOLDERS:
-        if (place / name).is_dir():
-            yield from _find(place / name, choice)
-            return
-    below = search(place)
-    runs = [run for run, steps in below.runs.items() if any(within(at) for _, at in steps[:_TRIED])]
-    if runs == [place]:
-        return
+        if tree.is_dir(place / name):
+            return place / name, []
+    below = search(tree, place)
+    runs = [
+        run
+        for run, steps in below.runs.items()
+        if any(sets_within(tree, at) for _, at in steps[:_TRIED])
+    ]
     if runs:
         meant = runs if len(runs) == 1 else _runs_of_role(place, runs, choice)
-        if len(meant) == 1 and not below.is_cut:  # else others may not have been seen
-            yield from _in_run_or_apart(place, meant[0], below, choice)
-        return
-    numbered = [found for one in below.folders if (found := numbered_files(one, choice))]
-    if below.sets:
-        yield choose(place, within(place), choice, start=place)
-    elif len(numbered) == 1:
-        yield from numbered[0]
-    elif found := [at for files in numbered for at in files[:1]] or within(place):
-        yield choose(place, found, choice, start=place)
+        if runs == [place] or len(meant) != 1 or below.is_cut:  # others may not have been seen
+            return None, []
+        return meant[0], _apart(tree, place, meant[0], below, choice)
+    files = [numbered_files(tree, folder, choice.step) for folder in below.folders]
+    numbered = [found for found in files if found]
+    if len(numbered) == 1 and not below.sets:
+        return None, numbered[0]
+    found = [] if below.sets else [found[0] for found in numbered]
+    found = found or sets_within(tree, place)
+    return None, [choose(tree, place, found, choice, start=place)] if found else []
 
 
-def _in_run_or_apart(place: Path, run: Path, below: Below, choice: Choice) -> Iterator[Location]:
-    """Yield the checkpoints of the one run below a place, or the set next to it that is meant."""
-    apart = [
-        location_of(folder, place, form)
+def _apart(tree: Tree, place: Path, run: Path, below: Below, choice: Choice) -> list[Location]:
+    """Return the sharded sets below a place that are not in the one run there."""
+    found = [
+        location_of(tree, folder, place, form)
         for folder, form in below.sets
         if form.sharded and not folder.is_relative_to(run)
     ]
-    if choice.step is not None:
-        apart = [at for at in apart if at.step == choice.step]
+    return [at for at in found if choice.step in (None, at.step)]
+
+
+def _or_apart(
+    tree: Tree, place: Path, steps: Iterator[Location], apart: list[Location], choice: Choice
+) -> Iterator[Location]:
+    """Yield the steps of the one run below a place, or the set next to it that is meant."""
     named = [at for at in apart if choice.role is not None and at.is_called(choice.role)]
     if named:
-        yield choose(place, named, choice, start=place)
+        yield choose(tree, place, named, choice, start=place)
         return
-    steps = _find(run, choice)
     first = next(steps)
-    chosen = choose(place, [first, *apart], choice, start=place) if apart else first
+    chosen = choose(tree, place, [first, *apart], choice, start=place) if apart else first
     yield chosen
     if chosen is first:
         yield from steps
@@ -160,24 +177,24 @@ def _runs_of_role(place: Path, runs: list[Path], choice: Choice) -> list[Path]:
     return [run for run, role in roles.items() if role == wanted and role in known]
 
 
-def _around(start: Path, choice: Choice) -> list[Location]:
+def _around(tree: Tree, start: Path, choice: Choice) -> list[Location]:
     """Return the checkpoint that a path is inside of, next to its weights."""
-    place = start.parent if start.is_file() else start
+    place = start.parent if tree.is_file(start) else start
     named = step_of_parents(place, sharded=False)
     for above in list(place.parents)[:_UPWARD]:
-        found = instep_of(above, sharded=True)
+        found = sets_at(tree, above, sharded=True)
         if not found and named is not None and above == named[0]:
-            found = within(above)
+            found = sets_within(tree, above)
         if found:
             inner = above / start.relative_to(above).parts[0]
-            if inner.is_dir() and is_state(inner.name):
+            if tree.is_dir(inner) and is_state(inner.name):
                 raise UsageError(
                     f"{start} is training state, not weights",
                     hint=f"give the checkpoint itself: {above}",
                 )
             inside = [at for at in found if start.is_relative_to(at.weights_dir)]
             inside = inside or [at for at in found if at.weights_dir.is_relative_to(inner)]
-            return [choose(above, inside or found, choice, start=start)]
+            return [choose(tree, above, inside or found, choice, start=start)]
     return []
 
 
@@ -191,15 +208,16 @@ def all_steps(run: Path, choice: Choice) -> list[Location]:
         CheckpointError: see `discover`.
     """
     with blaming(run):
-        place = run.resolve()
-        found = [one for one in discover(run, choice) if place in one.step_dir.parents]
-        return (found or list(in_run(place, choice, depth=NESTED_RUNS)))[::-1]
+        tree, place = Tree(), run.resolve()
+        found = [one for one in discover(run, choice, tree) if place in one.step_dir.parents]
+        return (found or list(Run(tree, place, choice).steps()))[::-1]
 
 
 def step_folders(run: Path) -> dict[int, Path]:
     """Return the directories of a run's steps, even of empty ones, the lowest step first."""
+    tree = Tree()
     for folder in (run, *(run / name for name in _RUN_FOLDERS)):
-        if steps := steps_in(folder):
+        if steps := steps_in(tree, folder):
             return dict(reversed(steps))
     return {}
 

@@ -10,90 +10,66 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.search import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
-from unshard.read.step_names import children, is_state, is_unfinished
+from unshard.read.finding.candidates import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
+from unshard.read.step_names import is_state, is_unfinished
+from unshard.read.tree import Tree
 from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
 
 _LISTED = 12
 _SHOWN = 6
 _MOST_PATHS = 10_000
-_ONE_RANK = re.compile(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*")
-
-_Sign = tuple[Callable[[str], bool], str]
+_ONE_RANK = r"(?:.*[_.-])?rank[_-]?\d+[_.-].*"
 
 
-def _named(pattern: str) -> Callable[[str], bool]:
-    return lambda name: re.fullmatch(pattern, name) is not None
+# What a name means, by a pattern or a function of it; the nearest miss first.
+_SIGNS: dict[str | Callable[[str], bool], str] = {
+    is_unfinished: "a save that was not finished: the trainer renames it when it is",
+    r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest": "a marker of the "
+    "latest step, without the step's directory",
+    r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
+    "tags (global_stepN), without a tag",
+    r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
+    "the path, and ⟦--base MODEL⟧",
+    r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",
+    r"consolidated(?:\.\d+)?\.(?:pth|safetensors)": "a model in its maker's format (Llama, "
+    "Mistral), which transformers' scripts convert",
+    r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt": "an Orbax checkpoint "
+    "(JAX), which Orbax reads",
+    r"checkpoint_metadata\.json|model_config\.json": "a nanotron checkpoint, which nanotron's "
+    "converter reads",
+    r"rank_\d+\.safetensors": "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can "
+    "be merged",
+    rf"{_ONE_RANK}|(?:pp|tp|sdp|dp)_\d+.*": "files of single ranks, under names that are not known",
+    r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)": "a TensorFlow checkpoint",
+    r".*\.(?:onnx|engine|plan|mlmodel)": "an exported model, not a checkpoint",
+    lambda name: is_state(name.partition(".")[0]) or is_state(name): "training state (optimizer, "
+    "scheduler, data, random numbers), not weights",
+    r"config\.json|tokenizer.*\.json|generation_config\.json": "a model's config or tokenizer, "
+    "without its weights",
+    r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard": "logs",
+}
 
 
-# Each with what a name of it means; the nearest miss first.
-_SIGNS: tuple[_Sign, ...] = (
-    (is_unfinished, "a save that was not finished: the trainer renames it when it is"),
-    (
-        _named(r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest"),
-        "a marker of the latest step, without the step's directory",
-    ),
-    (
-        _named(r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal"),
-        "what DeepSpeed leaves next to its tags (global_stepN), without a tag",
-    ),
-    (
-        _named(r"adapter_model\.(?:safetensors|bin)"),
-        "a LoRA adapter without its model; give this file as the path, and ⟦--base MODEL⟧",
-    ),
-    (_named(r".*\.gguf"), "a GGUF model, which llama.cpp reads; it is whole already"),
-    (
-        _named(r"consolidated(?:\.\d+)?\.(?:pth|safetensors)"),
-        "a model in its maker's format (Llama, Mistral), which transformers' scripts convert",
-    ),
-    (
-        _named(r"_CHECKPOINT_METADATA|_METADATA|ocdbt\.process_\d+|manifest\.ocdbt"),
-        "an Orbax checkpoint (JAX), which Orbax reads",
-    ),
-    (
-        _named(r"checkpoint_metadata\.json|model_config\.json"),
-        "a nanotron checkpoint, which nanotron's converter reads",
-    ),
-    (
-        _named(r"rank_\d+\.safetensors"),
-        "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can be merged",
-    ),
-    (
-        _named(r"(?:.*[_.-])?rank[_-]?\d+[_.-].*|(?:pp|tp|sdp|dp)_\d+.*"),
-        "files of single ranks, under names that are not known",
-    ),
-    (_named(r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)"), "a TensorFlow checkpoint"),
-    (_named(r".*\.(?:onnx|engine|plan|mlmodel)"), "an exported model, not a checkpoint"),
-    (
-        lambda name: is_state(name.partition(".")[0]) or is_state(name),
-        "training state (optimizer, scheduler, data, random numbers), not weights",
-    ),
-    (
-        _named(r"config\.json|tokenizer.*\.json|generation_config\.json"),
-        "a model's config or tokenizer, without its weights",
-    ),
-    (_named(r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard"), "logs"),
-)
-
-
-def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
+def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatError:
     """Return the error that says what was looked for, and what is there instead.
 
     Args:
+        tree: what is there.
         path: what was given.
         wanted: the step that was asked for.
     """
-    folder = path if path.is_dir() else path.parent
-    below = search(folder)
-    runs = sorted({run if run == folder else _child(folder, run) for run in below.runs})
+    folder = path if tree.is_dir(path) else path.parent
+    below = search(tree, folder)
+    runs = sorted({folder.joinpath(*run.relative_to(folder).parts[:1]) for run in below.runs})
     if len(runs) > 1:
-        apart = [place for place, form in below.sets if form.sharded and not _is_below(place, runs)]
+        sharded = [place for place, form in below.sets if form.sharded]
+        apart = [one for one in sharded if not any(map(one.is_relative_to, runs))]
         return _several_runs(path, runs, apart)
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
-    there = [child.name + ("/" if child.is_dir() else "") for child in children(nearest)]
-    seen = [*_seen(nearest), *_not_followed(nearest)]
+    there = [name + ("/" if tree.is_dir(at) else "") for name, at in tree.inside(nearest).items()]
+    seen = [*_seen(tree, nearest), *_not_followed(tree, nearest)]
     seen += [f"{error.filename}: cannot be read: {error.strerror}" for error in below.closed[:1]]
     seen += [below.stopped] if below.stopped else []
     return UnknownFormatError(
@@ -104,7 +80,7 @@ def nothing_found(path: Path, wanted: int | None) -> UnknownFormatError:
         f"shard-*-model-*.safetensors or model.safetensors, here or up to {DEPTH} levels below, "
         "in step directories (global_step_N, checkpoint-N, step-N) or without them",
         found="\n            ".join([listed(there, _LISTED) or "an empty directory", *seen]),
-        hint=_what_to_give(folder) or why_unlisted(folder),
+        hint=_what_to_give(tree, folder) or why_unlisted(folder),
     )
 
 
@@ -118,31 +94,33 @@ def _several_runs(path: Path, runs: list[Path], apart: list[Path]) -> UnknownFor
     )
 
 
-def _seen(folder: Path) -> list[str]:
+def _seen(tree: Tree, folder: Path) -> list[str]:
     """Return what the names at and below a folder mean, each with the first that means it."""
-    found: dict[int, Path] = {}
-    for number, path in enumerate(_paths(folder)):
-        if number > _MOST_PATHS:
-            break
-        kind = next((at for at, (is_meant, _) in enumerate(_SIGNS) if is_meant(path.name)), None)
-        if kind is not None and not any(one.claims(path) for one in FORMATS):
+    found: dict[str, Path] = {}
+    for path in _paths(tree, folder)[: _MOST_PATHS + 1]:
+        kind = next((what for sign, what in _SIGNS.items() if _is_meant(sign, path.name)), None)
+        if kind is not None and not any(one.claims(tree, path) for one in FORMATS):
             found.setdefault(kind, path)
-    shown = sorted(found.items())[:_SHOWN]
-    return [f"{path.relative_to(folder)}: {_SIGNS[kind][1]}" for kind, path in shown]
+    kinds = [kind for kind in _SIGNS.values() if kind in found]
+    return [f"{found[kind].relative_to(folder)}: {kind}" for kind in kinds[:_SHOWN]]
 
 
-def _not_followed(folder: Path) -> list[str]:
+def _is_meant(sign: str | Callable[[str], bool], name: str) -> bool:
+    return sign(name) if callable(sign) else re.fullmatch(sign, name) is not None
+
+
+def _not_followed(tree: Tree, folder: Path) -> list[str]:
     """Return the links to directories elsewhere, which a search does not follow."""
-    links = (one for one in children(folder) if one.is_symlink() and one.is_dir())
-    away = [one for one in links if not one.resolve().is_relative_to(folder)]
+    inside = tree.inside(folder).items()
+    links = {name: tree.resolve(at) for name, at in inside if tree.is_link(at) and tree.is_dir(at)}
+    away = [(name, to) for name, to in links.items() if not to.is_relative_to(folder)]
     return [
-        f"{one.name}: a link to {one.resolve()}, which is not searched; give that path if you "
-        "mean it"
-        for one in away[:_SHOWN]
+        f"{name}: a link to {to}, which is not searched; give that path if you mean it"
+        for name, to in away[:_SHOWN]
     ]
 
 
-def _paths(folder: Path) -> list[Path]:
+def _paths(tree: Tree, folder: Path) -> list[Path]:
     """Return what is in a folder and the levels below that are searched, the nearest first."""
     found: list[Path] = []
     level = [folder]
@@ -150,31 +128,19 @@ def _paths(folder: Path) -> list[Path]:
         inside: list[Path] = []
         for place in level:
             with suppress(PermissionError):
-                inside += children(place)
+                inside += tree.inside(place).values()
         found += inside
-        level = [one for one in inside if one.is_dir() and not one.is_symlink()]
+        level = [one for one in inside if tree.is_dir(one) and not tree.is_link(one)]
         if len(found) > _MOST_PATHS:
             break
     return found
 
 
-def _what_to_give(folder: Path) -> str:
+def _what_to_give(tree: Tree, folder: Path) -> str:
     """Return which file of a directory without a checkpoint may be the one that is meant."""
-    for child in children(folder):
-        if child.suffix and _may_be_weights(child):
-            return f"give the file itself: {child}"
+    for name, path in tree.inside(folder).items():
+        stem = name.partition(".")[0]
+        is_other = is_state(stem) or stem == "adapter_model" or re.fullmatch(_ONE_RANK, name)
+        if path.suffix.lower() in WEIGHT_SUFFIXES and not is_other and tree.is_file(path):
+            return f"give the file itself: {path}"
     return ""
-
-
-def _is_below(place: Path, runs: list[Path]) -> bool:
-    return any(place.is_relative_to(run) for run in runs)
-
-
-def _child(folder: Path, run: Path) -> Path:
-    return folder / run.relative_to(folder).parts[0]
-
-
-def _may_be_weights(path: Path) -> bool:
-    stem = path.name.partition(".")[0]
-    is_other = is_state(stem) or stem == "adapter_model" or _ONE_RANK.fullmatch(path.name)
-    return path.is_file() and path.suffix.lower() in WEIGHT_SUFFIXES and not is_other

@@ -24,6 +24,7 @@ from unshard.read.dcp.reader import DCP
 from unshard.read.dcp.tensors import metadata_files, read_catalog
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, find_file
 from unshard.read.megatron.arguments import read_arguments
+from unshard.read.tree import Tree
 from unshard.tensors.catalog import Catalog, Skipped
 
 _METADATA, _COMMON = "metadata.json", "common.pt"
@@ -44,22 +45,17 @@ _OTHERS = tuple(
 )
 
 
-def _holds(directory: Path) -> bool:
+def _holds(tree: Tree, directory: Path) -> bool:
     """Return whether a directory has a step of Megatron: by its names, and one key of a small file.
 
     Other tools put a metadata.json next to DCP, too.
     """
-    if (directory / _COMMON).is_file():
+    if tree.is_file(directory / _COMMON):
         return True
-    if next(directory.glob("mp_rank_*/model_optim_rng.pt"), None) is not None:
+    if any(tree.glob(directory, "mp_rank_*/model_optim_rng.pt")):
         return True
-    path = directory / _METADATA
-    if not path.is_file() or next(directory.glob("*.distcp"), None) is None:
-        return False
-    try:
-        return _BACKEND in json_object(path)
-    except CorruptError:
-        return False
+    is_dcp = tree.is_file(directory / _METADATA) and any(tree.glob(directory, "*.distcp"))
+    return is_dcp and _BACKEND in tree.fields(directory / _METADATA)
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
@@ -101,7 +97,7 @@ MEGATRON = Format(
     "Megatron-core distributed checkpoint",
     _holds,
     _read,
-    lambda path: path.name in (*_LEGACY, _COMMON) or DCP.claims(path),
+    lambda tree, path: path.name in (*_LEGACY, _COMMON) or DCP.claims(tree, path),
     missing=_missing,
     reshards_to=(ReshardFormat.DCP,),
 )

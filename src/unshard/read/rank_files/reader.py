@@ -20,6 +20,7 @@ from unshard.read.rank_files.copies import catalog_of
 from unshard.read.rank_files.optimizer import read_optimizer, trained_parameters
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
+from unshard.read.tree import Tree
 from unshard.read.unfinished import why_folder_unfinished
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog
@@ -61,14 +62,15 @@ def _is_rank_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _holds(directory: Path) -> bool:
+def _holds(tree: Tree, directory: Path) -> bool:
     """Return whether a directory has rank files; cosmos-rl's name is too plain to tell alone."""
-    return any(_is_rank_file(path.name) and _claims(path) for path in directory.iterdir())
+    inside = tree.inside(directory).items()
+    return any(_is_rank_file(name) and _claims(tree, path) for name, path in inside)
 
 
-def _claims(path: Path) -> bool:
+def _claims(tree: Tree, path: Path) -> bool:
     if _COSMOS_RL.fullmatch(path.name):
-        return path.with_name(_COSMOS_CONFIG).is_file()
+        return tree.is_file(path.with_name(_COSMOS_CONFIG))
     return _is_rank_file(path.name) or bool(_SIBLINGS.fullmatch(path.name))
 
 

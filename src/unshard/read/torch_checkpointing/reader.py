@@ -35,6 +35,7 @@ from unshard.read.torch_save.state_dict import table_of
 from unshard.read.torch_save.table import RankTable, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
+from unshard.read.tree import Tree
 from unshard.read.whole_files.names import is_whole_file
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.showing import counted
@@ -60,8 +61,8 @@ def _may_be_model(item: str) -> bool:
     return not (item in OTHER_KEYS or "optim" in item or is_state(item))
 
 
-def _holds(directory: Path) -> bool:
-    names = {path.name for path in directory.iterdir()}
+def _holds(tree: Tree, directory: Path) -> bool:
+    names = tree.inside(directory)
     items = _items_of(names)
     ranks = next((items[key] for key in MODEL_KEYS if key in items), set())
     is_stated = _METADATA in names
@@ -72,17 +73,17 @@ def _holds(directory: Path) -> bool:
     return bool(ranks) and is_shown and not any(map(is_whole_file, names))
 
 
-def _claims(path: Path) -> bool:
+def _claims(tree: Tree, path: Path) -> bool:
     match = _FILE.fullmatch(path.name)
     if match is None:
-        return path.name == _METADATA and _holds(path.parent)
+        return path.name == _METADATA and _holds(tree, path.parent)
     # Of the rank, the model must be there, too, or what states the items: this spares most
     # directories a listing.
     models = (
         f"{key}_{match['rank']}{end}" for key in MODEL_KEYS for end in (".pt", ".safetensors")
     )
-    is_near = any((path.parent / name).exists() for name in (_METADATA, *models))
-    return is_near and _holds(path.parent)
+    is_near = any(tree.exists(path.parent / name) for name in (_METADATA, *models))
+    return is_near and _holds(tree, path.parent)
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
