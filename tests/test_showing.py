@@ -113,10 +113,10 @@ def test_a_long_wait_is_shown_in_minutes_and_hours(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("front", "text"),
     [
-        (Command(), "give --config FILE or --base MODEL"),
+        (Command(), "give --config FILE|DIR or --base MODEL"),
         (
             Command({"base": "--hf_model"}, "unshard merge a b"),
-            "give --config FILE or --hf_model MODEL (use: unshard merge a b --config FILE)",
+            "give --config FILE|DIR or --hf_model MODEL (use: unshard merge a b --config FILE)",
         ),
         (PYTHON, "give config=… or base=…"),
     ],
@@ -128,7 +128,7 @@ def test_a_warning_is_in_the_words_of_its_front(
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     with listening(quiet=False, front=front) as listener:
-        listener(Warned("give --config FILE or --base MODEL"))
+        listener(Warned("give ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧"))
     assert shown.getvalue().strip() == f"warning: {text}"
 
 
