@@ -152,6 +152,7 @@ FAMILIES = (
         ),
     ),
     Family("qwen3_vl_moe qwen3_vl_moe_text", experts=(Experts(stored=Stored.FUSED),)),
+    Family("gpt_neox", (Rename("^lm_head.", "embed_out."),)),
     # Vision and audio around a language model.
     Family(
         "llava paligemma aya_vision got_ocr2 gemma3 internvl vipllava mistral3 pp_chart2table",
