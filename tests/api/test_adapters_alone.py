@@ -101,6 +101,21 @@ def test_peft_adapts_what_was_adapted(
     assert torch.equal(again.eval()(x), model.eval()(x))
 
 
+@pytest.mark.parametrize("ranks", [{"^fc": 2}, {"enc.fc": 2}, {"^fc": 2, "enc.fc": 3}])
+def test_a_rank_is_that_modules_only(tmp_path: Path, ranks: dict[str, int]) -> None:
+    def model() -> nn.ModuleDict:
+        inner = {"fc": nn.Linear(6, 6), "up": nn.Linear(6, 6), "down": nn.Linear(6, 6)}
+        return nn.ModuleDict({"fc": nn.Linear(6, 6), "enc": nn.ModuleDict(inner)})
+
+    config = LoraConfig(target_modules=["fc", "up", "down"], r=4, rank_pattern=ranks)
+    adapted: Any = get_peft_model(model(), config)  # type: ignore[arg-type]  # any module will do
+    shapes = {n: one.shape for n, one in adapted.state_dict().items() if ".lora_" in n}
+    save_ranks(tmp_path / "ckpt", adapted.state_dict(), 1)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", lora_alpha=4)
+    again: Any = PeftModel.from_pretrained(model(), tmp_path / "out")  # type: ignore[arg-type]
+    assert {n: one.shape for n, one in again.state_dict().items() if ".lora_" in n} == shapes
+
+
 @pytest.mark.parametrize("target", ["0", "2.0"])
 def test_a_number_at_the_root_is_that_module_only(tmp_path: Path, target: str) -> None:
     def model() -> nn.Sequential:

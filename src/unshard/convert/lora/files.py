@@ -58,7 +58,7 @@ def completed(
     return replace(
         config or AdapterConfig(),
         rank=rank,
-        rank_pattern={name: one for name, one in ranks.items() if one != rank},
+        rank_pattern=_ranks_but(rank, ranks),
         target_modules=targets,
         target_parameters=_ends(parameters, _suffixes({*known} - parameters.keys()), parts=2),
         modules_to_save=_modules_to_save(split),
@@ -74,7 +74,14 @@ def _clear_ranks(split: Split, config: AdapterConfig) -> Mapping[str, int]:
     ranks = {pair.module: shape_of(pair.a)[0] for pair in split.pairs.values()}
     if all(len({*matched(config.rank_pattern, name).values()}) < 2 for name in ranks):
         return config.rank_pattern
-    return {name: rank for name, rank in ranks.items() if rank != config.rank}
+    return _ranks_but(config.rank, ranks)
+
+
+def _ranks_but(rank: int | None, ranks: Mapping[str, int]) -> dict[str, int]:
+    """Return the other ranks by patterns; a name that is the end of another one begins with ^."""
+    ends = {name for name in ranks if any(other.endswith(f".{name}") for other in ranks)}
+    others = {name: own for name, own in ranks.items() if own != rank}
+    return {f"^{name}" if name in ends else name: own for name, own in others.items()}
 
 
 def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
