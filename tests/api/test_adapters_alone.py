@@ -108,11 +108,11 @@ def test_a_rank_is_that_modules_only(tmp_path: Path, ranks: dict[str, int]) -> N
         return nn.ModuleDict({"fc": nn.Linear(6, 6), "enc": nn.ModuleDict(inner)})
 
     config = LoraConfig(target_modules=["fc", "up", "down"], r=4, rank_pattern=ranks)
-    adapted: Any = get_peft_model(model(), config)  # type: ignore[arg-type]  # any module will do
+    adapted: Any = get_peft_model(model(), config)
     shapes = {n: one.shape for n, one in adapted.state_dict().items() if ".lora_" in n}
     save_ranks(tmp_path / "ckpt", adapted.state_dict(), 1)
     unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora="adapter", lora_alpha=4)
-    again: Any = PeftModel.from_pretrained(model(), tmp_path / "out")  # type: ignore[arg-type]
+    again: Any = PeftModel.from_pretrained(model(), tmp_path / "out")
     assert {n: one.shape for n, one in again.state_dict().items() if ".lora_" in n} == shapes
 
 

@@ -262,7 +262,7 @@ def test_a_program_that_is_gone_is_waited_for(tmp_path: Path, checkpoint: Path, 
         program.chmod(0o755)
     good = wrote()
     profiles = {"command": good.model_copy(update={"command": (str(program), *good.command[1:])})}
-    profiles["script"] = script_profile(DONE, gpus=0)  # type: ignore[assignment]
+    profiles["script"] = script_profile(DONE, gpus=0)
     store, server, pins = server_of(tmp_path / "work", profiles, "")
     first, second = (
         submit(store, pins, replace(request(checkpoint, step), profile="command"))
