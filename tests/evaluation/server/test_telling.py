@@ -71,6 +71,9 @@ def test_how_an_attempt_ended(
     job = Job("ab" * 8, request(Path("/model")), Status.RUNNING, 0.0, attempts=2)
     tell_outcome(job, outcome, replace(job, status=status, error="the error"))
     assert said(caplog, job) == [line]
+    about = vars(caplog.records[-1])["about"]  # the fields of a log of JSON
+    kind = type(outcome)
+    assert about["outcome"] == ("completed" if kind is Measured else kind.__name__.lower())
 
 
 def test_one_line_of_what_others_wrote() -> None:

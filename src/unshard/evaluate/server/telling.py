@@ -57,7 +57,8 @@ def tell_refusal(request: Request, why: str) -> None:
 
 def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
-    number, how = f"attempt {job.attempts}", type(outcome).__name__.lower()
+    is_done, number = isinstance(outcome, Measured), f"attempt {job.attempts}"
+    how = "completed" if is_done else type(outcome).__name__.lower()
     match now.status, outcome:
         case Status.COMPLETED, Measured(metrics):
             tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
