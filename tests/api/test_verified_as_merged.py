@@ -105,3 +105,11 @@ def test_a_value_of_another_type_in_the_record_is_an_error(tmp_path: Path) -> No
         path.write_text(json.dumps(record | {"options": {name: value}}))
         with pytest.raises(CorruptError, match=f"options.{name} is not"):
             unshard.verify(tmp_path / "out", tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize("none", [{"include": ""}, {"exclude": ""}, {"lora_alpha": 0}])
+def test_an_empty_value_is_as_recorded(none: dict[str, Any], tmp_path: Path) -> None:
+    save_ranks(tmp_path / "ckpt", some_tensors(), 2)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", include="norm", exclude="lm_head")
+    found: Comparison = unshard.verify(tmp_path / "out", tmp_path / "ckpt", **none)
+    assert found.equal

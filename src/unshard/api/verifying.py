@@ -124,8 +124,9 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
         merged["names"] = names or "hub"
     if (own := output / "config.json").is_file():
         merged["config"] = own
-    given = cast("MergeKeywords", MergeOptions(**options).chosen)
-    return MergeOptions(**merged | given | _ACCEPTING)
+    chosen = MergeOptions(**options).chosen  # an empty expression is none, as is no alpha
+    given = {name: one for name, one in chosen.items() if one or name not in _AS_MERGED}
+    return MergeOptions(**merged | cast("MergeKeywords", given) | _ACCEPTING)
 
 
 def _compare_by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | None:
