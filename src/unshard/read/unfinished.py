@@ -19,7 +19,7 @@ _ZIPS = frozenset({".pt", ".bin", ".pth", ".ckpt"})
 def why_folder_unfinished(folder: Path) -> str | None:
     """Return which file of weights a folder lacks, or which is not finished."""
     paths = list(folder.iterdir())
-    zips = (path for path in paths if path.suffix in _ZIPS)
+    zips = (path for path in paths if path.suffix in _ZIPS and path.is_file())
     return why_unfinished(zips) or _why_shards(folder, {path.name for path in paths})
 
 

@@ -79,6 +79,13 @@ def test_every_rank_of_lmms_engine_is_needed(tmp_path: Path, folder: str) -> Non
     assert why(place) is None
 
 
+def test_a_directory_that_is_called_like_a_file_is_no_weights(tmp_path: Path) -> None:
+    step = lmms(tmp_path, 5)
+    assert why(step) is None
+    (step / "pytorch_model_fsdp_0" / "older.ckpt").mkdir()
+    assert why(step) is None
+
+
 def test_lmms_engine_writes_its_dataloaders_and_its_config_last(tmp_path: Path) -> None:
     place = lmms(tmp_path, 5)
     for file in (place / "dataloader_state").iterdir():
