@@ -16,6 +16,7 @@ from unshard.read.tree import Tree
 
 Folder = Mapping[str, "str | Folder"]
 
+EMA = "pytorch_ema_model_fsdp_0"
 PLACE = Path("/nowhere/runs/mine")
 SETS = {
     "ranks": ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"),
@@ -31,7 +32,7 @@ SETS = {
 }
 INNER = (
     *("actor", "policy", "critic", "ref", "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"),
-    *("pytorch_ema_model_fsdp_0", "model", "ema", "weights", "dcp", "optimizer", "huggingface"),
+    *(EMA, "model", "ema", "weights", "dcp", "optimizer", "huggingface"),
 )
 PATTERNS = ("global_step_{}", "checkpoint-{}", "ep0-ba{}", "{:07}", "epoch=1-step={}.ckpt")
 LOOSE = ("save_{}", "lr_{}", "agent_{}", "{}")
@@ -141,7 +142,8 @@ def test_what_is_found_is_there_once_and_the_highest_step_first(
     locations, tree = found(folder, choice), Mapped(folder)
     assert len({at.place for at in locations}) == len(locations)
     for at in locations:
-        assert at.place in tree.texts or at.format.holds(tree, at.weights_dir)
+        is_empty_ema = at.weights_dir.name == EMA  # of lmms-engine: the reader says what it lacks
+        assert at.place in tree.texts or at.format.holds(tree, at.weights_dir) or is_empty_ema
         assert at.weights_dir.is_relative_to(at.step_dir)
         assert choice.step in (None, at.step) or at.step_dir.parent != PLACE
         assert choice.role is None or at.is_called(choice.role)
@@ -152,7 +154,10 @@ def test_what_is_found_is_there_once_and_the_highest_step_first(
 
 @given(trees)
 def test_the_shards_that_were_found_can_be_given(folder: Folder) -> None:
+    tree = Mapped(folder)
     for at in [one for one in found(folder) if one.format.sharded]:
+        if not at.format.holds(tree, at.weights_dir):
+            continue  # see above
         again = next(find(at.place, Choice(), Mapped(folder)))
         assert (again.place, again.step, again.weights) == (at.place, at.step, at.weights)
 
