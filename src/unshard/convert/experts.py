@@ -201,10 +201,10 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
 
 
 def lost_experts(count: int, stated: int) -> str:
-    """Return why a layer may have `count` of the `stated` experts; "" if it is no equal part.
+    """Return a hint for layers with `count` of `stated` experts; "" if it is not an equal share.
 
-    torch saves one of several tensors that have a name, a place and a shape in common. So of groups
-    in expert parallelism that give their experts the same names, it writes the first.
+    torch saves a tensor once per name, offset and shape. Where every group of expert parallelism
+    uses the same names, only the experts of the first group are written.
     """
     if not 0 < count < stated or stated % count:
         return ""

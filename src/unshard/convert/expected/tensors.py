@@ -63,8 +63,9 @@ def check_expected(
     stated, excused = {*expected.names}, {*expected.excused}
     missing = [name for name in expected.names if name not in tensors and name not in excused]
     unexpected = [name for name in tensors if name not in stated and name not in excused]
-    problems, notes = [], []
-    advice = _lost_experts(tensors, expected, missing) or expected.advice
+    changed, wrong = _other_shapes(tensors, expected)
+    lost = _lost_experts(tensors, expected, missing) if missing or wrong else ""
+    problems, notes, advice = [], [], lost or expected.advice
     for kind, names, allowed in (
         ("missing", missing, allow_missing),
         ("unexpected", unexpected, allow_unexpected),
@@ -80,7 +81,6 @@ def check_expected(
                     hint=f"{advice}; to write the output all the same: ⟦--allow-{kind}⟧",
                 )
             )
-    changed, wrong = _other_shapes(tensors, expected)
     if wrong:
         what = f"{having(len(wrong), 'tensor')} another shape than in {expected.name}"
         found = ", ".join(wrong[:_SHOWN]) + (" …" if len(wrong) > _SHOWN else "")
