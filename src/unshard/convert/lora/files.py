@@ -79,7 +79,7 @@ def _clear_ranks(split: Split, config: AdapterConfig) -> Mapping[str, int]:
 
 def _ranks_but(rank: int | None, ranks: Mapping[str, int]) -> dict[str, int]:
     """Return the other ranks by patterns; a name that is the end of another one begins with ^."""
-    ends = {name for name in ranks if any(other.endswith(f".{name}") for other in ranks)}
+    ends = _suffixes(name.partition(".")[2] for name in ranks)
     others = {name: own for name, own in ranks.items() if own != rank}
     return {f"^{name}" if name in ends else name: own for name, own in others.items()}
 
