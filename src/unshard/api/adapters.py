@@ -49,14 +49,20 @@ def fuse_adapter(
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
             base = training_names(base, checkpoint.config, modules)
-        own = checkpoint.own_config and config_at(checkpoint.own_config, None)
-        own = checkpoint.base.companions.model if checkpoint.base is not None else own
-        base = {**base, **_own_heads(base, split, config, own or checkpoint.config)}
+        base = {**base, **_own_heads(base, split, config, _config_of_model(checkpoint))}
     types = () if checkpoint.config is None else checkpoint.config.types
     fused = fuse(split, config, alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
+
+
+def _config_of_model(checkpoint: Checkpoint) -> ModelConfig | None:
+    """Return the config of the model that an adapter is fused into, not of what is written."""
+    if checkpoint.base is not None:
+        return checkpoint.base.companions.model or checkpoint.config
+    own = checkpoint.own_config
+    return (own and config_at(own, None)) or checkpoint.config
 
 
 def _own_heads(

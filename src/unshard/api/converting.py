@@ -57,7 +57,7 @@ from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.format import shortened
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, having, listed
+from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
@@ -281,7 +281,8 @@ def _check_base(
     if options.dtype == "base":
         unknown = [name for name in tensors if name not in base.dtypes]
         if unknown:
-            notes.append(f"{having(len(unknown), 'tensor')} no dtype in {base.name}: cast to none")
+            number = counted(len(unknown), "tensor")
+            notes.append(f"kept as stored, without a dtype in {base.name}: {number}")
     return notes
 
 
