@@ -1,20 +1,22 @@
 """Which step of a run is the best, and how its results differ from those of other steps and runs.
 
-Pure. A step has one value of a metric: of several, those that were completed last count.
+Pure. Only numbers of one line are compared step by step: of one run, weights, profile and settings.
+There a step has one value of a metric: of several, that which was completed last.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from math import hypot
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Result
+from unshard.evaluate.jobs import Result, Settings
 
 _BASE_STEP = 0
-_OPTIONAL = {"stderr": None, "higher_is_better": None}
-Series = tuple[str, str, str]
-"""What can be compared step by step: run, weights, profile."""
+Line = tuple[str, str, str, str]
+"""What can be compared step by step: run, weights, profile, settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Comparison:
         }
 
 
-_NAMES = ("run", "weights", "profile", "task", "metric")
+_NAMES = ("run", "weights", "profile", "settings", "task", "metric")
 
 
 def _columns(name: str, one: Result | None) -> dict[str, object]:
@@ -90,14 +92,47 @@ def as_results(answers: Iterable[Mapping[str, object]]) -> list[Result]:
     """Return the results that a server answered; an older one leaves fields out."""
     known = {one.name for one in fields(Result)}
     return [
-        Result(**{**_OPTIONAL, **{key: one[key] for key in known & one.keys()}})  # type: ignore[arg-type]  # as the protocol says
+        Result(**{key: one[key] for key in known & one.keys()})  # type: ignore[arg-type]  # as the protocol says
         for one in answers
     ]
 
 
+def describe_settings(results: Iterable[Result]) -> dict[str, str]:
+    """Return what distinguishes settings from each other, by their ids.
+
+    It is what differs of their arguments and, where these are equal, of the profile's revision. A
+    single one has nothing to be distinguished by.
+    """
+    found = {one.settings: one for one in results}
+    arguments = {key: Settings(one.arguments).compared for key, one in found.items()}
+    names = {name for of in arguments.values() for name in of}
+    differing = [
+        name
+        for name in sorted(names)
+        if len({json.dumps(of.get(name), sort_keys=True) for of in arguments.values()}) > 1
+    ]
+    described = {
+        key: ", ".join(f"{name}={_shown(of[name])}" for name in differing if name in of)
+        for key, of in arguments.items()
+    }
+    counts = Counter(described.values())
+    return {
+        key: ", ".join(filter(None, [text, _revision(found[key]) if counts[text] > 1 else ""]))
+        for key, text in described.items()
+    }
+
+
+def _revision(one: Result) -> str:
+    return f"revision {one.revision}" if one.revision else "revision not recorded"
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
 @dataclass(slots=True)
 class _Steps:
-    """The values of the wanted metrics at each step of one series; None is a step, too."""
+    """The values of the wanted metrics at each step of one line; None is a step, too."""
 
     values: dict[int | None, dict[str, Result]] = field(default_factory=dict)
 
@@ -112,7 +147,7 @@ def best_numbers(
     """Return the numbers of the results that make a step the best of its run.
 
     A step counts if it has all of the metrics, and the best one has the best mean of them; of
-    equals it is the lowest step. Runs, weights and profiles are separate.
+    equals it is the lowest step. Lines are separate.
 
     Args:
         results: of any runs.
@@ -133,7 +168,7 @@ def best_numbers(
     if higher_is_better is None:
         higher_is_better = _direction(wanted)
     best = set[int]()
-    for steps in _series(wanted).values():
+    for steps in _lines(wanted).values():
         whole = [step for step, found in steps.values.items() if len(found) == len(set(metrics))]
         if not whole:
             continue
@@ -164,10 +199,10 @@ def _direction(wanted: Iterable[Result]) -> bool:
     )
 
 
-def _series(results: Iterable[Result]) -> dict[Series, _Steps]:
-    found: dict[Series, _Steps] = {}
+def _lines(results: Iterable[Result]) -> dict[Line, _Steps]:
+    found: dict[Line, _Steps] = {}
     for one in sorted(results, key=lambda one: one.number):
-        steps = found.setdefault((one.run, one.weights, one.profile), _Steps())
+        steps = found.setdefault(one.line, _Steps())
         steps.values.setdefault(one.step, {})[_name(one)] = one
     return found
 
@@ -191,13 +226,13 @@ def compare_runs(
         higher_is_better: which direction is better; None: what the evaluator says of each metric.
 
     Returns:
-        For each metric, by name, weights and profile: one comparison per run that has it.
+        For each metric, by name, weights, profile and settings: one comparison per run that has it.
     """
     stepped = [one for one in results if one.step is not None and one.run in runs]
     order = {run: place for place, run in enumerate(runs)}
 
-    def key(one: Result) -> tuple[str, str, str, str, int]:
-        return one.task, one.metric, one.weights, one.profile, order[one.run]
+    def key(one: Result) -> tuple[str, str, str, str, str, int]:
+        return one.task, one.metric, *one.line[1:], order[one.run]
 
     found = list[Comparison]()
     for _, of_metric in groupby(sorted(stepped, key=key), key=lambda one: key(one)[:-1]):

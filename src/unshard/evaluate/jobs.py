@@ -124,12 +124,14 @@ class Request:
         profile: the name of an evaluator that the server is configured with.
         tasks: what to evaluate.
         step: the training step it belongs to; None if it is not known.
-        run: the name of the training run.
+        run: the name of the training run, which several runs may have.
         weights: "model" or "ema".
         arguments: what the client chose of the evaluator.
-        fingerprint: of the checkpoint's files: names of runs are not unique, and a training may
-            begin anew in the same place.
+        fingerprint: of the checkpoint's files: a training may begin anew in the same place.
         stamps: what the fingerprint was made of: see `pins.files.read_stamps`.
+        run_id: of the training run.
+        directory: of the training run, where the checkpoint is not in it (a base model).
+        again: what distinguishes a request to evaluate again what has been evaluated.
     """
 
     checkpoint: str
@@ -141,6 +143,9 @@ class Request:
     arguments: Arguments = field(default_factory=Arguments)
     fingerprint: str = ""
     stamps: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    run_id: str = ""
+    directory: str = ""
+    again: str = ""
 
     @property
     def key(self) -> str:
@@ -150,7 +155,13 @@ class Request:
         is not known: a pinned checkpoint has another one. How many GPUs are used does not count.
         """
         place, chosen = self.checkpoint if self.step is None else "", self.arguments
-        parts: list[object] = [self.run, self.step, self.fingerprint, self.weights, self.profile]
+        parts: list[object] = [
+            self.run_id or self.run,
+            self.step,
+            self.fingerprint,
+            self.weights,
+            self.profile,
+        ]
         parts += [sorted(self.tasks), place, dict(sorted(chosen.model_args.items()))]
         parts += [getattr(chosen, name) for name in _IN_EVERY_KEY]
         # Arguments that were added later count only if given: older databases keep their keys.
@@ -162,6 +173,54 @@ class Request:
     def alike(self) -> str:
         """What requests share that differ in the fingerprint at most: the `key` without it."""
         return replace(self, fingerprint="").key
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a number was measured with.
+
+    Attributes:
+        arguments: of the evaluator: the profile's, and over them the submission's.
+        revision: a digest of what else of the profile can change a number; empty where an earlier
+            version measured, which did not record it.
+        evaluator: its name and version, if its results have them.
+    """
+
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    revision: str = ""
+    evaluator: str | None = None
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """The arguments that can change a number; what says no changes none."""
+        return {
+            key: one
+            for key, one in self.arguments.items()
+            if key not in NOT_SETTINGS and one is not False
+        }
+
+    @property
+    def id(self) -> str:
+        """What is equal for numbers that can be compared."""
+        parts = json.dumps([self.compared, self.revision], sort_keys=True)
+        return hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training run: its directory.
+
+    Attributes:
+        id: what stays when the directory is moved or renamed.
+        name: what the user calls it, which need not be unique.
+        directory: where it was seen last; or its address in an object store.
+        label: the name, told apart from other runs of this name.
+    """
+
+    id: str
+    name: str
+    directory: str
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +238,10 @@ class Job:
         stderr: the standard errors of those metrics that have one.
         results: the evaluator's own file, on the server.
         superseded_by: the id of the job that has come in its place; None if it was skipped.
+        run: the training run.
+        settings: what it was measured with; None: it is not completed.
+        hidden: why its results are left out of curves and tables; None: they are shown.
+        was_hidden: why they were, before somebody had them shown again.
     """
 
     id: str
@@ -197,11 +260,23 @@ class Job:
     results: str | None = None
     failures: int = 0
     superseded_by: str | None = None
+    run: Run = Run("", "", "", "")
+    settings: Settings | None = None
+    hidden: str | None = None
+    was_hidden: str | None = None
+
+    @property
+    def settings_id(self) -> str:
+        """What is equal for jobs whose numbers can be compared."""
+        return "" if self.settings is None else self.settings.id
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which jobs or results are meant; None means any."""
+    """Which jobs or results are meant; None means any.
+
+    `run` is a run's id, label, name or directory; of a name all runs are meant that have it.
+    """
 
     status: Status | None = None
     run: str | None = None
@@ -213,9 +288,17 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number, and where it belongs; what is completed later has a higher `number`.
+    """One number, where it belongs, and what it was measured with.
 
-    `stderr` is its standard error, and `higher_is_better` the direction, if the evaluator gave it.
+    Attributes:
+        number: higher for what is completed later.
+        run: the label of the training run; `run_id` is what stays of it.
+        stderr: its standard error, if the evaluator gave it.
+        higher_is_better: the direction, if the evaluator gave it.
+        settings: equal for numbers that can be compared: see `Settings`.
+        arguments, revision, evaluator: see `Settings`.
+        task_version, n_shot, n_samples: of the task, if the evaluator gave them.
+        hidden: why it is left out of curves and tables; None: it is not.
     """
 
     number: int
@@ -230,6 +313,20 @@ class Result:
     completed_at: float
     stderr: float | None = None
     higher_is_better: bool | None = None
+    run_id: str = ""
+    settings: str = ""
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    revision: str = ""
+    evaluator: str | None = None
+    task_version: str | None = None
+    n_shot: int | None = None
+    n_samples: int | None = None
+    hidden: str | None = None
+
+    @property
+    def line(self) -> tuple[str, str, str, str]:
+        """What one line of a plot shows of a metric: run, weights, profile, settings."""
+        return self.run, self.weights, self.profile, self.settings
 
 
 @dataclass(frozen=True, slots=True)

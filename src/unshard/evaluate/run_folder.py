@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from unshard.containers.json_file import is_text, parsed_object
+from unshard.errors import CorruptError, UsageError
 from unshard.read.step_names import STATE_FOLDER
 from unshard.write.dirfd import (
     closing,
@@ -46,6 +47,9 @@ SPOOL_LOCK = "spool.lock"
 STOP = "STOP"
 """The file in `STATE_FOLDER` whose presence ends the training: see `trainer.stopping`."""
 
+RUN = "run.json"
+"""The file in `STATE_FOLDER` that has the run's id: see `RunIdentity`."""
+
 WATCH_LOCK = "watch.lock"
 """The file in `STATE_FOLDER` that the process locks which watches the run."""
 
@@ -53,6 +57,7 @@ WATCHED = "watched"
 """The name of the `Marks` in `STATE_FOLDER` of what was submitted by watching."""
 
 _INODE = "inode"
+_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _LONGEST_NAME = 100  # characters of a run's; half of the bytes that the server accepts
 
 log = logging.getLogger(__name__)
@@ -73,6 +78,70 @@ class RunFolder:
         """Return the run of a pin's directory; None if it is not a `RUN/_unshard/pins/NAME`."""
         is_one = directory.parts[-3:-1] == (STATE_FOLDER, PINS)
         return cls(directory.parents[2]) if is_one else None
+
+    @classmethod
+    def around(cls, step_dir: Path) -> "RunFolder":
+        """Return the run of a step's directory, which may be a pin."""
+        return cls.of_pin(step_dir) or cls(step_dir.parent)
+
+    def read_identity(self) -> "RunIdentity | None":
+        """Return what the run's `run.json` says; None if there is none, or it cannot be read."""
+        try:
+            with self.opened() as state:
+                record = read_record(state, RUN)
+        except (OSError, CorruptError):
+            return None
+        said = {key: one for key in _SAID if isinstance(one := record.fields.get(key), str)}
+        if not _ID.fullmatch(said.get("id", "")):
+            return None
+        is_here = record.is_in_place and record.fields.get("folder") == self._inode()
+        return RunIdentity(**said, is_copy=not is_here)
+
+    def write_identity(
+        self, run_id: str, *, copied: "RunIdentity | None" = None, joins: str = ""
+    ) -> None:
+        """Give the run an id, which may have been `copied` with another; see `RunIdentity`.
+
+        Raises:
+            OSError: the run cannot be written to.
+        """
+        said = {"id": run_id, "path": str(self.path), "joins": joins}
+        if copied is not None:
+            said |= {"copied_from": copied.id, "copied_path": copied.path}
+        with self.opened(make=True) as state:
+            write_record(state, RUN, {**said, "folder": self._inode()})
+
+    def adopt(self) -> str:
+        """Take the id of the run that this one was copied from; return it.
+
+        For a run that was moved to another disk, where it seems to be a copy.
+
+        Raises:
+            UsageError: it was not copied, or what it was copied from is still there.
+            OSError: the run cannot be written to.
+        """
+        said = self.read_identity()
+        if said is not None and said.is_copy:
+            own, wanted, path = "", said.id, said.path
+        elif said is not None and said.copied_from:
+            own, wanted, path = said.id, said.copied_from, said.copied_path
+        else:
+            raise UsageError(
+                f"{self.path}: is not a copy of a run that was evaluated",
+                expected=f"a run that was moved to another disk with its {STATE_FOLDER}/{RUN}",
+            )
+        other = RunFolder(Path(path)).read_identity() if path else None
+        if other is not None and other.id == wanted and not other.is_copy:
+            raise UsageError(
+                f"{self.path}: was copied from {path}, which is still there",
+                expected="a run that was moved",
+                hint=f"two runs cannot be one: remove {path}, or keep this one as a run of its own",
+            )
+        self.write_identity(wanted, joins=own)
+        return wanted
+
+    def _inode(self) -> int:
+        return self.path.stat().st_ino
 
     @property
     def name(self) -> str:
@@ -148,6 +217,32 @@ class RunFolder:
             return lock_file(name, within=state)
 
 
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What a run's directory says of itself.
+
+    Attributes:
+        id: of the run.
+        path: where it was when it got the id.
+        copied_from: the id of the run that it was copied from, if it got another one since, and
+            `copied_path` where that was.
+        joins: the id that it had until it was adopted; what has that is of this run, too.
+        is_copy: whether the directory was copied from that run's: it is another one. A directory
+            that was moved or renamed has the same inode, and so has the record in it. A device is
+            not compared: its number changes when a disk is mounted again.
+    """
+
+    id: str
+    path: str = ""
+    copied_from: str = ""
+    copied_path: str = ""
+    joins: str = ""
+    is_copy: bool = False
+
+
+_SAID = ("id", "path", "copied_from", "copied_path", "joins")
+
+
 @contextmanager
 def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
     """Yield the descriptor of a directory inside another; see `RunFolder.opened`."""
@@ -163,10 +258,11 @@ def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The fields of a JSON file, and whether this user wrote it in that place."""
+    """The fields of a JSON file, and whether it was written in that place, and by this user."""
 
     fields: dict[str, object]
     is_ours: bool
+    is_in_place: bool
 
 
 def read_record(folder: int, name: str) -> RunRecord:
@@ -178,8 +274,9 @@ def read_record(folder: int, name: str) -> RunRecord:
     """
     data, status = read_with_status(name, within=folder)
     fields = parsed_object(data, name)
-    is_written_here = fields.pop(_INODE, None) == status.st_ino
-    return RunRecord(fields, is_written_here and status.st_uid == os.geteuid())
+    is_in_place = fields.pop(_INODE, None) == status.st_ino
+    is_ours = is_in_place and status.st_uid == os.geteuid()
+    return RunRecord(fields, is_ours, is_in_place)
 
 
 def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:

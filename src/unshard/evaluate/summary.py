@@ -1,9 +1,16 @@
 """The table of what runs have reached: what `compare` prints, and what is told when a run ends."""
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 
 from unshard.evaluate.client.v1 import EvalClient
-from unshard.evaluate.comparing import Comparison, Difference, as_results, compare_runs
+from unshard.evaluate.comparing import (
+    Comparison,
+    Difference,
+    as_results,
+    compare_runs,
+    describe_settings,
+)
 from unshard.evaluate.jobs import Result
 from unshard.evaluate.tables import Row, lay_out_table, write_markdown
 
@@ -18,6 +25,10 @@ _NUMBERS = frozenset(
 def summarise(client: EvalClient, run: str) -> str:
     """Return the best and the last step of a run per metric, as a table.
 
+    Args:
+        client: of the server.
+        run: the run's directory, or its name: of all runs of that name.
+
     Returns:
         Nothing if the server has no results of the run that belong to a step.
 
@@ -25,13 +36,14 @@ def summarise(client: EvalClient, run: str) -> str:
         UnshardError: the server does not answer.
     """
     results = as_results(client.results(run=run))
-    compared = compare_runs([run], results, higher_is_better=None)
+    labels = list(dict.fromkeys(one.run for one in results))
+    compared = compare_runs(labels, results, higher_is_better=None)
     if not compared:
         return ""
     lines = tables_of(compared[:MOST_METRICS])
     if (left := len(compared) - MOST_METRICS) > 0:
-        lines.append(f"... and {left} more: unshard eval compare {run}")
-    return "\n".join([f"evaluations of {run}:", *lines])
+        lines.append(f"... and {left} more: unshard eval compare {shlex.join(labels)}")
+    return "\n".join([f"evaluations of {', '.join(labels)}:", *lines])
 
 
 def tables_of(
@@ -44,8 +56,9 @@ def tables_of(
         as_markdown: how tables are written.
         width: of the terminal, cells; None: as wide as it needs.
     """
-    tables: list[Sequence[Row]] = [[_row_of_run(one) for one in compared]]
-    between = [_row_between(one) for one in compared if one.to_first is not None]
+    named = describe_settings(one.last for one in compared)
+    tables: list[Sequence[Row]] = [[_row_of_run(one, named) for one in compared]]
+    between = [_row_between(one, named) for one in compared if one.to_first is not None]
     if between:
         tables.append(between)
     lines = list[str]()
@@ -58,15 +71,15 @@ def tables_of(
     return lines
 
 
-def _names(one: Comparison) -> dict[str, object]:
-    return {
-        name: getattr(one.last, name) for name in ("task", "metric", "run", "weights", "profile")
-    }
+def _names(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
+    names = ("task", "metric", "run", "weights", "profile")
+    several = {"settings": named[one.last.settings]} if len(named) > 1 else {}
+    return {**{name: getattr(one.last, name) for name in names}, **several}
 
 
-def _row_of_run(one: Comparison) -> dict[str, object]:
+def _row_of_run(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
     return {
-        **_names(one),
+        **_names(one, named),
         "base": _value(one.base),
         "best": _value(one.best, with_step=True),
         "last": _value(one.last, with_step=True),
@@ -75,9 +88,9 @@ def _row_of_run(one: Comparison) -> dict[str, object]:
     }
 
 
-def _row_between(one: Comparison) -> dict[str, object]:
+def _row_between(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
     return {
-        **_names(one),
+        **_names(one, named),
         "at step": None if one.common is None else one.common.step,
         "value": _value(one.common),
         "- first run": _signed(one.to_first),

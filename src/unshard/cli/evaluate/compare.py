@@ -27,14 +27,16 @@ def compare(
         from unshard.evaluate.comparing import as_results, compare_runs
         from unshard.evaluate.summary import tables_of
 
-        found = [one for run in names for one in as_results(client.results(run=run))]
-    for run in names:
-        if all(one.run != run or one.step is None for one in found):
+        by_name = {run: as_results(client.results(run=run)) for run in names}
+    for run, its in by_name.items():
+        if all(one.step is None for one in its):
             raise UsageError(
                 f"run {run!r} has no results that belong to a step",
                 hint="unshard eval results lists all results of the server",
             )
-    compared = compare_runs(names, found, higher_is_better=higher_is_better)
+    found = [one for its in by_name.values() for one in its]
+    labels = list(dict.fromkeys(one.run for one in found))  # of a name there may be several
+    compared = compare_runs(labels, found, higher_is_better=higher_is_better)
     rows = [one.as_row() for one in compared]
     if as_json:
         print(json.dumps({"comparisons": rows}))

@@ -42,6 +42,8 @@ _LEFT_OUT_FILES = re.compile(
 
 _WEIGHTS = frozenset({".bin", ".ckpt", ".distcp", ".pt", ".pth", ".safetensors"})
 
+_FIRST_NS = 1 << 53  # no number of an ETag is that large, and any time since 1970-04-15 is
+
 _ATTEMPTS = 5
 _SHOWN = 5
 _CONFIG = "config.json"
@@ -173,6 +175,14 @@ def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
         for name, (_, size, mtime) in files.items()
         if PurePosixPath(name).suffix in _WEIGHTS
     }
+
+
+def time_written(stamped: Mapping[str, Sequence[int]]) -> float | None:
+    """Return when the first file of a checkpoint's weights was written, in seconds.
+
+    Later ones may be made of it. None: it is in an object store, or gone.
+    """
+    return min((mtime / 1e9 for _, mtime in stamped.values() if mtime >= _FIRST_NS), default=None)
 
 
 def _stamps_of_objects(checkpoint: RemotePath) -> dict[str, list[int]]:

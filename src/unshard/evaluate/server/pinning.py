@@ -15,7 +15,7 @@ from unshard.evaluate.jobs import Job
 from unshard.evaluate.pins.files import ExpiredError, PinError, read_stamps
 from unshard.evaluate.pins.pin import Pin, Quota, list_pins, pin_checkpoint, read_pin, sweep, unpin
 from unshard.evaluate.run_folder import PINS, RunFolder
-from unshard.evaluate.server.roots import resolve_checkpoint
+from unshard.evaluate.server.roots import is_inside, resolve_checkpoint
 from unshard.evaluate.server.store.store import Store
 from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.remote_path import RemotePath, path_of
@@ -67,7 +67,7 @@ class Pins:
         """
         if known := self._known(checkpoint, run):
             return known
-        if not self._is_inside(run):
+        if not is_inside(run, self.roots):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
         self.store.pins.will_pin(run)
@@ -143,7 +143,7 @@ class Pins:
                 places = root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
                 found.update(place.parents[1] for place in places)
         found.update(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
-        return sorted({run.resolve() for run in found if self._is_inside(run)})
+        return sorted({run.resolve() for run in found if is_inside(run, self.roots)})
 
     def find_empty_root(self, job: Job) -> Path | None:
         """Return the root of a job's checkpoint if it has nothing: its disk may not be mounted."""
@@ -156,12 +156,6 @@ class Pins:
 
     def _roots_on_disk(self) -> list[Path]:
         return [root for root in self.roots if not isinstance(root, RemotePath)]
-
-    def _is_inside(self, run: Path) -> bool:
-        """Return whether a run and its pins, links followed, are below a root."""
-        roots = [root.resolve() for root in self._roots_on_disk()]
-        places = (run.resolve(), RunFolder(run).pins.resolve())
-        return all(any(place.is_relative_to(root) for root in roots) for place in places)
 
 
 def _runs_of(pins: Iterable[str]) -> Iterator[Path]:

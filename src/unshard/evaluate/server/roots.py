@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unshard.errors import UsageError
 from unshard.evaluate.pins.files import list_checkpoint
+from unshard.evaluate.run_folder import RunFolder
 from unshard.read.beside.companions import companions_in
 from unshard.read.step_names import step_of
 from unshard.stores.remote_path import RemotePath, is_url, path_of
@@ -139,6 +140,13 @@ def check_there(checkpoint: Path, *, is_step: bool) -> None:
         found=str(checkpoint),
         hint="check the path; where the server sees the disk under another name, give that name",
     )
+
+
+def is_inside(run: Path, roots: Sequence[Path]) -> bool:
+    """Return whether a run on a disk, and our files in it, links followed, are below a root."""
+    places = [root.resolve() for root in roots if not isinstance(root, RemotePath)]
+    own = (run.resolve(), RunFolder(run).pins.resolve())
+    return all(any(one.is_relative_to(place) for place in places) for one in own)
 
 
 def not_readable(error: PermissionError) -> UsageError:

@@ -27,6 +27,7 @@ from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file
 from unshard.evaluate.server.http.on_result import telling_results
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.placing import RunFinder
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.server_yaml import (
@@ -110,7 +111,6 @@ def make_service(config: ServerConfig) -> Service:
     """
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
     store = _open_store(work)
-    store.deliveries.are_wanted = config.on_result is not None
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
@@ -124,9 +124,8 @@ def make_service(config: ServerConfig) -> Service:
     )
     slots = Slots(config.gpus)
     scheduler = Scheduler(store, slots, config.profiles, pins, settings)
-    return Service(
-        store, scheduler, config, pins, HealthCheck(work / DATABASE), unknown, slots, work
-    )
+    health, finder = HealthCheck(work / DATABASE), RunFinder(store.runs, config.roots)
+    return Service(store, scheduler, config, pins, health, unknown, slots, finder, work)
 
 
 def _open_store(work: Path) -> Store:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import secrets
 import sqlite3
 import threading
 from collections.abc import Mapping
@@ -14,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
-from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status, WeightsName
-from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps
+from unshard.errors import UnshardError, UsageError
+from unshard.evaluate.jobs import BASE_STEP, Job, Request, Run, Status, WeightsName
+from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps, time_written
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
@@ -26,22 +27,20 @@ from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.pinning import Pins
+from unshard.evaluate.server.placing import RunFinder, place
 from unshard.evaluate.server.processes.bounded_log import read_log
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.roots import (
     check_links,
     check_merged,
     check_there,
-    not_readable,
     resolve_checkpoint,
 )
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
-from unshard.read.finding.discover import find
-from unshard.read.format import Choice, Location
 from unshard.read.hub_files import RECORD_NAME
-from unshard.read.step_names import step_of, step_of_parents
+from unshard.read.step_names import step_of
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.dirfd import write_whole
@@ -66,6 +65,7 @@ class Service:
         health: whether an accepted job can be kept.
         unknown: the tasks that an evaluator does not know.
         slots: the GPUs.
+        finder: finds out which training run a request is of.
         work_dir: of the database, the logs and the merged models.
         merging: held during a merge for a client: one at a time.
         stopping: set when the server must end.
@@ -78,6 +78,7 @@ class Service:
     health: HealthCheck
     unknown: UnknownTasks
     slots: Slots
+    finder: RunFinder
     work_dir: Path
     merging: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -119,12 +120,13 @@ class Service:
         check_request(request, self.config.model_copy(update={"profiles": known}))
         self.unknown.check(base_of(name), request.tasks)
         found = resolve_checkpoint(request.checkpoint, self.config.roots)
-        request, run = _place(replace(request, checkpoint=str(found)))
+        placed = place(replace(request, checkpoint=str(found)))
+        request, run = self.finder.add_run(placed), placed.folder
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
         check_merged(checkpoint, is_direct=profile.weights == "direct")
         given = None if pin is None else self.pins.find_client_pin(pin)
         request = self._stamp(request, given)
-        if is_done := self.store.status_of(request.key) is Status.COMPLETED:
+        if is_done := self.store.status_of(request) is Status.COMPLETED:
             given = None
         elif given is not None:
             check_links(Path(given), Path(given).parent, self.config.roots)
@@ -143,25 +145,50 @@ class Service:
                 if other.id != job.id and self.pins.list_changed(other):
                     self.scheduler.supersede(other.id, job.id)
             self.scheduler.arrange(job)
+        if is_new and job.request.step:
+            self._abandon(job)
         self.scheduler.wake()
         return job, is_new
 
+    def _abandon(self, job: Job) -> None:
+        """Hide the results of the branch that training has left, if a job says that it has."""
+        written_at = time_written(job.request.stamps)
+        hidden = [] if written_at is None else self.store.hiding.abandon(job, written_at)
+        for job_id in hidden:
+            if (other := self.store.get(job_id)) is not None:
+                tell(other, f"hidden: {other.hidden}")
+
     def retry(self, job: Job) -> Job:
-        """Queue a job again that has not been completed; return it, or the one for what is there.
+        """Queue a job again that has ended; return it, or the one for what is there.
+
+        One that is completed keeps its results: another job evaluates its checkpoint again.
 
         Raises:
-            UsageError: it has not ended, or has ended well.
+            UsageError: it has not ended.
             UnshardError: see `_submit`.
         """
+        if job.status is Status.COMPLETED:
+            return self.submit(replace(job.request, again=secrets.token_hex(4)), None)[0]
         is_skipped = job.status is Status.SUPERSEDED and job.superseded_by is None
         if not is_skipped and job.status not in _RETRIED:
             raise UsageError(
                 f"job {job.id} cannot be retried",
-                expected="a job that has failed, was cancelled or skipped, or has expired",
+                expected="a job that has ended",
                 found=job.status,
             )
         has_pin = job.pin is not None and Path(job.pin).exists()
         return self.submit(job.request, job.pin if has_pin else None)[0]
+
+    def see_run(self, directory: str) -> Run:
+        """Return the run of a directory, which may have been moved or adopted.
+
+        Raises:
+            UsageError: it does not exist, or is outside the roots.
+        """
+        path = resolve_checkpoint(directory, self.config.roots)
+        if not path.is_dir():
+            raise UsageError(f"{path}: there is no such directory")
+        return self.finder.at(path)
 
     def drain(self) -> int:
         """Begin no more jobs, and end the server when none runs; return how many run now.
@@ -233,12 +260,13 @@ class Service:
             )
         if not path.exists():
             raise GoneError(f"{path} does not exist")
-        request, run = _place(Request(str(path), "", (), weights=weights))
+        placed = place(Request(str(path), "", (), weights=weights))
+        request, run = placed.request, placed.folder
         check_links(Path(request.checkpoint), run, self.config.roots)
         parts = Path(request.checkpoint).relative_to(run).parts
         name = "-".join(parts if weights == "model" else (*parts, weights))
-        place = RunFolder(run).merged / name  # never in a checkpoint: rotation goes by mtimes
-        target = resolve_checkpoint(str(place), self.config.roots)
+        # Never in a checkpoint: rotation goes by mtimes.
+        target = resolve_checkpoint(str(RunFolder(run).merged / name), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
             order = MergeOrder(str(path), str(target), asdict(options))
@@ -317,54 +345,3 @@ def group_by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
         name, comma, chosen = metric.partition(",")
         found.setdefault(task, {})[f"{name},{chosen if comma else 'none'}"] = value
     return found
-
-
-def _place(request: Request) -> tuple[Request, Path]:
-    """Fill in what the path says: the step, and the name of the run; return its directory too.
-
-    The directory of a run means its newest step, or the step of the request.
-
-    Raises:
-        UsageError: the run does not have that step, or the server may not read it.
-        StoreError: the store cannot be reached, or does not allow it.
-    """
-    path = path_of(request.checkpoint)
-    try:
-        found = next(find(path, Choice(weights=request.weights)))
-    except StoreError:
-        raise
-    except UnshardError as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise not_readable(error.__cause__) from error
-        # Gone, or without these weights: its name states the step all the same.
-        place, step = step_of_parents(path, sharded=False) or (path, None)
-        step = step if request.step is None else request.step
-        run = request.run or RunFolder(place.parent).name
-        return replace(request, step=step, run=run), place.parent
-    if path in found.step_dir.parents:
-        is_run = found.step is not None and step_of(path.name) is None
-        if is_run and request.step not in {None, found.step}:
-            found = _find_step(path, request)
-        path = found.step_dir
-    step = found.step if request.step is None else request.step
-    folder = found.step_dir.parent
-    run = request.run or RunFolder(found.step_dir if found.step is None else folder).name
-    return replace(request, checkpoint=str(path), step=step, run=run), folder
-
-
-def _find_step(run: Path, request: Request) -> Location:
-    """Return the checkpoint of a request's step in a run's directory.
-
-    Raises:
-        UsageError: the run does not have it: its newest must not pass for it.
-    """
-    try:
-        return next(find(run, Choice(request.step, weights=request.weights)))
-    except StoreError:
-        raise
-    except UnshardError as error:
-        raise UsageError(
-            f"{run}: the directory of this run does not have step {request.step}",
-            found=error.found or error.subject,
-            hint="give the directory of the step itself, or no step for the newest",
-        ) from error

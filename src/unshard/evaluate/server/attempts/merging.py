@@ -84,10 +84,10 @@ class Merger:
         """Remove a job's merged model, if there is one."""
         shutil.rmtree(self.merged(job_id), ignore_errors=True)
 
-    def link_best(self, request: Request, job_id: str | None) -> None:
+    def link_best(self, run: str, request: Request, job_id: str | None) -> None:
         """Have the link to a run's best model lead to that of a job; see `best_link`."""
         directory = self._directory
-        link = link_of(directory, request.run, request.profile, request.weights)
+        link = link_of(directory, run, request.profile, request.weights)
         link_best(link, directory, job_id)
 
     def recover(self) -> None:

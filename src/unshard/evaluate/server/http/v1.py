@@ -13,191 +13,50 @@ from typing import Annotated
 import fastapi
 from fastapi import APIRouter, Header, HTTPException, Query, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from unshard.evaluate.jobs import Arguments, Filters, Job, Request, Result, Status, WeightsName
+from unshard.evaluate.jobs import (
+    Filters,
+    Job,
+    Result,
+    Status,
+)
 from unshard.evaluate.server.http.answers import (
-    BoundedText,
     ErrorBody,
     Served,
-    Tasks,
     answer,
     answer_page,
 )
 from unshard.evaluate.server.http.security import refused
+from unshard.evaluate.server.http.views import (
+    Drain,
+    JobList,
+    JobPage,
+    JobView,
+    LogPart,
+    Number,
+    Place,
+    ProfileList,
+    ProfileView,
+    Reason,
+    ResultList,
+    ResultPage,
+    RunList,
+    RunView,
+    Submission,
+)
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.values import LARGEST, Whole
+from unshard.evaluate.values import LARGEST
 
 router = APIRouter(prefix="/api/v1", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
 _STREAMS = 64  # of a client
 _EVENTS = 100  # read at once, and held for a client that reads slowly
-_OF_REQUEST = frozenset({"run", "step", "weights", "profile", "tasks", "checkpoint", "fingerprint"})
-
-Number = Annotated[int, Field(ge=0, le=LARGEST)]
-
-
-class Drain(BaseModel):
-    """A server that begins no more jobs: how many run, and how many the next server will have."""
-
-    running: int
-    queued: int
-
-
-class Submission(Arguments):
-    """A job to queue; the arguments of its evaluator are keys like any others."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    checkpoint: BoundedText
-    profile: BoundedText
-    tasks: Tasks
-    step: Whole | None = None
-    run: BoundedText = ""
-    weights: WeightsName = "model"
-    pin: BoundedText | None = None
-
-    def request(self) -> Request:
-        """Return it as the value that the server works with."""
-        values = self.model_dump(exclude={"pin"})
-        arguments = Arguments(**{name: values.pop(name) for name in Arguments.model_fields})
-        return Request(**{**values, "tasks": tuple(self.tasks)}, arguments=arguments)
-
-
-class JobView(BaseModel):
-    """A job and its state; times are seconds since the epoch.
-
-    `stderr` has the standard errors of those `metrics` that have one.
-
-    `superseded_by` is the job for the files that its trainer has saved in the same place since;
-    a superseded job without one was skipped, because newer steps wait (`max_lag`).
-    `waits_for`: what the server's configuration lacks of what a queued job needs.
-    `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
-    """
-
-    id: str
-    status: Status
-    phase: str | None
-    run: str
-    step: int | None
-    weights: str
-    profile: str
-    tasks: list[str]
-    checkpoint: str
-    fingerprint: str
-    created_at: float
-    started_at: float | None
-    completed_at: float | None
-    attempts: int
-    error: str | None
-    superseded_by: str | None
-    pinned: bool
-    position: int | None
-    waits_for: str | None
-    metrics: dict[str, float]
-    stderr: dict[str, float]
-
-    @classmethod
-    def of(cls, job: Job, position: int | None, waits_for: str | None) -> "JobView":
-        """Return what clients see of a job."""
-        given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
-        given["waits_for"] = waits_for
-        given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
-        given |= {name: getattr(job, name) for name in _OF_JOB}
-        return cls.model_validate(given)
-
-
-_OF_JOB = JobView.model_fields.keys() - _OF_REQUEST - {"position", "pinned", "waits_for"}
-
-
-class ResultPage(BaseModel):
-    """Which results to list, and where to continue."""
-
-    run: BoundedText | None = None
-    step: Number | None = None
-    weights: WeightsName | None = None
-    profile: BoundedText | None = None
-    after: Number = 0
-    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
-
-
-class JobPage(BaseModel):
-    """Which jobs to list, and where to continue."""
-
-    run: BoundedText | None = None
-    step: Number | None = None
-    weights: WeightsName | None = None
-    profile: BoundedText | None = None
-    status: Status | None = None
-    before: BoundedText | None = None
-    limit: Annotated[int, Field(ge=1, le=1000)] = 100
-
-
-class JobList(BaseModel):
-    """Jobs, the newest first; `next` is the `before` of the next page, if there is one."""
-
-    jobs: list[JobView]
-    next: str | None
-
-
-class ResultView(BaseModel):
-    """One number of a job; results that arrive later have a higher `number`.
-
-    `higher_is_better` is what the evaluator says; null: it does not say it.
-    """
-
-    number: int
-    job_id: str
-    run: str
-    step: int | None
-    weights: str
-    profile: str
-    task: str
-    metric: str
-    value: float
-    completed_at: float
-    stderr: float | None
-    higher_is_better: bool | None
 
 
 _RESULT = TypeAdapter(Result)  # it has the fields of a view, which need not be made for each
-
-
-class ResultList(BaseModel):
-    """Results, by number; `next` is the `after` of the next page, if there is one."""
-
-    results: list[ResultView]
-    next: int | None
-
-
-class RunList(BaseModel):
-    """Names of training runs."""
-
-    runs: list[str]
-
-
-class LogPart(BaseModel):
-    """A part of a job's log: `offset` is where the next begins, bytes."""
-
-    text: str
-    offset: int
-    ended: bool
-
-
-class ProfileView(BaseModel):
-    """An evaluator that the server is configured with."""
-
-    name: str
-    kind: str
-    gpus: int
-
-
-class ProfileList(BaseModel):
-    """The profiles."""
-
-    profiles: list[ProfileView]
 
 
 def _find(service: Service, job_id: str) -> Job:
@@ -253,8 +112,24 @@ def cancel(service: Served, job_id: str) -> JobView:
 
 @router.post("/jobs/{job_id}/retry")
 def retry(service: Served, job_id: str) -> JobView:
-    """Queue a job again that has failed, was cancelled or skipped, or has expired."""
+    """Queue a job again that has ended; one that is completed stays, and gets a new one beside."""
     return _view(service, service.retry(_find(service, job_id)))
+
+
+@router.post("/jobs/{job_id}/hide")
+def hide(service: Served, job_id: str, why: Reason) -> JobView:
+    """Leave a job's results out of curves and tables."""
+    found = _find(service, job_id)
+    service.store.hiding.hide(found.id, why.reason)
+    return _view(service, _find(service, found.id))
+
+
+@router.post("/jobs/{job_id}/show")
+def show(service: Served, job_id: str) -> JobView:
+    """Show a job's results again; the reason why they were hidden is kept."""
+    found = _find(service, job_id)
+    service.store.hiding.show(found.id)
+    return _view(service, _find(service, found.id))
 
 
 @router.post("/drain")
@@ -279,16 +154,23 @@ def log(service: Served, job_id: str, offset: Number = 0) -> Response:
 @router.get("/results", response_model=ResultList)
 def results(service: Served, wanted: Annotated[ResultPage, Query()]) -> Response:
     """List results in the order in which they arrived, page by page."""
-    filters = Filters(**wanted.model_dump(exclude={"after", "limit"}))
-    found = service.store.results(filters, wanted.after)
+    filters = Filters(**wanted.model_dump(exclude={"after", "limit", "hidden"}))
+    found = service.store.results(filters, wanted.after, are_hidden_read=wanted.hidden)
     written = ((one.number, _RESULT.dump_json(one).decode()) for one in found)
     return answer_page("results", written, wanted.limit)
 
 
 @router.get("/runs")
 def runs(service: Served) -> RunList:
-    """List the names of all runs."""
-    return RunList(runs=service.store.runs())
+    """List all runs."""
+    found = service.store.runs.all()
+    return RunList(runs=[one.label for one in found], details=list(map(RunView.of, found)))
+
+
+@router.post("/runs")
+def see_run(service: Served, place: Place) -> RunView:
+    """Look at the directory of a run: it may have been moved, or adopted."""
+    return RunView.of(service.see_run(place.directory))
 
 
 @router.get("/profiles")
@@ -296,7 +178,10 @@ def profiles(service: Served) -> ProfileList:
     """List the profiles."""
     known = service.profiles.items()
     return ProfileList(
-        profiles=[ProfileView(name=name, kind=one.kind, gpus=one.gpus) for name, one in known]
+        profiles=[
+            ProfileView(name=name, kind=one.kind, gpus=one.gpus, revision=one.revision())
+            for name, one in known
+        ]
     )
 
 

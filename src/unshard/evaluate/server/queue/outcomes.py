@@ -5,12 +5,14 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import assert_never
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Filters, Job, Status, backoff
+from unshard.evaluate.jobs import Filters, Job, Settings, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import (
@@ -183,8 +185,11 @@ class Outcomes:
             others = set()
         for other in others:
             shutil.rmtree(other, ignore_errors=True)
+        chosen = attempt.profile.chosen(attempt.job.request.arguments)
+        settings = Settings(chosen.given(), attempt.profile.revision(), done.evaluator)
+        facts = {task: (of.version, of.n_shot, of.n_samples) for task, of in done.tasks.items()}
         found = done.metrics, done.file, done.errors, done.directions
-        if self._store.complete(job_id, *found):
+        if self._store.complete(job_id, *found, settings=settings, facts=facts):
             return
         now = self._store.get(job_id)
         if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
@@ -196,18 +201,26 @@ class Outcomes:
             job = self._store.get(job_id)
             if job is None or job.status is not Status.COMPLETED:
                 return
-            run, weights = job.request.run, job.request.weights
-            alike = Filters(Status.COMPLETED, run=run, weights=weights, profile=job.request.profile)
+            of_run = Filters(Status.COMPLETED, run=job.run.id, weights=job.request.weights)
+            alike = replace(of_run, profile=job.request.profile)
             # With "none" the others have nothing to lose, and they may be thousands.
             completed = [] if profile.keep == "none" else self._store.jobs(alike)
             if profile.keep != "none" and profile.best_metric is not None:  # before others go
-                # The base model is not merged: however good it is, no merged model goes for it.
-                merged = set(self._merger.list_kept())
-                completed = [one for one in completed if one.id in merged]
-                best = find_best(profile.best_metric, completed)
-                self._merger.link_best(job.request, None if best is None else best.id)
+                self._link_best(job, profile.best_metric, completed)
             for other in find_removable(job, profile, completed):
                 self._merger.remove(other)
+
+    def _link_best(self, job: Job, metric: str, completed: Sequence[Job]) -> None:
+        """Link the best model of a run: by the settings that most of its steps have."""
+        counts = Counter(one.settings_id for one in completed if one.hidden is None)
+        # The base model is not merged: however good it is, no merged model goes for it.
+        merged = set(self._merger.list_kept())
+        usual = max(counts, key=counts.__getitem__, default=None)
+        lined = [one for one in completed if one.id in merged and one.settings_id == usual]
+        best = find_best(metric, lined)
+        first = self._store.runs.named(job.run.name)[0].id
+        name = job.run.name if job.run.id == first else f"{job.run.name}-{job.run.id[:8]}"
+        self._merger.link_best(name, job.request, None if best is None else best.id)
 
     def _persist(self, record: Callable[[], object]) -> None:
         """Try until the database accepts it; after a stop the next server finds out by itself."""
@@ -229,25 +242,33 @@ def find_removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list
     Args:
         job: the one that is completed.
         profile: keeps nothing, all, or the best by its metric.
-        completed: the completed jobs of the same run, weights and profile, including this one.
+        completed: the completed jobs of the same run, weights and profile, including this one. Of
+            each of their settings the best is kept.
     """
     if profile.keep == "all":
         return []
     if profile.keep != "best" or profile.best_metric is None:
         return [job.id]
     everyone = sorted(completed, key=_rank)
-    best = find_best(profile.best_metric, everyone)
-    return [one.id for one in everyone if best is None or one.id != best.id]
+    best = set[str]()
+    for settings in {one.settings_id for one in everyone}:
+        line = [one for one in everyone if one.settings_id == settings]
+        found = find_best(profile.best_metric, line)
+        best |= set() if found is None else {found.id}
+    return [one.id for one in everyone if one.id not in best]
 
 
 def find_best(best_metric: str, completed: Iterable[Job]) -> Job | None:
     """Return the best job by a metric, of equals that of the lowest step; None: none has it.
 
+    Those whose results are hidden do not count.
+
     With a "-" before the metric, the lowest value is the best.
     """
     name = best_metric.removeprefix("-")
     sign = -1 if best_metric.startswith("-") else 1
-    measured = [one for one in sorted(completed, key=_rank) if name in one.metrics]
+    shown = [one for one in sorted(completed, key=_rank) if one.hidden is None]
+    measured = [one for one in shown if name in one.metrics]
     return max(measured, key=lambda one: sign * one.metrics[name], default=None)
 
 

@@ -31,7 +31,7 @@ class Ordering:
             " AND attempts = attempts_before ORDER BY queued_at, number"
         )
         with self._connections.transaction() as connection:
-            rows = connection.execute(query, (job.request.run, job.request.profile)).fetchall()
+            rows = connection.execute(query, (job.run.id, job.request.profile)).fetchall()
             before = -math.inf
             for place, row in zip(rows, sorted(rows, key=lambda row: -row["step"]), strict=True):
                 # Equal times would leave it to the numbers of the jobs, which stay.
@@ -51,7 +51,7 @@ class Ordering:
             Their ids.
         """
         step, now = job.request.step or 0, time.time()
-        of_run = (job.request.run, job.request.profile)
+        of_run = (job.run.id, job.request.profile)
         query = f"SELECT DISTINCT step FROM jobs WHERE {_OF_RUN} ORDER BY step DESC LIMIT ?"  # noqa: S608
         with self._connections.transaction() as connection:
             steps = [row["step"] for row in connection.execute(query, (*of_run, most))]

@@ -8,10 +8,11 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from unshard.evaluate.jobs import Filters, Phase, Result, Status
+from unshard.evaluate.jobs import Filters, Phase, Result, Run, Status
 from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, condition_of
 
-_FROM = "FROM jobs JOIN results ON results.job_id = jobs.id"
+_FROM = "FROM jobs JOIN results ON results.job_id = jobs.id JOIN runs ON runs.id = jobs.run"
+_SHOWN = "status = 'completed' AND step IS NOT NULL AND hidden IS NULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,12 @@ class RunSummary:
     """A training run.
 
     Attributes:
-        name: the run's.
+        run: which it is.
         counts: how many jobs it has of each status.
         step: the highest step that was submitted, if one is known.
     """
 
-    name: str
+    run: Run
     counts: Mapping[Status, int] = field(default_factory=dict)
     step: int | None = None
 
@@ -56,24 +57,27 @@ class EndedAttempt:
 def list_runs(
     connection: sqlite3.Connection, text: str, *, limit: int, offset: int
 ) -> list[RunSummary]:
-    """Return runs whose names contain a text, that of the newest job first."""
+    """Return runs whose labels or directories contain a text, that of the newest job first."""
     states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in Status)
     rows = connection.execute(
-        f"SELECT run, MAX(step), {states} FROM"  # noqa: S608
+        f"SELECT runs.id, name, directory, label, MAX(step), {states} FROM"  # noqa: S608
         # An index has all of this, in this order.
         " (SELECT run, status, COUNT(*) AS jobs, MAX(step) AS step, MAX(number) AS newest FROM jobs"
-        " WHERE instr(run, ?) OR ? = '' GROUP BY run, status)"
+        " GROUP BY run, status) JOIN runs ON runs.id = run"
+        " WHERE instr(label, ?) OR instr(directory, ?) OR ? = ''"
         " GROUP BY run ORDER BY MAX(newest) DESC LIMIT ? OFFSET ?",
-        (text, text, limit, offset),
+        (text, text, text, limit, offset),
     )
-    return [RunSummary(row[0], dict(zip(Status, row[2:], strict=True)), row[1]) for row in rows]
+    return [
+        RunSummary(Run(*row[:4]), dict(zip(Status, row[5:], strict=True)), row[4]) for row in rows
+    ]
 
 
 def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str) -> list[str]:
-    """Return the names "task/metric" of all results of runs that contain a text."""
+    """Return the names "task/metric" of all results that contain a text, of runs by their ids."""
     rows = connection.execute(
         f"SELECT DISTINCT metric {_FROM}"
-        f" WHERE run IN ({_marks(runs)}) AND status = 'completed' AND step IS NOT NULL"
+        f" WHERE jobs.run IN ({_marks(runs)}) AND {_SHOWN}"
         " AND (instr(metric, ?) OR ? = '') ORDER BY metric",
         (*runs, text, text),
     )
@@ -83,10 +87,13 @@ def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str)
 def list_points(
     connection: sqlite3.Connection, runs: Sequence[str], metrics: Sequence[str]
 ) -> list[Result]:
-    """Return the results of runs that have a step, of some metrics, in the order they came."""
+    """Return the results that plots show of some metrics, in the order they came.
+
+    `runs` are ids. Results have a step, and are not hidden.
+    """
     rows = connection.execute(
-        f"SELECT {RESULT_COLUMNS} {_FROM} WHERE run IN ({_marks(runs)}) AND status = 'completed'"
-        f" AND step IS NOT NULL AND metric IN ({_marks(metrics)}) ORDER BY results.rowid",
+        f"SELECT {RESULT_COLUMNS} {_FROM} WHERE jobs.run IN ({_marks(runs)})"
+        f" AND {_SHOWN} AND metric IN ({_marks(metrics)}) ORDER BY results.rowid",
         (*runs, *metrics),
     )
     return list(map(as_result, rows))
@@ -105,8 +112,8 @@ def results_of(connection: sqlite3.Connection, job_id: str) -> list[Result]:
 def list_holders(connection: sqlite3.Connection) -> list[Holder]:
     """Return the jobs that have GPUs, or the CPU."""
     rows = connection.execute(
-        "SELECT jobs.id, run, step, status, attempts.gpus FROM attempts"
-        " JOIN jobs ON jobs.id = attempts.job_id"
+        "SELECT jobs.id, label, step, status, attempts.gpus FROM attempts"
+        " JOIN jobs ON jobs.id = attempts.job_id JOIN runs ON runs.id = jobs.run"
         " WHERE attempts.ended_at IS NULL ORDER BY began_at"
     )
     return [

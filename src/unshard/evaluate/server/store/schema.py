@@ -16,8 +16,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from unshard.errors import UsageError
+from unshard.evaluate.jobs import Settings, Status
 from unshard.evaluate.run_folder import PINS
-from unshard.evaluate.server.store.statements import as_request
+from unshard.evaluate.server.store.runs import directory_of, new_run_id, place_job, record_run
+from unshard.evaluate.server.store.statements import as_request, settings_as_json
 from unshard.read.step_names import STATE_FOLDER
 
 _log = logging.getLogger(__name__)
@@ -144,11 +146,99 @@ def _add_deliveries(connection: sqlite3.Connection) -> None:
     )
 
 
+_NUMBERS_THAT_SAY_MORE = """
+CREATE TABLE runs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    name TEXT NOT NULL,
+    directory TEXT NOT NULL,
+    label TEXT NOT NULL
+);
+CREATE INDEX runs_by_name ON runs (name);
+CREATE INDEX runs_by_directory ON runs (directory);
+CREATE INDEX runs_by_label ON runs (label);
+CREATE TABLE new_jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    key TEXT NOT NULL,
+    again TEXT NOT NULL DEFAULT '',
+    request TEXT NOT NULL,
+    run TEXT NOT NULL,
+    step INTEGER,
+    weights TEXT NOT NULL,
+    profile TEXT NOT NULL,
+    status TEXT NOT NULL,
+    phase TEXT,
+    created_at REAL NOT NULL,
+    queued_at REAL NOT NULL,
+    not_before REAL NOT NULL DEFAULT 0,
+    started_at REAL,
+    completed_at REAL,
+    pin TEXT,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    error TEXT,
+    results TEXT,
+    superseded_by TEXT,
+    attempts_before INTEGER NOT NULL DEFAULT 0,
+    alike TEXT,
+    settings TEXT,
+    hidden TEXT,
+    was_hidden TEXT
+);
+INSERT INTO new_jobs (number, id, key, request, run, step, weights, profile, status, phase,
+    created_at, queued_at, not_before, started_at, completed_at, pin, attempts, failures, error,
+    results, superseded_by, attempts_before, alike)
+    SELECT number, id, key, request, run, step, weights, profile, status, phase, created_at,
+    queued_at, not_before, started_at, completed_at, pin, attempts, failures, error, results,
+    superseded_by, attempts_before, alike FROM jobs;
+DROP TABLE jobs;
+ALTER TABLE new_jobs RENAME TO jobs;
+CREATE UNIQUE INDEX jobs_by_key ON jobs (key, again);
+CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
+CREATE INDEX jobs_by_step ON jobs (run, step);
+CREATE INDEX jobs_by_pin ON jobs (pin);
+CREATE INDEX jobs_alike ON jobs (alike);
+CREATE INDEX jobs_of_status ON jobs (status, number);
+CREATE INDEX jobs_of_runs ON jobs (run, status, step);
+ALTER TABLE results ADD COLUMN task_version TEXT;
+ALTER TABLE results ADD COLUMN n_shot INTEGER;
+ALTER TABLE results ADD COLUMN n_samples INTEGER;
+DROP TABLE deliveries
+"""
+
+
+def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
+    """Version 5: runs are directories, and numbers have what they were measured with.
+
+    Of what was measured before, only the arguments of its submission are known. A base model, which
+    is in no run's directory, belongs to the run of its name that began after it.
+    """
+    for statement in _NUMBERS_THAT_SAY_MORE.split(";"):
+        connection.execute(statement)
+    rows = connection.execute("SELECT number, request, status FROM jobs ORDER BY number DESC")
+    known: dict[tuple[str, str], str] = {}  # ids, by directory, or by name without one
+    newest: dict[str, str] = {}  # directories, by name: of the job that came next
+    for number, text, status in rows.fetchall():
+        request = as_request(text)
+        path = directory_of(request)
+        path = newest.get(request.run, "") if path is None else path
+        newest[request.run] = path
+        place = (path, "" if path else request.run)
+        if place not in known:
+            known[place] = record_run(connection, new_run_id(), request.run, path).id
+        place_job(connection, number, text, known[place])
+        if status == Status.COMPLETED:
+            settings = settings_as_json(Settings(request.arguments.given()))
+            connection.execute("UPDATE jobs SET settings = ? WHERE number = ?", (settings, number))
+
+
 _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _make_tables,
     _complete_tables,
     _add_direction,
     _add_deliveries,
+    _say_more_of_numbers,
 )
 """Each runs in a transaction of its own. What was released is never changed: a new one is appended,
 and the tests get a database of the version before it."""

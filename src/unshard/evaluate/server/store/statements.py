@@ -5,11 +5,22 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from itertools import chain, count
 
-from unshard.evaluate.jobs import Arguments, Filters, Job, JobEvent, Phase, Request, Result, Status
+from unshard.evaluate.jobs import (
+    Arguments,
+    Filters,
+    Job,
+    JobEvent,
+    Phase,
+    Request,
+    Result,
+    Run,
+    Settings,
+    Status,
+)
 from unshard.evaluate.process import Process
 
 _EVENTS = 100_000
@@ -37,26 +48,38 @@ FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
 """Which jobs ended before a time that is its one value, and have attempts to forget."""
 
 _JOB_COLUMNS = """
-    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory
+    jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory,
+    runs.name AS run_name, runs.directory AS run_directory, runs.label AS run_label
     FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
+    LEFT JOIN runs ON runs.id = jobs.run
 """  # what `_as_job` reads, after SELECT
 
 RESULT_COLUMNS = """
-    results.rowid AS number, id AS job_id, run, step, weights, profile, metric, value, completed_at,
-    stderr, higher_is_better
+    results.rowid AS number, jobs.id AS job_id, runs.label AS run, step, weights, profile, metric,
+    value, completed_at, stderr, higher_is_better, jobs.run AS run_id, settings, task_version,
+    n_shot, n_samples, hidden
 """
-"""What `as_result` reads of `results` and `jobs`."""
+"""What `as_result` reads of `results`, `jobs` and `runs`."""
 
 _PLAIN_FIELDS = tuple(
     "id created_at started_at completed_at pin attempts error results failures "
-    "superseded_by".split()
+    "superseded_by hidden was_hidden".split()
 )
 _OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
-_FILTERED = ("status", "run", "step", "weights", "profile")
+_FILTERED = ("status", "step", "weights", "profile")
+IS_CALLED = "? IN (id, label, name, directory)"
+"""Which runs a text means, which is its one value."""
+
+_RUN = f"jobs.run IN (SELECT id FROM runs WHERE {IS_CALLED})"
 
 
-Numbers = tuple[float, float | None, bool | None]
-"""What is kept of a metric: its value, its standard error, whether higher is better."""
+Facts = tuple[str | None, int | None, int | None]
+"""What is known of a task: its version, its few-shot examples, its samples."""
+
+NO_FACTS: Facts = (None, None, None)
+
+Numbers = tuple[float, float | None, bool | None, str | None, int | None, int | None]
+"""What is kept of a metric: value, standard error, whether higher is better; and of its task."""
 
 
 def request_as_json(request: Request) -> str:
@@ -83,6 +106,16 @@ def _parsed(text: str) -> Request:
 _remembered = lru_cache(maxsize=512)(_parsed)
 
 
+def settings_as_json(settings: Settings) -> str:
+    """Return settings as text; equal ones have the same."""
+    return json.dumps(asdict(settings), sort_keys=True)
+
+
+@lru_cache(maxsize=512)
+def _as_settings(text: str) -> Settings:
+    return Settings(**json.loads(text))
+
+
 def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
     process, metrics, errors = None, dict[str, float](), dict[str, float]()
     if row["pid"] is not None:
@@ -101,6 +134,8 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
         process=process,
         metrics=metrics,
         stderr=errors,
+        run=Run(row["run"], row["run_name"], row["run_directory"], row["run_label"]),
+        settings=None if row["settings"] is None else _as_settings(row["settings"]),
         **{name: row[name] for name in _PLAIN_FIELDS},
     )
 
@@ -122,18 +157,29 @@ def as_event(row: sqlite3.Row) -> JobEvent:
 
 def as_result(row: sqlite3.Row) -> Result:
     """Return a result from a row of `RESULT_COLUMNS`."""
-    number, job_id, run, step, weights, profile, name, value, completed_at, error, better = row
-    task, _, metric = name.partition("/")
-    better = None if better is None else bool(better)
-    place = (number, job_id, run, step, weights, profile, task, metric)
-    return Result(*place, value, completed_at, error, better)
+    values = dict(row)
+    task, _, metric = values.pop("metric").partition("/")
+    better = values.pop("higher_is_better")
+    settings = _as_settings(values.pop("settings"))
+    return Result(
+        **values,
+        task=task,
+        metric=metric,
+        higher_is_better=None if better is None else bool(better),
+        settings=settings.id,
+        arguments=settings.arguments,
+        revision=settings.revision,
+        evaluator=settings.evaluator,
+    )
 
 
 def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
     """Return the condition on jobs that filters mean, and its values."""
     given = {name: getattr(filters, name) for name in _FILTERED}
-    kept = {name: value for name, value in given.items() if value is not None}
-    return " AND ".join(["TRUE", *(f"jobs.{name} = ?" for name in kept)]), list(kept.values())
+    kept = {f"jobs.{name} = ?": value for name, value in given.items() if value is not None}
+    if filters.run is not None:
+        kept[_RUN] = filters.run
+    return " AND ".join(["TRUE", *kept]), list(kept.values())
 
 
 def read_job(connection: sqlite3.Connection, job_id: str) -> Job | None:
@@ -152,14 +198,14 @@ def read_jobs(
 def insert_job(
     connection: sqlite3.Connection, request: Request, pin: str | None, now: float
 ) -> str:
-    """Queue the first job of a request's key; return its id."""
+    """Queue a job that is new; return its id."""
     job_id = secrets.token_hex(8)
     connection.execute(
-        "INSERT INTO jobs (id, key, alike, request, run, step, weights, profile,"
-        " status, created_at, queued_at, pin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO jobs (id, key, again, alike, request, run, step, weights, profile,"
+        " status, created_at, queued_at, pin) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            *(job_id, request.key, request.alike, request_as_json(request)),
-            *(request.run, request.step, request.weights, request.profile),
+            *(job_id, request.key, request.again, request.alike, request_as_json(request)),
+            *(request.run_id, request.step, request.weights, request.profile),
             *(Status.QUEUED, now, now, pin),
         ),
     )
@@ -203,10 +249,10 @@ def add_event(connection: sqlite3.Connection, job_id: str, at: float) -> None:
 
 def _error(text: str) -> str:
     """Return an error as it is kept: an evaluator's may have any length."""
-    return _storable(text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}...")
+    return storable(text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}...")
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """Return a text that SQLite takes: a file's name may have bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -221,16 +267,16 @@ def replace_results(
     A name that SQLite does not take is changed; if
     another has that name, it gets a number.
     """
-    found = {name: value for name, value in metrics.items() if _storable(name) == name}
+    found = {name: value for name, value in metrics.items() if storable(name) == name}
     for name, value in metrics.items():
-        fit = _storable(name)
+        fit = storable(name)
         if fit != name:
             others = (f"{fit} ({number})" for number in count(2))
             found[next(one for one in chain([fit], others) if one not in found)] = value
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
-        "INSERT INTO results (job_id, metric, value, stderr, higher_is_better)"
-        " VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO results (job_id, metric, value, stderr, higher_is_better, task_version,"
+        " n_shot, n_samples) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         [(job_id, name, *numbers) for name, numbers in found.items()],
     )
 

@@ -9,17 +9,29 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Status
+from unshard.evaluate.jobs import (
+    Filters,
+    Job,
+    JobEvent,
+    Phase,
+    Request,
+    Result,
+    Settings,
+    Status,
+)
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.deliveries import Deliveries, record_end
+from unshard.evaluate.server.store.hiding import Hiding
 from unshard.evaluate.server.store.leftovers import Leftovers
 from unshard.evaluate.server.store.ordering import Ordering
 from unshard.evaluate.server.store.pin_records import PinRecords
+from unshard.evaluate.server.store.run_records import RunRecords
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
+    NO_FACTS,
     RESULT_COLUMNS,
+    Facts,
     Numbers,
     add_event,
     as_event,
@@ -33,8 +45,11 @@ from unshard.evaluate.server.store.statements import (
     read_job,
     read_jobs,
     replace_results,
+    settings_as_json,
 )
 
+_NEWEST = """SELECT id, status FROM jobs WHERE key = ?1 AND (?2 = '' OR again = ?2)
+    ORDER BY number DESC LIMIT 1"""
 _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 
@@ -45,7 +60,8 @@ class Store:
         pins: which pins the jobs need.
         leftovers: the directories that jobs have left.
         ordering: the places of queued jobs.
-        deliveries: what is still to be told about jobs that have ended.
+        hiding: which results are left out.
+        runs: which training runs there are.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +71,8 @@ class Store:
         self._rows, self._texts = self._connections.rows, self._connections.texts
         self.pins = PinRecords(self._connections)
         self.leftovers = Leftovers(self._connections)
-        self.deliveries = Deliveries(self._connections)
+        self.hiding = Hiding(self._connections)
+        self.runs = RunRecords(self._connections)
 
     def close(self) -> None:
         """Close the connections of all threads, none of which may use the store any more."""
@@ -75,16 +92,16 @@ class Store:
         return read_jobs(self._connections.own, rest, values)
 
     def submit(self, request: Request, *, pin: str | None) -> tuple[Job, bool]:
-        """Queue a request; return its job, and whether there was none of its key.
+        """Queue a request; return its job, and whether it is new.
 
-        The same key again returns the same job. A job that failed, was cancelled or expired is
-        queued anew, with the new request's checkpoint and pin; under a new id if its attempts were
-        forgotten, because the directory that its old id names may be being removed.
+        The same request again returns the same job, the newest of its key. A job that failed, was
+        cancelled or expired is queued anew, with the new request's checkpoint and pin; under a new
+        id if its attempts were forgotten, because the directory that its old id names may be being
+        removed. A request to evaluate again gets a job of its own.
         """
         now = time.time()
         with self._transaction() as connection:
-            found = connection.execute("SELECT id, status FROM jobs WHERE key = ?", (request.key,))
-            row = found.fetchone()
+            row = connection.execute(_NEWEST, (request.key, request.again)).fetchone()
             job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
             if row is not None and Status(row["status"]) in _AGAIN:
                 job_id = queue_again(connection, job_id, request, pin, now)
@@ -178,24 +195,34 @@ class Store:
             if done.rowcount:
                 add_event(connection, job_id, time.time())
 
-    def complete(
+    def complete(  # noqa: PLR0913  (what is known of a number)
         self,
         job_id: str,
         metrics: Mapping[str, float],
         results: Path | None,
         errors: Mapping[str, float] | None = None,
         directions: Mapping[str, bool] | None = None,
+        *,
+        settings: Settings | None = None,
+        facts: Mapping[str, Facts] | None = None,
     ) -> bool:
         """End the open attempt with what was measured; return whether the job was still running.
 
         `errors` are the standard errors of those metrics that have one, and `directions` whether
-        higher is better, where that is known.
+        higher is better, where that is known. `facts` are those of tasks.
         """
-        errors, directions = errors or {}, directions or {}
-        file = None if results is None else str(results)
-        changes = {**change_to_final(Status.COMPLETED), "results": file}
+        errors, directions, facts = errors or {}, directions or {}, facts or {}
+        changes = {
+            **change_to_final(Status.COMPLETED),
+            "results": None if results is None else str(results),
+            "settings": settings_as_json(settings or Settings()),
+        }
         found = {
-            name: (value, errors.get(name), directions.get(name)) for name, value in metrics.items()
+            name: (
+                *(value, errors.get(name), directions.get(name)),
+                *facts.get(name.partition("/")[0], NO_FACTS),
+            )
+            for name, value in metrics.items()
         }
         return self._end(job_id, Status.COMPLETED, changes, found)
 
@@ -250,8 +277,6 @@ class Store:
                 if metrics is not None:
                     replace_results(connection, job_id, metrics)
                 add_event(connection, job_id, now)
-                if self.deliveries.are_wanted:
-                    record_end(connection, job_id, now)
         return is_running
 
     # What is read.
@@ -265,15 +290,15 @@ class Store:
         # The plus keeps SQLite from walking through all jobs in the order of their numbers.
         return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
 
-    def status_of(self, key: str) -> Status | None:
-        """Return the status of the job of a request's key, if there is one."""
-        found = self._texts("SELECT status FROM jobs WHERE key = ?", key)
-        return Status(found[0]) if found else None
+    def status_of(self, request: Request) -> Status | None:
+        """Return the status of the job of a request, if there is one."""
+        found = self._rows(_NEWEST, request.key, request.again)
+        return Status(found[0]["status"]) if found else None
 
     def alike(self, request: Request) -> list[Job]:
         """Return the jobs that differ from a request in the fingerprint at most, newest first.
 
-        Runs in different places may have the same name, so the checkpoint's path is the same, too.
+        The checkpoint's path is the same, too: a run may have been moved.
         """
         found = self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike)
         return [job for job in found if job.request.checkpoint == request.checkpoint]
@@ -337,22 +362,22 @@ class Store:
         query = "SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number LIMIT ?"
         return self._texts(query, -1 if most is None else most)
 
-    def runs(self) -> list[str]:
-        """Return the names of all runs."""
-        return self._texts("SELECT DISTINCT run FROM jobs ORDER BY run")
-
-    def results(self, filters: Filters, after: int = 0) -> Iterator[Result]:
+    def results(
+        self, filters: Filters, after: int = 0, *, are_hidden_read: bool = False
+    ) -> Iterator[Result]:
         """Read the numbers of completed jobs one by one, in the order in which they came.
 
         The filters' `limit` counts numbers; `after` is the number of the last one to leave out.
+        Those that are hidden are only read if that is asked for.
         """
         where, values = condition_of(filters)
+        where += "" if are_hidden_read else " AND hidden IS NULL"
         # SQLite reads the left table of a CROSS JOIN first: all results in order, or a run's jobs.
         tables = ("results CROSS JOIN jobs", "jobs CROSS JOIN results")[filters.run is not None]
         query = (
             f"SELECT {RESULT_COLUMNS} FROM {tables} ON jobs.id = results.job_id"  # noqa: S608
-            " WHERE results.rowid > ? AND jobs.status = 'completed'"
-            f" AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)"
+            " CROSS JOIN runs ON runs.id = jobs.run WHERE results.rowid > ?"
+            f" AND jobs.status = 'completed' AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)"
         )
         return map(as_result, self.connection.execute(query, [after, *values, filters.limit]))
 

@@ -2,24 +2,29 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
-from unshard.evaluate.comparing import best_of
+from unshard.evaluate.comparing import best_of, describe_settings
 from unshard.evaluate.jobs import Result
 
-_COLUMNS = ("run", "weights", "profile", "step", "task", "metric", "value", "stderr", "completed")
+_COLUMNS = (
+    *("run", "weights", "profile", "step", "task", "metric", "value", "stderr", "completed"),
+    *("arguments", "revision", "evaluator", "task_version", "n_shot", "n_samples"),
+)
 _ORDER = ("model", "ema")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Series(BaseModel):
-    """A line: the points of a run, its weights and a profile, by rising step.
+    """A line: the points of a run, weights, profile and settings, by rising step.
 
     Attributes:
         run, weights, profile: whose.
+        settings: what distinguishes its settings from those of the plot's other lines.
         steps, values: of the points.
         errors: the standard errors of the values; None where there is none.
         base: the value at step 0, which is the model that training began with.
@@ -30,6 +35,7 @@ class Series(BaseModel):
     run: str
     weights: str
     profile: str
+    settings: str
     steps: list[int]
     values: list[float]
     errors: list[float | None]
@@ -47,8 +53,9 @@ class Plot(BaseModel):
 
 
 class PlotList(BaseModel):
-    """The plots of a page."""
+    """The plots of a page; `runs` are the labels of those that were asked for, in this order."""
 
+    runs: list[str]
     plots: list[Plot]
 
 
@@ -58,11 +65,12 @@ def make_plots(points: Iterable[Result], names: Sequence[str], runs: Sequence[st
     Args:
         points: results with a step, in the order in which they came; of a step's, the last counts.
         names: "task/metric".
-        runs: the names of the runs.
+        runs: the labels of the runs.
     """
-    found: dict[str, dict[tuple[int, int, str], dict[int, Result]]] = {name: {} for name in names}
+    found: dict[str, dict[tuple[int, int, str, str], dict[int, Result]]]
+    found = {name: {} for name in names}
     for one in points:
-        line = (runs.index(one.run), _ORDER.index(one.weights), one.profile)
+        line = (runs.index(one.run), _ORDER.index(one.weights), *one.line[2:])
         found[f"{one.task}/{one.metric}"].setdefault(line, {})[one.step or 0] = one
     return [
         _make_plot(name, [lines[line] for line in sorted(lines)])
@@ -73,16 +81,19 @@ def make_plots(points: Iterable[Result], names: Sequence[str], runs: Sequence[st
 
 def _make_plot(name: str, lines: Sequence[dict[int, Result]]) -> Plot:
     task, _, metric = name.partition("/")
-    return Plot(name=name, task=task, metric=metric, series=list(map(_make_series, lines)))
+    named = describe_settings(one for points in lines for one in points.values())
+    series = [_make_series(points, named) for points in lines]
+    return Plot(name=name, task=task, metric=metric, series=series)
 
 
-def _make_series(points: dict[int, Result]) -> Series:
+def _make_series(points: dict[int, Result], named: Mapping[str, str]) -> Series:
     ordered = [points[step] for step in sorted(points)]
     first, best = ordered[0], best_of(ordered)
     return Series(
         run=first.run,
         weights=first.weights,
         profile=first.profile,
+        settings=named[first.settings],
         steps=sorted(points),
         values=[one.value for one in ordered],
         errors=[one.stderr for one in ordered],
@@ -103,7 +114,10 @@ def as_csv(points: Iterable[Result]) -> str:
         when = datetime.fromtimestamp(one.completed_at, UTC).isoformat(timespec="seconds")
         names = map(_plain, (one.run, one.weights, one.profile))
         what = map(_plain, (one.task, one.metric))
-        writer.writerow((*names, one.step, *what, repr(one.value), one.stderr, when))
+        said = map(_plain, (json.dumps(dict(one.arguments)), one.revision, one.evaluator or ""))
+        of_task = (_plain(one.task_version or ""), one.n_shot, one.n_samples)
+        row = (*names, one.step, *what, repr(one.value), one.stderr, when, *said, *of_task)
+        writer.writerow(row)
     return file.getvalue()
 
 

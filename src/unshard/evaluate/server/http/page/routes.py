@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.requests import HTTPConnection
 
-from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.jobs import Filters, Job, Run, Status
 from unshard.evaluate.pins.pin import Pin
 from unshard.evaluate.server.http.answers import BoundedText, Served, answer
 from unshard.evaluate.server.http.page.plots import PlotList, as_csv, make_plots
@@ -187,18 +187,26 @@ def _gpus(service: Service) -> Mapping[str, object]:
 def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
     """Show the plots of runs, overlaid."""
     service = views.service
-    names = _plotted(service, wanted)
+    found = _runs_of(service, wanted.run)
+    names = _plotted(service, found, wanted)
     return views.show(
         "runs.html",
-        _title_of(wanted.run),
+        _title_of([one.label for one in found]),
         wanted=wanted,
         names=names[:_PLOTS],
         has_more=len(names) > _PLOTS,
+        unknown=[name for name in wanted.run if not service.store.runs.called(name)],
         jobs={
-            run: _rows(service, service.store.jobs(Filters(run=run, limit=_FEW)))
-            for run in wanted.run
+            run: _rows(service, service.store.jobs(Filters(run=run.id, limit=_FEW)))
+            for run in found
         },
     )
+
+
+def _runs_of(service: Service, names: Sequence[str]) -> list[Run]:
+    """Return the runs that are called by these names, in their order; each once."""
+    found = [run for name in names for run in service.store.runs.called(name)]
+    return list({run.id: run for run in found}.values())[:_MOST_RUNS]
 
 
 def _title_of(runs: Sequence[str]) -> str:
@@ -206,9 +214,9 @@ def _title_of(runs: Sequence[str]) -> str:
     return f"{named} and {more} more" if more > 0 else named or "Runs"
 
 
-def _plotted(service: Service, wanted: PlotsPage) -> list[str]:
+def _plotted(service: Service, runs: Sequence[Run], wanted: PlotsPage) -> list[str]:
     """Return the names of the metrics of a page of plots, and one more if there are more."""
-    names = list_metrics(service.store.connection, wanted.run, wanted.q)
+    names = list_metrics(service.store.connection, [one.id for one in runs], wanted.q)
     start = (wanted.page - 1) * _PLOTS
     return names[start : start + _PLOTS + 1]
 
@@ -216,9 +224,11 @@ def _plotted(service: Service, wanted: PlotsPage) -> list[str]:
 @router.get("/view/plots.json")
 def plots(service: Served, wanted: Annotated[PlotsPage, Query()]) -> Response:
     """Return the data of a page of plots."""
-    names = _plotted(service, wanted)[:_PLOTS]
-    points = list_points(service.store.connection, wanted.run, names)
-    return answer(PlotList(plots=make_plots(points, names, wanted.run)))
+    found = _runs_of(service, wanted.run)
+    names = _plotted(service, found, wanted)[:_PLOTS]
+    points = list_points(service.store.connection, [one.id for one in found], names)
+    labels = [one.label for one in found]
+    return answer(PlotList(runs=labels, plots=make_plots(points, names, labels)))
 
 
 class OnePlot(BaseModel):
@@ -231,7 +241,8 @@ class OnePlot(BaseModel):
 @router.get("/view/plot.csv")
 def plot_csv(service: Served, wanted: Annotated[OnePlot, Query()]) -> Response:
     """Return the points of a plot as CSV."""
-    text = as_csv(list_points(service.store.connection, wanted.run, [wanted.metric]))
+    ids = [one.id for one in _runs_of(service, wanted.run)]
+    text = as_csv(list_points(service.store.connection, ids, [wanted.metric]))
     attached = {"Content-Disposition": 'attachment; filename="plot.csv"'}
     return Response(text, media_type="text/csv", headers={**HEADERS, **attached})
 

@@ -170,10 +170,15 @@ document.addEventListener("click", async (event) => {
   if (!button || button.ariaBusy === "true") return;
   const { action, job } = button.dataset;
   if (action === "cancel" && !confirm(`Cancel job ${job.slice(0, 8)}?`)) return;
+  const reason = action === "hide" ? prompt("Why are these results left out of curves and tables?") : "";
+  if (reason === null) return;
   button.ariaBusy = "true"; // a button that is disabled would lose the focus
   try {
     if (action === "cancel") await ask("DELETE", `/api/v1/jobs/${job}`);
-    else await ask("POST", `/api/v1/jobs/${job}/retry`);
+    else {
+      const found = await ask("POST", `/api/v1/jobs/${job}/${action}`, reason ? { reason } : undefined);
+      if (action === "retry" && found.id !== job) return void (location.href = `/view/jobs/${found.id}`);
+    }
     await refresh();
   } catch (error) {
     byId("announce").textContent = error.message;

@@ -10,6 +10,12 @@ const make = (tag, text, fields = {}) => Object.assign(document.createElement(ta
 const short = (value, digits = 6) => Number(value.toPrecision(digits)).toString();
 /* Of runs with the same colour, the later ones have hollow points. */
 const isHollow = (one, runs) => runs.indexOf(one.run) % (2 * COLOURS) >= COLOURS;
+/* Solid, dashed for EMA; what differs from these in its settings alone is dotted. */
+function dashOf(one, plot) {
+  const isFurther = plot.series.some((other) => other.settings < one.settings && ["run", "weights", "profile"].every((key) => other[key] === one[key]));
+  const dash = one.weights === "ema" ? [8, 5] : [];
+  return isFurther ? [...dash, 2, 4] : dash;
+}
 
 /* What distinguishes the lines of a plot is what their names have. */
 function nameLines(series) {
@@ -17,6 +23,7 @@ function nameLines(series) {
   return series.map((one) => {
     const parts = [one.run, one.weights];
     if (several("profile")) parts.push(one.profile);
+    if (one.settings) parts.push(one.settings);
     return parts.join(" · ");
   });
 }
@@ -114,7 +121,7 @@ function options(plot, runs, width, aligned) {
   const names = nameLines(plot.series);
   const lines = plot.series.map((one, line) => ({
     label: names[line], stroke: strokes[line], width: 2, spanGaps: true,
-    dash: one.weights === "ema" ? [8, 5] : undefined, points: { show: true, size: 7, fill: isHollow(one, runs) ? colour("--back") : strokes[line] },
+    dash: dashOf(one, plot), points: { show: true, size: 7, fill: isHollow(one, runs) ? colour("--back") : strokes[line] },
     value: (u, value) => (value === null ? "–" : short(value)),
   }));
   const bases = aligned.bases.map((one) => ({
@@ -153,7 +160,7 @@ function legendOf(plot, runs) {
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     for (const [key, value] of Object.entries({ width: 28, height: 8, "aria-hidden": "true" })) svg.setAttribute(key, value);
     const stroke = document.createElementNS(svg.namespaceURI, "path");
-    const dash = one.weights === "ema" ? "6 4" : "none";
+    const dash = dashOf(one, plot).join(" ") || "none";
     for (const [key, value] of Object.entries({ d: "M0 4h28", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dash })) stroke.setAttribute(key, value);
     const point = document.createElementNS(svg.namespaceURI, "circle");
     for (const [key, value] of Object.entries({ cx: 14, cy: 4, r: 2.75, stroke: "currentColor", fill: isHollow(one, runs) ? colour("--back") : "currentColor" })) point.setAttribute(key, value);
@@ -230,10 +237,10 @@ function draw(plot, runs) {
 
 const AGAIN_MS = 5000;
 let known = [];
+let runs = [];
 let again = null;
 
 function drawAll(isAnew) {
-  const runs = new URLSearchParams(location.search).getAll("run");
   for (const [name, figure] of figures) {
     if (isAnew) figure.state = null;
     if (!known.some((one) => one.name === name)) {
@@ -252,7 +259,7 @@ async function load() {
   try {
     const answer = await fetch(plotsBox.dataset.source, { headers: { "X-Unshard-Page": "1" } });
     if (!answer.ok) throw new Error(`the server answers with ${answer.status}`);
-    known = (await answer.json()).plots;
+    ({ plots: known, runs } = await answer.json());
     drawAll(false);
     loading.hidden = true;
   } catch (error) {

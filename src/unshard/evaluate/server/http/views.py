@@ -1,0 +1,255 @@
+"""What clients of `/api/v1` send and get, as models; its OpenAPI description comes from them."""
+
+import secrets
+from dataclasses import asdict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from unshard.evaluate.jobs import Arguments, Job, Request, Run, Settings, Status, WeightsName
+from unshard.evaluate.server.http.answers import BoundedText, Tasks
+from unshard.evaluate.values import LARGEST, Whole
+
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
+_OF_REQUEST = "step weights profile tasks checkpoint fingerprint again".split()
+_OF_JOB = (
+    "id status phase created_at started_at completed_at attempts error superseded_by metrics"
+    " stderr hidden was_hidden"
+).split()
+
+
+class Drain(BaseModel):
+    """A server that begins no more jobs: how many run, and how many the next server will have."""
+
+    running: int
+    queued: int
+
+
+class Submission(Arguments):
+    """A job to queue; the arguments of its evaluator are keys like any others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: BoundedText
+    profile: BoundedText
+    tasks: Tasks
+    step: Whole | None = None
+    run: BoundedText = ""
+    weights: WeightsName = "model"
+    pin: BoundedText | None = None
+    directory: BoundedText = ""
+    """Of the run, where the checkpoint is not in it."""
+    again: bool | Annotated[str, Field(pattern=r"^[0-9a-zA-Z_-]{1,64}$")] = False
+    """Evaluate again what has been evaluated; a text makes the same request again the same job."""
+
+    def request(self) -> Request:
+        """Return it as the value that the server works with."""
+        values = self.model_dump(exclude={"pin", "again"})
+        arguments = Arguments(**{name: values.pop(name) for name in Arguments.model_fields})
+        again = secrets.token_hex(4) if self.again is True else self.again or ""
+        return Request(
+            **{**values, "tasks": tuple(self.tasks), "again": again}, arguments=arguments
+        )
+
+
+class SettingsView(BaseModel):
+    """What a job's numbers were measured with; those of equal `settings` can be compared.
+
+    `arguments` are the profile's, and over them the submission's. `revision` is a digest of what
+    else of the profile can change a number; empty: an earlier version measured, and kept none.
+    """
+
+    settings: str
+    arguments: dict[str, JsonValue]
+    revision: str
+    evaluator: str | None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "SettingsView":
+        """Return what clients see of settings."""
+        return cls.model_validate({"settings": settings.id, **asdict(settings)})
+
+
+class Reason(BaseModel):
+    """Why results are hidden."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Place(BaseModel):
+    """The directory of a run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    directory: BoundedText
+
+
+class JobView(BaseModel):
+    """A job and its state; times are seconds since the epoch.
+
+    `stderr` has the standard errors of those `metrics` that have one.
+
+    `superseded_by` is the job for the files that its trainer has saved in the same place since;
+    a superseded job without one was skipped, because newer steps wait (`max_lag`).
+    `waits_for`: what the server's configuration lacks of what a queued job needs.
+    `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
+    `run` is told apart from others of its name; `run_id` stays when its directory is moved.
+    `arguments` are those of the submission, `measured_with` what they became.
+    `hidden`: why its results are left out of curves and tables; `was_hidden`: why they were.
+    """
+
+    id: str
+    status: Status
+    phase: str | None
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    tasks: list[str]
+    checkpoint: str
+    fingerprint: str
+    created_at: float
+    started_at: float | None
+    completed_at: float | None
+    attempts: int
+    error: str | None
+    superseded_by: str | None
+    pinned: bool
+    position: int | None
+    waits_for: str | None
+    metrics: dict[str, float]
+    stderr: dict[str, float]
+    run_id: str
+    run_directory: str
+    arguments: dict[str, JsonValue]
+    again: str
+    measured_with: SettingsView | None
+    hidden: str | None
+    was_hidden: str | None
+
+    @classmethod
+    def of(cls, job: Job, position: int | None, waits_for: str | None) -> "JobView":
+        """Return what clients see of a job."""
+        given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
+        given["waits_for"] = waits_for
+        given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
+        given |= {name: getattr(job, name) for name in _OF_JOB}
+        given |= {"run": job.run.label, "run_id": job.run.id, "run_directory": job.run.directory}
+        settings = None if job.settings is None else SettingsView.of(job.settings)
+        given |= {"arguments": job.request.arguments.given(), "measured_with": settings}
+        return cls.model_validate(given)
+
+
+class ResultPage(BaseModel):
+    """Which results to list, and where to continue; `hidden`: those that are hidden, too."""
+
+    run: BoundedText | None = None
+    step: Number | None = None
+    weights: WeightsName | None = None
+    profile: BoundedText | None = None
+    hidden: bool = False
+    after: Number = 0
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+
+
+class JobPage(BaseModel):
+    """Which jobs to list, and where to continue."""
+
+    run: BoundedText | None = None
+    step: Number | None = None
+    weights: WeightsName | None = None
+    profile: BoundedText | None = None
+    status: Status | None = None
+    before: BoundedText | None = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+
+
+class JobList(BaseModel):
+    """Jobs, the newest first; `next` is the `before` of the next page, if there is one."""
+
+    jobs: list[JobView]
+    next: str | None
+
+
+class ResultView(BaseModel):
+    """One number of a job; results that arrive later have a higher `number`.
+
+    `higher_is_better` is what the evaluator says; null: it does not say it. What it was measured
+    with is as in `SettingsView`; `n_shot`, `n_samples` and `task_version` are what the evaluator
+    says of the task.
+    """
+
+    number: int
+    job_id: str
+    run: str
+    step: int | None
+    weights: str
+    profile: str
+    task: str
+    metric: str
+    value: float
+    completed_at: float
+    stderr: float | None
+    higher_is_better: bool | None
+    run_id: str
+    settings: str
+    arguments: dict[str, JsonValue]
+    revision: str
+    evaluator: str | None
+    task_version: str | None
+    n_shot: int | None
+    n_samples: int | None
+    hidden: str | None
+
+
+class ResultList(BaseModel):
+    """Results, by number; `next` is the `after` of the next page, if there is one."""
+
+    results: list[ResultView]
+    next: int | None
+
+
+class RunView(BaseModel):
+    """A training run: `label` is its name, told apart from others of this name."""
+
+    id: str
+    name: str
+    directory: str
+    label: str
+
+    @classmethod
+    def of(cls, run: Run) -> "RunView":
+        """Return what clients see of a run."""
+        return cls.model_validate(asdict(run))
+
+
+class RunList(BaseModel):
+    """The labels of training runs, and more of each in the same order."""
+
+    runs: list[str]
+    details: list[RunView]
+
+
+class LogPart(BaseModel):
+    """A part of a job's log: `offset` is where the next begins, bytes."""
+
+    text: str
+    offset: int
+    ended: bool
+
+
+class ProfileView(BaseModel):
+    """An evaluator that the server is configured with; `revision` is as in `SettingsView`."""
+
+    name: str
+    kind: str
+    gpus: int
+    revision: str
+
+
+class ProfileList(BaseModel):
+    """The profiles."""
+
+    profiles: list[ProfileView]

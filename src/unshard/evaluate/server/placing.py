@@ -1,0 +1,160 @@
+"""Where a request belongs: its checkpoint, its step, and the training run that it is of."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unshard.errors import StoreError, UnshardError, UsageError
+from unshard.evaluate.jobs import Request, Run
+from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.server.roots import is_inside, not_readable, resolve_checkpoint
+from unshard.evaluate.server.store.run_records import RunRecords
+from unshard.evaluate.server.store.runs import new_run_id
+from unshard.read.finding.discover import find
+from unshard.read.format import Choice, Location
+from unshard.read.step_names import step_of, step_of_parents
+from unshard.stores.remote_path import RemotePath, path_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request, with what its checkpoint's path says.
+
+    Attributes:
+        request: its checkpoint is the directory of the step, or the model.
+        folder: the directory around that.
+        run: the directory of the training run; None: the path states none.
+    """
+
+    request: Request
+    folder: Path
+    run: Path | None
+
+
+def place(request: Request) -> Placed:
+    """Fill in what the path of a request's checkpoint says: the step, and the run.
+
+    The directory of a run means its newest step, or the step of the request. A model without a
+    step in its name is of the run that the request names, and if it names none, a run by itself.
+
+    Raises:
+        UsageError: the run does not have that step, or the server may not read it.
+        StoreError: the store cannot be reached, or does not allow it.
+    """
+    path = path_of(request.checkpoint)
+    try:
+        found = next(find(path, Choice(weights=request.weights)))
+    except StoreError:
+        raise
+    except UnshardError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise not_readable(error.__cause__) from error
+        # Gone, or without these weights: its name states the step all the same.
+        at, step = step_of_parents(path, sharded=False) or (path, None)
+    else:
+        if path in found.step_dir.parents:
+            is_run = found.step is not None and step_of(path.name) is None
+            if is_run and request.step not in {None, found.step}:
+                found = _find_step(path, request)
+            path = found.step_dir
+        at, step = found.step_dir, found.step
+    folder = RunFolder.around(at).path
+    run = folder if step is not None else None if request.run else at
+    wanted = step if request.step is None else request.step
+    return Placed(replace(request, checkpoint=str(path), step=wanted), folder, run)
+
+
+class RunFinder:
+    """Finds out which training run a request is of; for any number of threads.
+
+    Args:
+        runs: those that are known.
+        roots: the directories that checkpoints may be in.
+    """
+
+    def __init__(self, runs: RunRecords, roots: Sequence[Path]) -> None:
+        self._runs = runs
+        self._roots = roots
+        self._lock = threading.Lock()
+
+    def add_run(self, placed: Placed) -> Request:
+        """Return the request of a checkpoint with its run, which is recorded.
+
+        Raises:
+            UsageError: several runs have the name that a request gives, which gives no directory.
+        """
+        request, directory = placed.request, placed.run
+        if request.directory:
+            directory = resolve_checkpoint(request.directory, self._roots)
+        with self._lock:
+            run = (
+                self._named(request.run)
+                if directory is None
+                else self.at(directory, request.run, is_model=directory.parent == placed.folder)
+            )
+        return replace(request, run=run.name, run_id=run.id)
+
+    def _named(self, name: str) -> Run:
+        known = self._runs.named(name)
+        found = known if len(known) == 1 else [one for one in known if not one.directory]
+        if known and not found:
+            raise UsageError(
+                f"run {name!r}: several training runs have this name",
+                expected="the directory of the run",
+                found=", ".join(one.directory for one in known),
+            )
+        return found[0] if found else self._runs.record(new_run_id(), name, "")
+
+    def at(self, directory: Path, name: str = "", *, is_model: bool = False) -> Run:
+        """Return the run in a directory, which gets an id if it has none and can be written to.
+
+        A run that was moved or renamed is the same run; one that was copied is another. Where the
+        directory cannot hold the id, its path is what the run is known by.
+
+        Args:
+            directory: of the run.
+            name: what the run is called from now on; empty: as before, or like the directory.
+            is_model: whether it is the directory of a model, in which nothing is written.
+        """
+        folder, is_open = RunFolder(directory), self._is_open(directory)
+        said = folder.read_identity() if is_open else None
+        known = self._runs.at(str(directory))
+        if said is not None and not said.is_copy:
+            run_id = said.id
+            if said.joins and self._runs.get(said.joins) is not None:
+                self._runs.join(run_id, said.joins)
+        else:
+            is_same = known is not None and (said is None or said.id != known.id)
+            run_id = known.id if known is not None and is_same else new_run_id()
+            if is_open and not is_model:
+                with suppress(OSError):  # it is known by its path
+                    folder.write_identity(run_id, copied=said)
+        known = self._runs.get(run_id)
+        if not name and known is not None and known.name != RunFolder(Path(known.directory)).name:
+            name = known.name  # which somebody gave it
+        return self._runs.record(run_id, name or folder.name, str(directory))
+
+    def _is_open(self, directory: Path) -> bool:
+        """Return whether files of ours may be in a directory."""
+        is_local = not isinstance(directory, RemotePath) and directory.is_dir()
+        return is_local and is_inside(directory, self._roots)
+
+
+def _find_step(run: Path, request: Request) -> Location:
+    """Return the checkpoint of a request's step in a run's directory.
+
+    Raises:
+        UsageError: the run does not have it: its newest must not pass for it.
+    """
+    try:
+        return next(find(run, Choice(request.step, weights=request.weights)))
+    except StoreError:
+        raise
+    except UnshardError as error:
+        raise UsageError(
+            f"{run}: the directory of this run does not have step {request.step}",
+            found=error.found or error.subject,
+            hint="give the directory of the step itself, or no step for the newest",
+        ) from error

@@ -1,0 +1,51 @@
+"""Which training runs the jobs belong to."""
+
+from unshard.evaluate.jobs import Run
+from unshard.evaluate.server.store.connections import Connections
+from unshard.evaluate.server.store.runs import as_run, place_job, record_run
+from unshard.evaluate.server.store.statements import IS_CALLED
+
+
+class RunRecords:
+    """The runs that jobs belong to."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    def get(self, run_id: str) -> Run | None:
+        """Return the run of an id."""
+        found = self._connections.rows("SELECT * FROM runs WHERE id = ?", run_id)
+        return as_run(found[0]) if found else None
+
+    def at(self, directory: str) -> Run | None:
+        """Return the run that was seen last in a directory."""
+        query = "SELECT * FROM runs WHERE directory = ? ORDER BY number DESC LIMIT 1"
+        found = self._connections.rows(query, directory)
+        return as_run(found[0]) if found else None
+
+    def named(self, name: str) -> list[Run]:
+        """Return the runs of a name, that first which was known first."""
+        query = "SELECT * FROM runs WHERE name = ? ORDER BY number"
+        return list(map(as_run, self._connections.rows(query, name)))
+
+    def called(self, text: str) -> list[Run]:
+        """Return the runs that a text means; see `Filters`."""
+        query = f"SELECT * FROM runs WHERE {IS_CALLED} ORDER BY number"  # noqa: S608
+        return list(map(as_run, self._connections.rows(query, text)))
+
+    def all(self) -> list[Run]:
+        """Return every run, by label."""
+        return list(map(as_run, self._connections.rows("SELECT * FROM runs ORDER BY label")))
+
+    def record(self, run_id: str, name: str, directory: str) -> Run:
+        """Record where a run is now, and what it is called; return it."""
+        with self._connections.transaction() as connection:
+            return record_run(connection, run_id, name, directory)
+
+    def join(self, run_id: str, other: str) -> None:
+        """Have the jobs of another run belong to a run, which is the same one."""
+        with self._connections.transaction() as connection:
+            query = "SELECT number, request FROM jobs WHERE run = ?"
+            for row in connection.execute(query, (other,)).fetchall():
+                place_job(connection, row["number"], row["request"], run_id)
+            connection.execute("DELETE FROM runs WHERE id = ?", (other,))

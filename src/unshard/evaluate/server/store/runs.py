@@ -1,0 +1,87 @@
+"""Training runs as rows: each is a directory, whose name other runs may have, too."""
+
+import secrets
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePath
+
+from unshard.evaluate.jobs import Request, Run
+from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.server.store.statements import as_request, request_as_json
+from unshard.read.step_names import step_of_parents
+from unshard.stores.remote_path import path_of
+
+_SHORT = 6  # characters of an id
+
+
+def as_run(row: sqlite3.Row) -> Run:
+    """Return a run from a row of its table."""
+    return Run(row["id"], row["name"], row["directory"], row["label"])
+
+
+def directory_of(request: Request) -> str | None:
+    """Return the directory of the run that a checkpoint's path states; None: it states none."""
+    path = path_of(request.checkpoint)
+    if (found := step_of_parents(path, sharded=False)) is not None:
+        return str(RunFolder.around(found[0]).path)
+    return str(path) if request.run == RunFolder(path).name else None
+
+
+def new_run_id() -> str:
+    """Return the id of a run that is seen for the first time."""
+    return secrets.token_hex(8)
+
+
+def record_run(connection: sqlite3.Connection, run_id: str, name: str, directory: str) -> Run:
+    """Write a run; the labels of those that have its name, or had it, are made anew."""
+    found = connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone()
+    if found is None or (found["name"], found["directory"]) != (name, directory):
+        connection.execute(
+            "INSERT INTO runs (id, name, directory, label) VALUES (?, ?, ?, '')"
+            " ON CONFLICT (id) DO UPDATE SET name = excluded.name, directory = excluded.directory",
+            (run_id, name, directory),
+        )
+        for one in {name, name if found is None else found["name"]}:
+            query = "SELECT id, directory FROM runs WHERE name = ? ORDER BY number"
+            parts = tell_apart(dict(map(tuple, connection.execute(query, (one,)))))
+            labels = [(f"{one} ({part})" if part else one, key) for key, part in parts.items()]
+            connection.executemany("UPDATE runs SET label = ? WHERE id = ?", labels)
+    return as_run(connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone())
+
+
+def place_job(connection: sqlite3.Connection, number: int, request: str, run_id: str) -> None:
+    """Have a job belong to a run, which its key names."""
+    placed = replace(as_request(request), run_id=run_id)
+    connection.execute(
+        # Two names of one directory made two jobs of what is one request.
+        "UPDATE jobs SET again = IIF(EXISTS (SELECT 1 FROM jobs AS other WHERE other.key = ?1"
+        " AND other.number <> ?5), number, again), key = ?1, alike = ?2, request = ?3, run = ?4"
+        " WHERE number = ?5",
+        (placed.key, placed.alike, request_as_json(placed), run_id, number),
+    )
+
+
+def tell_apart(directories: Mapping[str, str]) -> dict[str, str]:
+    """Return what distinguishes directories, by the ids of their runs; nothing for a single one.
+
+    It is the end of what comes before the names that all have in common, as long as is needed:
+    "a" and "b" for `/x/a/output` and `/x/b/output`. Of equal directories it is the id.
+    """
+    if len(directories) < 2:
+        return dict.fromkeys(directories, "")
+    paths = {key: PurePath(one).parts for key, one in directories.items()}
+    shortest, shared = min(map(len, paths.values())), 0
+    while shared < shortest - 1 and len({parts[-1 - shared] for parts in paths.values()}) == 1:
+        shared += 1
+    heads = {key: parts[: len(parts) - shared] for key, parts in paths.items()}
+    for length in range(1, max(map(len, heads.values())) + 1):
+        found = {key: "/".join(parts[-length:]).replace("//", "/") for key, parts in heads.items()}
+        if len(set(found.values())) == len(found):
+            return found
+    counts = Counter(directories.values())
+    return {
+        key: key[:_SHORT] if counts[one] > 1 else "/".join(heads[key]).replace("//", "/")
+        for key, one in directories.items()
+    }
