@@ -23,6 +23,8 @@ BASE_STEP = 0
 _LONGEST = 4000
 _AUTO = r"^auto(:[1-9][0-9]{0,3})?$"
 _IN_EVERY_KEY = ("num_fewshot", "batch_size", "limit", "gen_kwargs")
+_MOST_METADATA = 64
+_TEMPLATE = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"  # no template, and no path of one
 
 WeightsName = Literal["model", "ema"]
 BatchSize = Annotated[
@@ -37,6 +39,35 @@ Seed = Annotated[  # of numpy, which takes the smallest
     int, Field(ge=0, lt=2**32), expects("a whole number, 0 to 4294967295")
 ]
 Pairs = Annotated[str, Field(max_length=_LONGEST), expects("key=value, separated by commas")]
+Count = Annotated[int, Field(ge=1, le=LARGEST), expects("a whole number above 0")]
+Flag = Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)]
+Template = Annotated[
+    Flag | Annotated[str, Field(pattern=_TEMPLATE)],
+    expects("true, false, or the name of a template in the tokenizer", or_boolean=True),
+]
+Instruction = Annotated[
+    str,
+    Field(min_length=1, max_length=_LONGEST, pattern=r"^[^\x00]*$"),
+    expects(f"a text of at most {_LONGEST} characters"),
+]
+
+
+def _is_bounded(metadata: Mapping[str, object]) -> bool:
+    try:
+        text = json.dumps(metadata, allow_nan=False)
+    except ValueError:
+        return False
+    return len(metadata) <= _MOST_METADATA and len(text) <= _LONGEST
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1)], Scalar | list[Scalar]],
+    expects(
+        f"at most {_MOST_METADATA} names, each with a number, a boolean, a text or a list of "
+        f"these; {_LONGEST} characters of JSON",
+        _is_bounded,
+    ),
+]
 
 
 class EvaluationError(UnshardError):
@@ -78,6 +109,12 @@ class Arguments(BaseModel):
         num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
         num_gpus: how many GPUs the job gets.
         seed: of every random generator: Python's, numpy's, torch's, that of few-shot examples.
+        apply_chat_template: whether prompts are put into the model's chat template, or into that of
+            this name, if its tokenizer has several.
+        system_instruction: the system's message; without a template it precedes the prompt.
+        fewshot_as_multiturn: whether few-shot examples are turns of the conversation.
+        max_batch_size: the largest that "auto" may choose.
+        metadata: what tasks are given, such as the lengths of RULER (`max_seq_lengths`).
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -89,18 +126,29 @@ class Arguments(BaseModel):
     gen_kwargs: Pairs | None = None
     num_gpus: Whole | None = None
     seed: Seed | None = None
+    apply_chat_template: Template | None = None
+    system_instruction: Instruction | None = None
+    fewshot_as_multiturn: Flag | None = None
+    max_batch_size: Count | None = None
+    metadata: Metadata = {}
 
     def given(self) -> dict[str, object]:
-        """Return what the client chose, by name."""
-        return self.model_dump(exclude_defaults=True)
+        """Return what was chosen, by name."""
+        # Not `model_dump`, which warns of what an older server accepted.
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        defaults = {name: one.default for name, one in type(self).model_fields.items()}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     def options(self) -> dict[str, object]:
         """Return the chosen options that are one plain value for both evaluators, by name."""
         return {name: value for name, value in self.given().items() if name in OPTIONS}
 
 
-OPTIONS = frozenset(Arguments.model_fields) - {"model_args", "gen_kwargs", "num_gpus"}
+OPTIONS = frozenset(Arguments.model_fields) - {"model_args", "gen_kwargs", "num_gpus", "metadata"}
 """The arguments that are one plain value, which evaluators and commands take as it is."""
+
+NOT_SETTINGS = frozenset({"batch_size", "max_batch_size", "num_gpus"})
+"""The arguments that are recorded, but do not distinguish one number from another."""
 
 
 class ArgumentFields(TypedDict, total=False):
@@ -113,6 +161,11 @@ class ArgumentFields(TypedDict, total=False):
     gen_kwargs: str | None
     num_gpus: int | None
     seed: int | None
+    apply_chat_template: bool | str | None
+    system_instruction: str | None
+    fewshot_as_multiturn: bool | None
+    max_batch_size: int | None
+    metadata: dict[str, Scalar | list[Scalar]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +220,8 @@ class Request:
         # Arguments that were added later count only if given: older databases keep their keys.
         later = chosen.options().keys() - set(_IN_EVERY_KEY)
         parts += [[name, getattr(chosen, name)] for name in sorted(later)]
+        if chosen.metadata:
+            parts.append(["metadata", sorted(chosen.metadata.items())])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     @property

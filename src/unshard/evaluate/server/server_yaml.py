@@ -24,7 +24,7 @@ from unshard.evaluate.server.config.keys import NonEmptyText, Place, Roots, drop
 from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
 from unshard.evaluate.server.evaluators.profiles import KINDS, ProfileKeys, default_profiles
-from unshard.evaluate.server.evaluators.work import Profile
+from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
@@ -190,10 +190,8 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             letters = "letters, digits, and `_`, `.`, `-`"
             return UsageError(f"{path}: profiles.{name} cannot be a name", expected=letters)
         case ["profiles", name, kind, *keys]:
-            where, known = (
-                f"{path}: profiles.{name} (kind {kind})",
-                list(KINDS[kind].model_fields),
-            )
+            where = f"{path}: profiles.{name} (kind {kind})"
+            known = list((OwnArguments if keys[0] == "arguments" else KINDS[kind]).model_fields)
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
         case ["on_result", *keys]:

@@ -34,7 +34,20 @@ from pydantic.dataclasses import dataclass
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token, split_url
-from unshard.evaluate.jobs import BASE_STEP, Arguments, BatchSize, Limit, Pairs, Seed, WeightsName
+from unshard.evaluate.jobs import (
+    BASE_STEP,
+    Arguments,
+    BatchSize,
+    Count,
+    Flag,
+    Instruction,
+    Limit,
+    Metadata,
+    Pairs,
+    Seed,
+    Template,
+    WeightsName,
+)
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.trainer.base_model import find_base
 from unshard.evaluate.values import Whole, expects, in_our_words, split_names
@@ -123,7 +136,8 @@ class EvalConfig:
         save_steps: steps between checkpoints, if known.
         checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
             because the server sets it.
-        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus, seed: see `Arguments`.
+        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus, seed, apply_chat_template,
+            system_instruction, fewshot_as_multiturn, max_batch_size, metadata: see `Arguments`.
         run: the name of the training run; None: the name of its directory.
         base: the model that training began with, which is evaluated once, as step 0: see
             `find_base`.
@@ -152,6 +166,11 @@ class EvalConfig:
     gen_kwargs: Pairs | None = None
     num_gpus: Whole | None = None
     seed: Seed | None = None
+    apply_chat_template: Template | None = None
+    system_instruction: Instruction | None = None
+    fewshot_as_multiturn: Flag | None = None
+    max_batch_size: Count | None = None
+    metadata: Metadata = Field(default_factory=dict)
     run: Text | None = None
     base: Base | None = None
     path_map: PathMap = Field(default_factory=dict)

@@ -20,6 +20,7 @@ PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPT
 LONGEST_NAME = 200
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")
+_BRACES = frozenset("{}")
 _SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
 
 
@@ -93,6 +94,11 @@ def _scalar(text: str) -> Scalar:
 def placeholders_in(command: Iterable[str]) -> set[str]:
     """Return the names in braces, known ones or not; doubled braces are braces."""
     return {name for part in command for name in _PLACEHOLDER.findall(part) if name}
+
+
+def has_lone_brace(argument: str) -> bool:
+    """Return whether a brace is neither doubled nor one of a placeholder's."""
+    return not _BRACES.isdisjoint(_PLACEHOLDER.sub("", argument))
 
 
 def fill(argument: str, values: Mapping[str, str]) -> str:

@@ -29,6 +29,13 @@ GENERATION_ARGUMENTS = frozenset(
 )
 """`penalty_alpha` and `num_beam_groups` are not here: transformers fetches code for them."""
 
+METADATA = frozenset({"max_seq_lengths"})
+"""What tasks may be given: lengths, which RULER and BABILong build their questions for.
+
+Not `tokenizer`, `pretrained` and `model`, which they load with trust_remote_code=True, and not
+`version`, which would take the place of the task's own in the results.
+"""
+
 MODEL_TYPES = tuple(
     "async_hf_model audio_flamingo_3 fuyu glm4v huggingface idefics2 instructblip internvl_hf "
     "llama4_scout llama_vision llava_hf nanovlm qwen2_5_vl qwen2_audio qwen2_vl qwen3_omni "

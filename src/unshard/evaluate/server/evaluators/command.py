@@ -1,23 +1,37 @@
 """Any other program, which a profile has the command of.
 
 It writes a JSON file with `{task: {metric: number}}`, or flat: `{"task/metric": number}`,
-`{task: number}` (the metric is then called "score"), or for one task `{metric: number}`.
+`{task: number}` (the metric is then called "score"), or for one task `{metric: number}`. In any
+other file, the profile says by `metrics` where its numbers are.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, ValidationInfo
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import OPTIONS, Arguments
-from unshard.evaluate.server.config.arguments import PLACEHOLDERS, fill, placeholders_in
+from unshard.evaluate.jobs import OPTIONS, Arguments, EvaluationError
+from unshard.evaluate.server.config.arguments import (
+    PLACEHOLDERS,
+    fill,
+    has_lone_brace,
+    placeholders_in,
+)
 from unshard.evaluate.server.config.keys import NonEmptyText, Texts, find_program
-from unshard.evaluate.server.evaluators.documents import check_tasks, read_results
+from unshard.evaluate.server.evaluators.documents import (
+    FACTS,
+    Numbers,
+    check_tasks,
+    is_path_of_numbers,
+    numbers_at,
+    read_results,
+)
 from unshard.evaluate.server.evaluators.work import Measured, Profile, Work
 from unshard.evaluate.server.roots import not_accepted
-from unshard.evaluate.values import expects
+from unshard.evaluate.values import expected, expects
 
 COMMAND_EXPECTED = (
     "a list of arguments, which may have "
@@ -31,6 +45,16 @@ def _started(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tup
     return (find_program(command[0], info), *command[1:]) if "/" in command[0] else command
 
 
+def _folded(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command of which every brace has a meaning; text of clients is in no other text."""
+    for part in command:
+        if has_lone_brace(part):
+            raise expected(f"doubled braces, {{{{ and }}}}, where braces stay, in {part!r:.100}")
+        if _FREE_TEXT in part and not _OWN_ARGUMENT.fullmatch(part):
+            raise expected(f"{_FREE_TEXT} as an argument of its own, or as --name={_FREE_TEXT}")
+    return command
+
+
 def _is_command(command: tuple[str, ...]) -> bool:
     return command != () and placeholders_in(command) <= PLACEHOLDERS
 
@@ -39,30 +63,85 @@ def _is_below_output(text: str) -> bool:
     return not Path(text).is_absolute() and ".." not in Path(text).parts
 
 
+_FREE_TEXT = "{system_instruction}"
+_OWN_ARGUMENT = re.compile(r"(?:--?[A-Za-z0-9][\w-]*=)?\{system_instruction\}", re.ASCII)
+
+
+def _named_file(part: str) -> Path | None:
+    """Return the file that an argument, or what follows its equals sign, names."""
+    for text in (part, part.partition("=")[2]):
+        if text.startswith("/") and not placeholders_in([text]) and Path(text).is_file():
+            return Path(text)
+    return None
+
+
+def _is_binary(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
+
+
 class CommandProfile(Profile):
     """A profile of any other program."""
 
     needs_config: ClassVar[bool] = False
+    settings: ClassVar[frozenset[str]] = frozenset({"results", "metrics"})
     kind: Literal["command"] = "command"
-    command: Annotated[Texts, expects(COMMAND_EXPECTED, _is_command), AfterValidator(_started)]
+    command: Annotated[
+        Texts,
+        expects(COMMAND_EXPECTED, _is_command),
+        AfterValidator(_folded),
+        AfterValidator(_started),
+    ]
     """The arguments, with placeholders such as {checkpoint}; no shell reads them."""
     results: Annotated[
         NonEmptyText, expects("a file below the output directory", _is_below_output)
     ] = "results.json"
-    """The file below {output} that the command writes its numbers to."""
+    """The file below {output} that the command writes its numbers to; with `*`, the newest of these
+    names."""
+    metrics: Annotated[
+        Texts,
+        expects(
+            "paths such as scores.*, or results.*.acc", lambda it: all(map(is_path_of_numbers, it))
+        ),
+    ] = ()
+    """Where the numbers are in that file, as paths of keys; empty: one of the four forms."""
 
     @property
     def start(self) -> tuple[str, ...]:
         """The command, whose placeholders each job fills in."""
         return self.command
 
-    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield the arguments that the command would ignore silently."""
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The config, and files that the command names; not programs, which are installed."""
+        named = {f"command.{place}": _named_file(part) for place, part in enumerate(self.command)}
+        own = {place: path for place, path in named.items() if path and not _is_binary(path)}
+        return {**super().files, **own}
+
+    def list_settings(self) -> dict[str, object]:
+        """Return the values of `settings`, and the command without the places of files."""
+        parts = list[str]()
+        for part in self.command:
+            path = _named_file(part)
+            parts.append(part if path is None else part.replace(str(path), path.name))
+        parts[0] = re.sub(r"^python[0-9.]+$", "python", Path(parts[0]).name)
+        return {**super().list_settings(), "command": parts}
+
+    def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield also the arguments that the command would ignore silently."""
+        yield from super().list_untaken(chosen)
         taken = {"num_gpus", *placeholders_in(self.command)}
         for name, value in chosen.given().items():
             if name not in taken:
                 why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
                 yield not_accepted(name, value, expected=f"nothing: the profile's command {why}")
+
+    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield the arguments of a request that the command would ignore silently."""
+        yield from self.list_untaken(chosen)
 
     def command_line(self, work: Work) -> list[str]:
         """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
@@ -75,30 +154,56 @@ class CommandProfile(Profile):
             "weights": request.weights,
             "run": request.run,
             **dict.fromkeys(OPTIONS, ""),
-            **{name: str(value) for name, value in request.arguments.options().items()},
+            **{name: _as_text(value) for name, value in work.arguments.options().items()},
         }
         return [fill(part, values) for part in self.command]
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks, whatever form the program chose."""
-        path, tasks = work.output / self.results, work.request.tasks
-        file = path if path.is_file() else None
+        tasks, file = work.request.tasks, self._find_results(work.output)
         document = read_results(work, file, returncode, expected=self.results)
-        results: dict[str, dict[str, object]] = {}
-        for name, value in document.items():
-            if isinstance(value, Mapping):
-                results.setdefault(name, {}).update(value)
-                continue
-            task, slash, metric = name.rpartition("/")
-            if name in tasks:
-                task, metric = name, "score"
-            elif not slash:
-                task = tasks[0] if len(tasks) == 1 else ""
-            if task:
-                results.setdefault(task, {})[metric] = value
+        results = (
+            numbers_at(document, self.metrics, tasks) if self.metrics else _forms(document, tasks)
+        )
+        if self.metrics and not results:
+            raise EvaluationError(
+                f"{file}: {work.program}'s results have no number where the profile expects them",
+                expected=f"metrics: {', '.join(self.metrics)}",
+                found=f"keys: {', '.join(document)}"[:1000],
+            )
         return check_tasks(
-            {"results": results, "higher_is_better": document.get("higher_is_better")},
+            {**document, "results": results, "group_subtasks": None},
             tasks,
             program=work.program,
             file=file,
         )
+
+    def _find_results(self, output: Path) -> Path | None:
+        """Return the file that the command wrote, of several the newest."""
+        path = output / self.results
+        if path.is_file() or "*" not in self.results:
+            return path if path.is_file() else None
+        files = [path for path in output.glob(self.results) if path.is_file()]
+        return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _forms(document: Mapping[str, object], tasks: Sequence[str]) -> Numbers:
+    """Return the numbers of a document that has one of the four forms."""
+    results: Numbers = {}
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            if name in tasks or name not in FACTS:
+                results.setdefault(name, {}).update(value)
+            continue
+        task, slash, metric = name.rpartition("/")
+        if name in tasks:
+            task, metric = name, "score"
+        elif not slash:
+            task = tasks[0] if len(tasks) == 1 else ""
+        if task:
+            results.setdefault(task, {})[metric] = value
+    return results

@@ -8,17 +8,28 @@ standard error of `acc`. Next to `results`, `higher_is_better` has `{task: {"acc
 import json
 import math
 import os
+import re
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import Measured, TaskFacts, Work
+from unshard.evaluate.values import LARGEST
 
+FACTS = frozenset({"versions", "n-shot", "n-samples", "higher_is_better"})
+"""The keys next to results that have a value for each task."""
+
+Numbers = dict[str, dict[str, object]]
+"""By task and metric; what is not a finite number is left out later."""
+
+_NAMES = {"{task}": "(?P<task>.+)", "{metric}": "(?P<metric>.+)"}
+_NAME = re.compile(r"(\*|\{task\}|\{metric\})")
 _STDERR = "_stderr"
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
+_LONGEST_VERSION = 200
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
@@ -85,13 +96,107 @@ def check_tasks(
     missing = tasks_without(sorted(task for task in parts if not parts[task]), metrics)
     if metrics and not missing:
         directions = collect_directions(_mapping_at(document, "higher_is_better"), metrics)
-        return Measured(metrics, collect_errors(results, metrics), directions, file)
+        errors, facts = collect_errors(results, metrics), collect_facts(document, metrics)
+        return Measured(metrics, errors, directions, file, facts, evaluator_of(document))
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),
         found=f"{', '.join(sorted(results)):.1000}" or "no task",
         hint=_LOG,
     )
+
+
+def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dict[str, TaskFacts]:
+    """Return what is reported about the tasks that have metrics; of a group, all its questions."""
+    versions, shots = _mapping_at(document, "versions"), _mapping_at(document, "n-shot")
+    counts = _mapping_at(document, "n-samples")
+    facts = dict[str, TaskFacts]()
+    for task in dict.fromkeys(key.rpartition("/")[0] for key in metrics):
+        parts = [part for part in _expand(document, [task], lambda _: True) if part in counts]
+        sizes = [_mapping_at(counts, part) for part in parts]
+        version = versions.get(task)
+        facts[task] = TaskFacts(
+            None if version is None else f"{version}"[:_LONGEST_VERSION],
+            _as_count(shots.get(task)),
+            *(
+                sum(counted) if (counted := _counted(sizes, name)) else None
+                for name in ("effective", "original")
+            ),
+        )
+    return {task: one for task, one in facts.items() if one != TaskFacts()}
+
+
+def _counted(sizes: Iterable[Mapping[str, object]], name: str) -> list[int]:
+    """Return a count of each task; none if one is not known."""
+    counts = [_as_count(size.get(name)) for size in sizes]
+    return [] if None in counts else [count for count in counts if count is not None]
+
+
+def _as_count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= LARGEST else None
+
+
+def evaluator_of(document: Mapping[str, object]) -> str | None:
+    """Return name and version of the evaluator, which both harnesses write."""
+    for name in ("lm_eval", "lmms_eval"):
+        version = document.get(f"{name}_version")
+        if isinstance(version, str) and version.strip():
+            return f"{name} {version.strip()}"[:_LONGEST_VERSION]
+    return None
+
+
+def is_path_of_numbers(path: str) -> bool:
+    """Return whether a path has no empty key, and names a task and a metric once at most."""
+    pattern = "".join(_pattern(path)) if all(path.split(".")) else ""
+    return bool(pattern) and all(pattern.count(name) <= 1 for name in _NAMES.values())
+
+
+def _pattern(path: str) -> list[str]:
+    """Return a regular expression for each key; a last `*` is a metric, any other a task."""
+    *before, last = path.split(".")
+    keys = [(key, "{task}") for key in before] + [(last, "{metric}")]
+    return [
+        "".join(
+            _NAMES.get(star if part == "*" else part, re.escape(part)) for part in _NAME.split(key)
+        )
+        for key, star in keys
+    ]
+
+
+def numbers_at(
+    document: Mapping[str, object], paths: Iterable[str], tasks: Sequence[str]
+) -> Numbers:
+    """Return what a document has at some paths of keys, such as `scores.*` or `results.*.acc`.
+
+    Without a name for the metric, the last key is it. Without one for the task, a number belongs to
+    the task that is called like its metric, and is its "score"; else to the only task.
+    """
+    results: Numbers = {}
+    for path in paths:
+        last = path.rpartition(".")[2]
+        for names, value in _values_at(document, [re.compile(key) for key in _pattern(path)]):
+            task, metric = names.get("task"), names.get("metric", last)
+            if task is None and metric in tasks:
+                task, metric = metric, "score"
+            elif task is None and len(tasks) == 1:
+                task = tasks[0]
+            if task is not None:
+                results.setdefault(task, {})[metric] = value
+    return results
+
+
+def _values_at(
+    value: object, keys: Sequence["re.Pattern[str]"]
+) -> Iterator[tuple[dict[str, str], object]]:
+    """Yield all values at a path, with the names that its keys have there."""
+    if not keys:
+        yield {}, value
+        return
+    inside = value.items() if isinstance(value, Mapping) else ()
+    for key, one in enumerate(value) if isinstance(value, list) else inside:
+        if (found := keys[0].fullmatch(str(key))) is not None:
+            for names, end in _values_at(one, keys[1:]):
+                yield {**found.groupdict(), **names}, end
 
 
 def replace_tags(document: Mapping[str, object], tasks: Collection[str]) -> Collection[str]:

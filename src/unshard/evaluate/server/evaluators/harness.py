@@ -17,7 +17,11 @@ from unshard.evaluate.server.config.arguments import (
     matches,
     parse_arguments,
 )
-from unshard.evaluate.server.config.harmless import GENERATION_ARGUMENTS, MODEL_ARGUMENTS
+from unshard.evaluate.server.config.harmless import (
+    GENERATION_ARGUMENTS,
+    METADATA,
+    MODEL_ARGUMENTS,
+)
 from unshard.evaluate.server.config.keys import (
     Folders,
     ModelArgs,
@@ -25,6 +29,7 @@ from unshard.evaluate.server.config.keys import (
     Texts,
     find_program,
 )
+from unshard.evaluate.server.evaluators.revision import installed_version
 from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
@@ -48,6 +53,7 @@ class HarnessKeys(Profile):
     """What shows its tasks, behind `python -m`."""
     is_lmms_form: ClassVar[bool] = True
     trial: ClassVar[Arguments] = Arguments(limit=1)
+    settings: ClassVar[frozenset[str]] = frozenset({"model", "checkpoint_key", "model_args"})
 
     interpreter: Annotated[NonEmptyText, AfterValidator(find_program)] = sys.executable
     """The Python that has the evaluator installed."""
@@ -60,8 +66,8 @@ class HarnessKeys(Profile):
     model_args: ModelArgs = {}  # noqa: RUF012  (pydantic copies it)
     """Arguments of the model that no client can change."""
     allowed_model_args: Texts = ()
-    """Shell patterns of the arguments, of the model and of generation, that clients may choose in
-    addition to those known to be harmless."""
+    """Shell patterns of the arguments, of the model, of generation and of tasks (`metadata`), that
+    clients may choose in addition to those known to be harmless."""
     launcher: Annotated[Literal["accelerate", "none"], expects("accelerate, none")] = "accelerate"
     """How a job with several GPUs uses them: by a process for each, which has the whole model and a
     part of the data, or by one process, whose model spreads over them by itself (vllm)."""
@@ -76,13 +82,43 @@ class HarnessKeys(Profile):
         """The evaluator's module, and those that its model needs."""
         return (self.module,)
 
-    def check(self, where: str, *, is_on_cluster: bool) -> None:
-        """Raise if nothing is to be merged, or an argument cannot be handed over."""
-        super().check(where, is_on_cluster=is_on_cluster)
+    @property
+    def version(self) -> str | None:
+        """The version that the interpreter would import."""
+        return installed_version(self.interpreter, self.module, self.environment)
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The config, and the directories with further tasks."""
+        tasks = {f"include_paths.{place}": path for place, path in enumerate(self.include_paths)}
+        return {**super().files, **tasks}
+
+    def check_arguments(self, where: str) -> None:
+        """Raise if an argument of the profile cannot be handed over."""
+        super().check_arguments(where)
         join_arguments(self.model_args, what=f"{where}: model_args")
+        own = self.arguments
+        join_arguments(own.model_args, what=f"{where}: arguments: model_args")
+        parse_arguments(own.gen_kwargs or "", what=f"{where}: arguments: gen_kwargs")
+        if twice := sorted({self.checkpoint_key, *self.model_args} & own.model_args.keys()):
+            raise UsageError(
+                f"{where}: arguments: model_args has what is already set: {', '.join(twice)}",
+                expected="in `model_args`, what no submission can change; in `arguments`, what "
+                "submissions can change",
+            )
 
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield the arguments that are neither harmless nor allowed, or that the server sets."""
+        yield from self.list_untaken(self.chosen(chosen))
+        for key in chosen.metadata:
+            if key not in METADATA and not matches(key, self.allowed_model_args):
+                yield not_accepted(
+                    "metadata",
+                    key,
+                    expected=", ".join(sorted(METADATA)),
+                    hint="others may name what a task loads; the profile can allow them by "
+                    "`allowed_model_args`, or set them by `arguments: metadata`",
+                )
         yield from self._list_unfitting("model_args", chosen.model_args, MODEL_ARGUMENTS)
         fixed = {self.checkpoint_key, *self.model_args}
         for key in sorted(fixed.intersection(chosen.model_args)):
@@ -138,7 +174,7 @@ class HarnessKeys(Profile):
 
     def model_args_of(self, work: Work, model: Path) -> dict[str, Scalar]:
         """Return the arguments of the model; the profile's win over the client's."""
-        chosen = work.request.arguments.model_args
+        chosen = work.arguments.model_args
         return {**chosen, **self.model_args, self.checkpoint_key: str(model)}
 
     def check_known(self, work: Work) -> None:
@@ -176,4 +212,4 @@ def _is_plain(value: object) -> bool:
 
 def generation_args(work: Work) -> dict[str, Scalar]:
     """Return the arguments of generation."""
-    return parse_arguments(work.request.arguments.gen_kwargs or "", what="gen_kwargs")
+    return parse_arguments(work.arguments.gen_kwargs or "", what="gen_kwargs")

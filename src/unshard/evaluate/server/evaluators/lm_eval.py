@@ -14,7 +14,6 @@ from pydantic import Field
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments
-from unshard.evaluate.server.config.arguments import join_arguments
 from unshard.evaluate.server.config.keys import NonEmptyText
 from unshard.evaluate.server.evaluators.answers import place_of_answers
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
@@ -43,6 +42,7 @@ class LmEvalProfile(HarnessKeys):
 
     module: ClassVar[str] = "lm_eval"
     listing: ClassVar[str] = "lm_eval ls tasks"
+    confirms_unsafe_code: ClassVar[bool] = True
 
     kind: Literal["lm-eval"] = "lm-eval"
     model: NonEmptyText = "hf"
@@ -90,7 +90,7 @@ class LmEvalProfile(HarnessKeys):
                 expected="`weights: merged`, another model, or `resume: false`",
                 hint="an interrupted job ends its engine, and begins anew on another one",
             )
-        join_arguments(self.model_args, what=f"{where}: model_args")
+        self.check_arguments(where)
 
     def _check_direct(self, what: str) -> None:
         if self.model not in _DIRECT_MODELS:
@@ -108,7 +108,8 @@ class LmEvalProfile(HarnessKeys):
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield what is not allowed, also of an engine that is kept."""
         yield from super().list_unfitting(chosen)
-        count = (chosen.model_args | dict(self.model_args)).get("data_parallel_size", 1)
+        asked = self.chosen(chosen).model_args | dict(self.model_args)
+        count = asked.get("data_parallel_size", 1)
         if self.engine and count != 1:
             yield UsageError(
                 "data_parallel_size is not possible with `weights: direct`, which keeps one engine",
@@ -135,7 +136,9 @@ class LmEvalProfile(HarnessKeys):
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
             "use_cache": place_of_answers(work) if self.resume else None,
-            **work.request.arguments.options(),
+            **work.arguments.options(),
+            "metadata": work.arguments.metadata or None,
+            "confirm_run_unsafe_code": self.arguments.confirm_run_unsafe_code or None,
             "gen_kwargs": generation_args(work) or None,
             "include_path": [str(path) for path in self.include_paths] or None,
             "device": None if work.gpus else "cpu",

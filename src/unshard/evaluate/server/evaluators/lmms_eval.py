@@ -6,17 +6,20 @@ are refused by this: the results keep no record of them.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from unshard.errors import UsageError
+from unshard.evaluate.jobs import Arguments
 from unshard.evaluate.server.config.arguments import has_separator, join_arguments, matches
 from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.config.keys import Folders, NonEmptyText, Texts
 from unshard.evaluate.server.evaluators.documents import check_tasks, find_newest, read_results
 from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_args
 from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.roots import not_accepted
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 
@@ -67,18 +70,37 @@ class LmmsEvalProfile(HarnessKeys):
         join_arguments({"output_path": str(work.output)}, what=work.program)
         joined = join_arguments(self.model_args_of(work, model), what=f"{work.program}: model_args")
         generation = join_arguments(generation_args(work), what=f"{work.program}: gen_kwargs")
+        chosen = work.arguments.options()
         options: dict[str, object] = {
             "model": self.model,
             "model_args": joined,
             "tasks": ",".join(work.request.tasks),
             "output_path": work.output,
-            **work.request.arguments.options(),
+            **{name: value for name, value in chosen.items() if not isinstance(value, bool)},
             "gen_kwargs": generation or None,
             "include_path": next(iter(self.include_paths), None),
             "device": None if work.gpus else "cpu",
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        return [*self.module_command(work, self.module), *given, "--log_samples"]
+        flags = [f"--{name}" for name, value in chosen.items() if value is True]
+        return [*self.module_command(work, self.module), *given, *flags, "--log_samples"]
+
+    def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield also what lmms-eval has no option for: named templates, and `metadata`.
+
+        It runs no code that a model wrote (lmms_eval/__main__.py).
+        """
+        yield from super().list_untaken(chosen)
+        if isinstance(chosen.apply_chat_template, str):
+            name = chosen.apply_chat_template
+            yield not_accepted("apply_chat_template", name, expected="true or false: lmms-eval")
+        if chosen.metadata:
+            yield not_accepted("metadata", chosen.metadata, expected="nothing: lmms-eval has none")
+        if chosen.fewshot_as_multiturn and not chosen.num_fewshot:
+            found = chosen.num_fewshot
+            yield not_accepted(
+                "fewshot_as_multiturn", found, expected="num_fewshot above 0 with it: lmms-eval"
+            )
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""

@@ -5,20 +5,23 @@ minute and torch. The first job finds out, after its merge, and is not retried; 
 with the same task are refused.
 """
 
+import hashlib
+import json
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Arguments, EvaluationError, Request
+from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, EvaluationError, Flag, Request
 from unshard.evaluate.server.config.keys import Environment, ModelConfig, NonEmptyText, Texts
+from unshard.evaluate.server.evaluators.revision import digests_of, is_setting
 from unshard.evaluate.values import expects, whole
 
 _MOST = 10_000
@@ -45,6 +48,11 @@ class Work:
     profile: "Profile"
 
     @property
+    def arguments(self) -> Arguments:
+        """What was chosen of the evaluator, by its profile or over it by the request."""
+        return self.profile.chosen(self.request.arguments)
+
+    @property
     def gpus(self) -> int:
         """How many GPUs the attempt has."""
         asked = self.request.arguments.num_gpus
@@ -57,6 +65,23 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """What an evaluator reports about a task, beside its numbers; None: it does not report it.
+
+    Attributes:
+        version: of the task's definition.
+        n_shot: how many examples preceded each question.
+        n_samples: how many questions were asked.
+        n_original: how many the task has without a limit.
+    """
+
+    version: str | None = None
+    n_shot: int | None = None
+    n_samples: int | None = None
+    n_original: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The finite numbers of results, by "task/metric" or "task/metric,filter".
 
@@ -65,12 +90,16 @@ class Measured:
         errors: the standard errors of those metrics that have one; not negative.
         directions: whether higher values are better, of those metrics of which that is known.
         file: the evaluator's own.
+        tasks: what is reported about the tasks and groups that have metrics.
+        evaluator: its name and version, such as "lm_eval 0.4.13", if it reports them.
     """
 
     metrics: Mapping[str, float]
     errors: Mapping[str, float]
     directions: Mapping[str, bool] = field(default_factory=dict)
     file: Path | None = None
+    tasks: Mapping[str, TaskFacts] = field(default_factory=dict)
+    evaluator: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +124,20 @@ def _needed(metric: str | None, info: ValidationInfo) -> str | None:
     return metric
 
 
+class OwnArguments(Arguments):
+    """Those that a profile chooses, for submissions that do not choose; `gpus` is a key of its own.
+
+    Attributes:
+        confirm_run_unsafe_code: whether tasks may run code that the model wrote (HumanEval, MBPP);
+            no submission can choose it.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_gpus: Annotated[None, expects("nothing: `gpus` of the profile says how many")] = None
+    confirm_run_unsafe_code: Flag = False
+
+
 class Profile(BaseModel):
     """An evaluator: the keys of every kind, and what the server asks; here, as most kinds answer.
 
@@ -110,7 +153,14 @@ class Profile(BaseModel):
     trial: ClassVar[Arguments] = Arguments()
     """The arguments of the shortest evaluation, which `unshard eval doctor` runs."""
 
+    confirms_unsafe_code: ClassVar[bool] = False
+    """Whether it runs code that a model wrote only if it is told to."""
+    settings: ClassVar[frozenset[str]] = frozenset()
+    """The keys of its kind whose values can change a number."""
+
     kind: str
+    arguments: OwnArguments = OwnArguments()
+    """What is chosen of the evaluator where a submission does not choose."""
     environment: Environment = {}
     """Variables that the evaluator gets in addition to the server's."""
     allowed_tasks: Texts = ()
@@ -162,6 +212,51 @@ class Profile(BaseModel):
         """Its type of model, and shell patterns of the others that clients may choose, if any."""
         return ()
 
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files and directories whose contents can change a number, by what they are."""
+        return {} if self.config is None else {"config": self.config}
+
+    def chosen(self, given: Arguments) -> Arguments:
+        """Return the arguments of a submission over those of the profile.
+
+        `model_args` and `metadata` are merged by name. A submission that chooses false or 0 has
+        chosen.
+        """
+        own, over = self.arguments.given(), given.given()
+        own.pop("confirm_run_unsafe_code", None)
+        for name in ("model_args", "metadata"):
+            over[name] = {**getattr(self.arguments, name), **getattr(given, name)}
+        merged: dict[str, Any] = {**own, **over}
+        # Not validated: an older server accepted what a waiting job has chosen.
+        return Arguments.model_construct(**merged)
+
+    def revision(self) -> str:
+        """Return a digest of all that can change a number that the profile measures.
+
+        That is how it is measured: what is run, with which arguments, and the contents of local
+        files, but neither where these are nor when, how often and on how many GPUs it runs.
+        """
+        own = self.list_settings()
+        left_out = {*NOT_SETTINGS, "confirm_run_unsafe_code"}
+        own["arguments"] = {
+            name: value for name, value in self.arguments.given().items() if name not in left_out
+        }
+        own["environment"] = {
+            name: value for name, value in self.environment.items() if is_setting(name, value)
+        }
+        parts = [self.kind, own, self.version, digests_of(self.files)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+    def list_settings(self) -> dict[str, object]:
+        """Return the values of `settings`; a key that is added with a default changes nothing."""
+        return self.model_dump(mode="json", include=set(self.settings), exclude_defaults=True)
+
+    @property
+    def version(self) -> str | None:
+        """The version of its evaluator, as it is installed; None if that is not known."""
+        return None
+
     @abstractmethod
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield which arguments of a request it does not allow."""
@@ -169,12 +264,38 @@ class Profile(BaseModel):
     def check(self, where: str, *, is_on_cluster: bool) -> None:
         """Raise if its keys do not fit together, or not the executor; `where` begins the error."""
         del is_on_cluster
+        self.check_arguments(where)
         if self.weights == "direct":
             raise UsageError(
                 f"{where}: weights: direct is not possible: an evaluator of this kind loads a "
                 "model from files",
                 expected="kind lm-eval, or `weights: merged`",
                 found=f"kind {self.kind}",
+            )
+
+    def check_arguments(self, where: str) -> None:
+        """Raise if the evaluator would not take the profile's own arguments."""
+        for problem in self.list_untaken(self.arguments):
+            raise UsageError(
+                f"{where}: arguments: {problem.subject}",
+                expected=problem.expected,
+                found=problem.found,
+                hint=problem.hint,
+            )
+
+    def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
+        """Yield which arguments, whoever chose them, mean nothing to the evaluator."""
+        if getattr(chosen, "confirm_run_unsafe_code", False) and not self.confirms_unsafe_code:
+            yield UsageError(
+                "confirm_run_unsafe_code means nothing to an evaluator of this kind",
+                expected="kind lm-eval",
+                found=f"kind {self.kind}",
+            )
+        if chosen.fewshot_as_multiturn and not chosen.apply_chat_template:
+            yield UsageError(
+                "fewshot_as_multiturn means nothing without a chat template",
+                expected="apply_chat_template, too",
+                found="fewshot_as_multiturn: true",
             )
 
     def with_model(self, model: str, *, name: str) -> Self:

@@ -1,0 +1,140 @@
+"""What can change a number besides a profile's keys: local files, and the installed evaluator.
+
+A profile's revision is asked for with every job, so contents are read, and interpreters are asked,
+only when something has changed since.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from unshard.evaluate.server.processes.launching import evaluator_environment
+
+_MOST_FILES = 10_000
+_MOST_BYTES = 16 << 20  # of a file; larger ones are data, and count by their size
+_MOST_KNOWN = 100_000
+_PROBE_S = 30.0
+_AGAIN_S = 60.0  # then an interpreter that did not answer is asked again
+_PROBE = """
+import sys
+from importlib.metadata import distribution
+found = distribution(sys.argv[1])
+print(found.version, found.locate_file(""), sep="\\n")
+"""
+# Secrets, and variables that say where something is, or how it is logged.
+_NO_SETTING = re.compile(
+    r"(?:HF|HUGGINGFACE|TRANSFORMERS|WANDB|CUDA|NCCL|PYTHON|XDG|AWS)_?.*"
+    r"|.*(?:TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS|PROXY|PARALLELISM)",
+    re.IGNORECASE,
+)
+_NOT_TASKS = re.compile(r"\..*|__pycache__|.*\.pyc|README.*|LICENSE.*|.*~")
+
+_Stamp = tuple[int, ...]
+
+_contents: dict[Path, tuple[_Stamp, str]] = {}
+_versions: dict[object, tuple[object, str | None, Path | None]] = {}
+_asking = threading.Lock()
+
+
+def is_setting(name: str, value: str) -> bool:
+    """Return whether an environment variable may change a number, such as a judge's name.
+
+    A path or an address does not, and neither does a secret.
+    """
+    is_place = value.startswith(("/", "~", ".")) or "://" in value
+    return not is_place and not _NO_SETTING.fullmatch(name)
+
+
+def digests_of(files: Mapping[str, Path]) -> dict[str, list[list[str]]]:
+    """Return names and digests of files, and of those below directories; not where they are."""
+    return {what: sorted(_digests(path)) for what, path in files.items()}
+
+
+def _digests(path: Path) -> Iterator[list[str]]:
+    if not path.is_dir():
+        yield ["", _digest(path)]
+        return
+    count = 0
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not _NOT_TASKS.fullmatch(name))
+        for name in sorted(names):
+            if _NOT_TASKS.fullmatch(name):
+                continue
+            if (count := count + 1) > _MOST_FILES:
+                return
+            file = Path(folder, name)
+            yield [str(file.relative_to(path)), _digest(file)]
+
+
+def _digest(path: Path) -> str:
+    """Return the digest of a file's content, without the first line of a script."""
+    try:
+        status = path.stat()
+        stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev)
+        known = _contents.get(path)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        if status.st_size > _MOST_BYTES:
+            digest = f"{status.st_size} bytes"
+        else:
+            content = path.read_bytes()
+            script = content.partition(b"\n")[2] if content.startswith(b"#!") else content
+            digest = hashlib.sha256(script).hexdigest()
+    except OSError as error:
+        return type(error).__name__
+    if len(_contents) > _MOST_KNOWN:
+        _contents.clear()
+    _contents[path] = stamp, digest
+    return digest
+
+
+def installed_version(python: str, module: str, environment: Mapping[str, str]) -> str | None:
+    """Return the version of a module that an interpreter would import; None if it has none.
+
+    The interpreter is asked again after something was installed where the module is.
+    """
+    key = (python, module, *sorted(environment.items()))
+    with _asking:
+        known = _versions.get(key)
+        if known is None or known[0] != _stamp(python, known[2]):
+            before = None if known is None else known[1]
+            found, place = _ask(python, module, environment)
+            # A busy machine is not another version.
+            known = _versions[key] = _stamp(python, place), found or before, place
+    return known[1]
+
+
+def _stamp(python: str, place: Path | None) -> object:
+    """Return what changes when another version may be installed."""
+    if place is None:
+        return time.monotonic() // _AGAIN_S
+    try:
+        return place.stat().st_mtime_ns, Path(python).stat().st_mtime_ns if "/" in python else 0
+    except OSError:
+        return None
+
+
+def _ask(
+    python: str, module: str, environment: Mapping[str, str]
+) -> tuple[str, Path] | tuple[None, None]:
+    directory = os.sep  # where nothing is that could be imported
+    try:
+        done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
+            [python, "-c", _PROBE, module],
+            cwd=directory,
+            env=evaluator_environment(environment, program=python, gpus=(), directory=directory),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_S,
+            check=True,
+        )
+        version, place = done.stdout.strip().splitlines()[-2:]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None, None
+    return version, Path(place)
