@@ -97,28 +97,31 @@ def as_results(answers: Iterable[Mapping[str, object]]) -> list[Result]:
     ]
 
 
-def describe_settings(results: Iterable[Result]) -> dict[str, str]:
-    """Return what distinguishes settings from each other, by their ids.
+def describe_settings(results: Iterable[Result]) -> dict[tuple[str, str], str]:
+    """Return what distinguishes the settings of each profile, by its name and their ids.
 
     It is what differs of their arguments and, where these are equal, of the profile's revision. A
     single one has nothing to be distinguished by.
     """
-    found = {one.settings: one for one in results}
-    arguments = {key: Settings(one.arguments).compared for key, one in found.items()}
-    names = {name for of in arguments.values() for name in of}
-    differing = [
-        name
-        for name in sorted(names)
-        if len({json.dumps(of.get(name), sort_keys=True) for of in arguments.values()}) > 1
-    ]
-    described = {
-        key: ", ".join(f"{name}={_shown(of[name])}" for name in differing if name in of)
+    found = sorted({(one.profile, one.settings): one for one in results}.items())
+    named: dict[tuple[str, str], str] = {}
+    for _, group in groupby(found, key=lambda entry: entry[0][0]):
+        named |= _tell_apart(dict(group))
+    return named
+
+
+def _tell_apart(lines: Mapping[tuple[str, str], Result]) -> dict[tuple[str, str], str]:
+    arguments = {key: Settings(one.arguments).compared for key, one in lines.items()}
+    names = sorted({name for of in arguments.values() for name in of})
+    values = {name: {_shown(of.get(name)) for of in arguments.values()} for name in names}
+    texts = {
+        key: ", ".join(f"{name}={_shown(of[name])}" for name in of if len(values[name]) > 1)
         for key, of in arguments.items()
     }
-    counts = Counter(described.values())
+    counts = Counter(texts.values())
     return {
-        key: ", ".join(filter(None, [text, _revision(found[key]) if counts[text] > 1 else ""]))
-        for key, text in described.items()
+        key: ", ".join(filter(None, [text, _revision(lines[key]) if counts[text] > 1 else ""]))
+        for key, text in texts.items()
     }
 
 

@@ -71,13 +71,14 @@ def tables_of(
     return lines
 
 
-def _names(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
+def _names(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
     names = ("task", "metric", "run", "weights", "profile")
-    several = {"settings": named[one.last.settings]} if len(named) > 1 else {}
+    told = named[one.last.profile, one.last.settings]
+    several = {"settings": told} if any(named.values()) else {}
     return {**{name: getattr(one.last, name) for name in names}, **several}
 
 
-def _row_of_run(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
+def _row_of_run(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
     return {
         **_names(one, named),
         "base": _value(one.base),
@@ -88,7 +89,7 @@ def _row_of_run(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
     }
 
 
-def _row_between(one: Comparison, named: Mapping[str, str]) -> dict[str, object]:
+def _row_between(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
     return {
         **_names(one, named),
         "at step": None if one.common is None else one.common.step,

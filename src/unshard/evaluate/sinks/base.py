@@ -2,7 +2,8 @@
 
 The sink that every run has is a file with lines of JSON:
 
-    {"job": "…", "step": 500, "metrics": {"unshard_eval/mmlu/acc": 0.5}, "logged_at": 1790000000.0}
+    {"job": "…", "step": 500, "metrics": {"unshard_eval/mmlu/acc": 0.5}, "logged_at": 1790000000.0,
+     "measured_with": {"unshard_eval/lm-eval": {"arguments": {"num_fewshot": 5}, …}}}
 """
 
 import hashlib
@@ -77,6 +78,18 @@ def name_metrics(metrics: Mapping[str, float], *, weights: str) -> dict[str, flo
     return {f"{start}/{name}": float(value) for name, value in metrics.items()}
 
 
+def describe(sink: Sink, settings: Mapping[str, object]) -> None:
+    """Write what results are measured with to where a tracker has a run's config.
+
+    Args:
+        sink: of the tracker; if it has such a place, its own `describe` takes names and values.
+        settings: of each profile, as the server's `measured_with` has them.
+    """
+    own = getattr(sink, "describe", None)
+    if own is not None and settings:
+        own({f"{PREFIX}/{profile}": found for profile, found in settings.items()})
+
+
 class Marks:
     """The ids of the jobs that were written to a sink, in a file that survives the process.
 
@@ -126,6 +139,7 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         self.name = f"jsonl-{path.name}"
+        self._settings: dict[str, object] = {}
         self._path = path
         self._known: set[str] = set()
         with (
@@ -137,11 +151,16 @@ class JsonlSink:
                 with suppress(ValueError, KeyError, TypeError, RecursionError):
                     self._known.add(str(json.loads(line)["job"]))
 
+    def describe(self, config: Mapping[str, object]) -> None:
+        """Have the next lines say what their results were measured with."""
+        self._settings = dict(config)
+
     def log(self, step: int | None, metrics: Mapping[str, float], job_id: str) -> None:
         """Append a line."""
         if job_id in self._known:
             return
         fields = {"job": job_id, "step": step, "metrics": dict(metrics), "logged_at": time.time()}
+        fields |= {"measured_with": self._settings} if self._settings else {}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(self._path, _APPEND), "r+b") as stream:
             is_torn = False

@@ -7,14 +7,16 @@ between writing and remembering writes the same values under the same steps agai
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.sinks.base import JsonlSink, Marks, Sink, name_metrics
+from unshard.evaluate.comparing import as_results, describe_settings
+from unshard.evaluate.sinks.base import JsonlSink, Marks, Sink, describe, name_metrics
 
 _MARKS = "unshard_exports"
+_SETTINGS = ("settings", "arguments", "revision", "evaluator")
 
 
 class Tracker(StrEnum):
@@ -76,12 +78,42 @@ class _Measured:
     job_id: str
     step: int | None
     metrics: Mapping[str, float]
+    settings: Mapping[str, object]
 
 
 def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list[Exported]:
-    """Write results as the server lists them; see `export`."""
+    """Write results as the server lists them; see `export`.
+
+    A run of a tracker has one line of each metric. Where the server has several, which differ in
+    their profile or settings, that with the most steps is in the run itself, and each of the others
+    in a run that is named after what distinguishes it.
+    """
     to.check()
-    return [export(run, rows, to) for run, rows in sorted(_group(results, "run").items())]
+    done = list[Exported]()
+    for run, rows in sorted(_group(results, "run").items()):
+        for name, part in _part_lines(rows).items():
+            place = replace(to, is_for_one=to.is_for_one and not name)
+            done.append(export(f"{run} {name}".rstrip(), part, place))
+    return done
+
+
+def _part_lines(rows: Sequence[Mapping[str, object]]) -> dict[str, list[Mapping[str, object]]]:
+    """Return the results of a run by what distinguishes their lines; by nothing the usual ones."""
+    found = as_results(rows)
+    named = describe_settings(found)
+    lines: dict[tuple[str, str], dict[tuple[str, str], set[int | None]]] = {}
+    for one in found:
+        of_metric = lines.setdefault((one.weights, f"{one.task}/{one.metric}"), {})
+        of_metric.setdefault((one.profile, one.settings), set()).add(one.step)
+    parts: dict[str, list[Mapping[str, object]]] = {}
+    for row, one in zip(rows, found, strict=True):
+        of_metric = lines[one.weights, f"{one.task}/{one.metric}"]
+        usual = max(of_metric, key=lambda line, of=of_metric: len(of[line]))  # type: ignore[misc]
+        own = one.profile, one.settings
+        profile = one.profile if one.profile != usual[0] else ""
+        told = " ".join(filter(None, [profile, named[own]]))
+        parts.setdefault("" if own == usual else told or one.settings, []).append(row)
+    return parts
 
 
 def _group(rows: Iterable[Mapping[str, object]], key: str) -> dict[str, list[Mapping[str, object]]]:
@@ -97,6 +129,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     Raises:
         UsageError: the tracker is not installed, or not set up.
     """
+    run = run.replace("/", "_")  # a label may have a part of a path
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
     # The same project of another owner or server is another place; a URL may contain a password.
@@ -128,7 +161,8 @@ def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
         step, weights = rows[-1]["step"], str(rows[-1]["weights"])
         metrics = {f"{row['task']}/{row['metric']}": float(str(row["value"])) for row in rows}
         named = name_metrics(metrics, weights=weights)
-        jobs.append(_Measured(job, step if isinstance(step, int) else None, named))
+        settings = {str(rows[-1]["profile"]): {key: rows[-1].get(key) for key in _SETTINGS}}
+        jobs.append(_Measured(job, step if isinstance(step, int) else None, named, settings))
     return sorted(jobs, key=lambda one: (one.step is None, one.step or 0))
 
 
@@ -137,6 +171,7 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
     written = []
     try:
         for job in jobs:
+            describe(sink, job.settings)
             sink.log(job.step, job.metrics, job.job_id)  # type: ignore[arg-type]  # None: JSONL's
             written.append(job.job_id)
     finally:

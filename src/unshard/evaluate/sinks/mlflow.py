@@ -6,6 +6,7 @@ equal, or one has to be cut, it ends in a hash of the whole name, which `results
 """
 
 import hashlib
+import json
 import re
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from mlflow.entities import Metric
 _TAG = "unshard_eval.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /:]")
 _LONGEST_NAME = 250
+_LONGEST_TAG = 5000
 _LARGEST_BATCH = 1000
 
 
@@ -46,6 +48,12 @@ class MlflowSink:
         if not tagged:
             tagged = [client.create_run(place, run_name=f"{group}-eval", tags={_TAG: group})]
         return cls(tagged[0].info.run_id)
+
+    def describe(self, config: Mapping[str, object]) -> None:
+        """Write what results are measured with as tags, which can change; parameters cannot."""
+        for name, value in config.items():
+            key = _fit_names([name])[name]
+            self._client.set_tag(self._run_id, key, json.dumps(value)[:_LONGEST_TAG])
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics under names that MLflow takes; up to 1,000 are written as a whole."""

@@ -38,6 +38,10 @@ class TrackioSink:
         context_vars.current_run.set(current)  # else `close` would leave the new run open
         return cls(run)
 
+    def describe(self, config: Mapping[str, object]) -> None:
+        """Add what results are measured with to the run's config, which its first row sends."""
+        self._run.config |= config
+
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write the metrics; trackio sends them from its own thread."""
         del job_id

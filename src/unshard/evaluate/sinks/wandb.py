@@ -28,6 +28,10 @@ class TrainerWandbSink:
         self._defined: set[str] = set()
         self._waiting_at: int | None = None  # W&B's step of the row with a result
 
+    def describe(self, config: Mapping[str, object]) -> None:
+        """Add what results are measured with to the run's config."""
+        self._run.config.update(dict(config), allow_val_change=True)
+
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Add a result to the row that the trainer commits next."""
         del job_id
@@ -76,6 +80,10 @@ class WandbSink:
         )
         self.name = f"wandb-{self._run.id}"
         self._defined: set[str] = set()
+
+    def describe(self, config: Mapping[str, object]) -> None:
+        """Add what results are measured with to the run's config."""
+        self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a row."""

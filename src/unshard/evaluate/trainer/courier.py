@@ -62,6 +62,7 @@ class Courier:
         self._in_vain = 0
         self._failed_on = Counter[str]()
         self._again = time.monotonic() + _REFUSED_AGAIN
+        self._settings: dict[str, object] = {}  # of the last result, by profile
         self.failures: dict[str, str] = {}
 
     def send(self) -> float:
@@ -158,6 +159,8 @@ class Courier:
             return
         checkpoint = self._config.served(str(entry.request.get("checkpoint")))
         body = {**entry.request, "checkpoint": checkpoint}
+        if "directory" in body:
+            body["directory"] = self._config.served(str(body["directory"]))
         if entry.pins:
             body["pin"] = self._config.served(entry.pins[-1])
         accepted = self._spool.accept(entry, str(client.submit_body(body).get("id", "")))
@@ -184,7 +187,10 @@ class Courier:
         self.failures.pop(entry.key, None)
         why = f"step {entry.step}: job {entry.name} {status}: {job.get('error')}"
         if status == Status.COMPLETED:
-            self._take(_to_recording(self._spool.arrive(entry, {"metrics": _read_metrics(job)})))
+            settings = job.get("measured_with")
+            arrived = {"metrics": _read_metrics(job), "measured_with": settings}
+            self._compare_settings(entry, settings)
+            self._take(_to_recording(self._spool.arrive(entry, arrived)))
         elif status == Status.SUPERSEDED and job.get("superseded_by"):
             log.info("%s", why)  # that job has the result of this step
         else:
@@ -193,6 +199,19 @@ class Courier:
         # Last, because what is no longer pending has been taken: see `Submitter.pending`.
         self._spool.remove(entry)
         release(entry.pins, self._spool)
+
+    def _compare_settings(self, entry: Entry, settings: object) -> None:
+        """Warn if a result was measured with other settings than the one before it."""
+        found = settings.get("settings") if isinstance(settings, dict) else None
+        profile = str(entry.request.get("profile"))
+        before = self._settings.setdefault(profile, found)
+        if found != before:
+            self._settings[profile] = found
+            log.warning(
+                "step %s: measured with other settings than the step before, or by a profile that "
+                "has changed: in a tracker its values are on the same curve",
+                entry.step,
+            )
 
 
 def release(pins: Iterable[str], spool: Spool) -> None:
@@ -229,4 +248,6 @@ def _read_metrics(fields: Mapping[str, object]) -> dict[str, float]:
 def _to_recording(entry: Entry) -> Recording:
     weights = str(entry.request.get("weights", "model"))
     metrics = name_metrics(_read_metrics(entry.fields), weights=weights)
-    return Recording(entry.name, entry.step, metrics)
+    settings = entry.fields.get("measured_with")
+    by_profile = {str(entry.request.get("profile")): settings} if settings else {}
+    return Recording(entry.name, entry.step, metrics, by_profile)

@@ -10,11 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.evaluate.jobs import backoff
-from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, describe, ignoring_errors
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
 _MOST_REFUSALS = 3  # of a result, by a sink that takes others
@@ -26,11 +26,12 @@ Write = Callable[[int, Mapping[str, float], str], None]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A result on its way to the sinks."""
+    """A result on its way to the sinks, with what it was measured with, by profile."""
 
     job_id: str
     step: int
     metrics: Mapping[str, float]
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class _Outlet:
             if not self.lacks(recording.job_id) or time.monotonic() < self.not_before:
                 return False
             try:
+                describe(self._sink, recording.settings)
                 write(recording.step, recording.metrics, recording.job_id)
                 self._uncommitted.append(recording.job_id)
                 self._mark()

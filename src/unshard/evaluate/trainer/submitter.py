@@ -58,6 +58,7 @@ class Submitter:
         paced: where they are written by `tick`, in the trainer's thread.
         acts: whether this process is the one that submits; only global rank 0 is.
         logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
+        checkpoints: the directory of the run's checkpoints, if it is not `run_dir`.
     """
 
     def __init__(  # noqa: PLR0913 (two kinds of sinks, and what is logged)
@@ -69,6 +70,7 @@ class Submitter:
         paced: Sequence[PacedSink] = (),
         acts: bool | None = None,
         logs_refusals: bool = True,
+        checkpoints: Path | None = None,
     ) -> None:
         if is_url(run_dir):
             raise UsageError(
@@ -77,6 +79,7 @@ class Submitter:
             )
         self.config = config
         self.run_dir = Path(run_dir).absolute()
+        self.checkpoints = self.run_dir if checkpoints is None else checkpoints
         self.acts = is_first_rank() if acts is None else acts
         self._results: deque[StepMetrics] = deque()
         self._previous: int | None = None
@@ -98,7 +101,12 @@ class Submitter:
             self._start(logs_refusals=logs_refusals)
 
     def submit(
-        self, checkpoint_dir: str | Path, step: int, weights: str | Sequence[str] | None = None
+        self,
+        checkpoint_dir: str | Path,
+        step: int,
+        weights: str | Sequence[str] | None = None,
+        *,
+        again: str = "",
     ) -> bool:
         """Have a saved checkpoint evaluated, if it is due; return whether it was spooled.
 
@@ -108,6 +116,7 @@ class Submitter:
             checkpoint_dir: the checkpoint, or its address in an object store, which is not pinned.
             step: the training step.
             weights: "model", "ema" or both, these only; None: as the configuration says.
+            again: what distinguishes this evaluation from an earlier one of the same checkpoint.
         """
         is_spooled = False
         if isinstance(weights, str):
@@ -120,7 +129,8 @@ class Submitter:
             self._previous = step
             if is_due:
                 place = path_of(checkpoint_dir).absolute()
-                is_spooled = self._pin_and_spool(place, step, weights or self.config.weights)
+                sets = weights or self.config.weights
+                is_spooled = self._pin_and_spool(place, step, sets, again)
             self._wake.set()
         return is_spooled
 
@@ -147,7 +157,7 @@ class Submitter:
 
     def summary(self) -> str:
         """Return a table of the run's best and last steps; empty if there is none, or no server."""
-        config, run = self.config, str(self.request(BASE_STEP)["run"])
+        config, run = self.config, self.config.served(str(self.checkpoints))
         try:
             with EvalClient(config.server_url, timeout=_GRACE / 2, token=config.token()) as client:
                 return summarise(client, run)
@@ -237,7 +247,8 @@ class Submitter:
         """Return the request for the base model, if there is one."""
         if self.config.base is None:
             return None
-        return {**self.request(BASE_STEP), "checkpoint": self.config.base, "weights": "model"}
+        place = {"checkpoint": self.config.base, "directory": str(self.checkpoints)}
+        return {**self.request(BASE_STEP), **place, "weights": "model"}
 
     def _spool_base(self) -> None:
         """Submit the base model, unless an earlier process has; for the server it is one job."""
@@ -247,7 +258,7 @@ class Submitter:
             spool.add({"step": BASE_STEP, "pins": [], "request": request})
             self._wake.set()
 
-    def _pin_and_spool(self, checkpoint: Path, step: int, sets: Sequence[str]) -> bool:
+    def _pin_and_spool(self, checkpoint: Path, step: int, sets: Sequence[str], again: str) -> bool:
         """Pin a checkpoint and add its submissions to the spool."""
         try:
             pins = self._pin(checkpoint, step)
@@ -255,6 +266,7 @@ class Submitter:
             log.error("step %s cannot be evaluated any more: %s", step, error)  # noqa: TRY400
             return False
         request = self.request(step) | {"checkpoint": str(checkpoint)}
+        request |= {"again": again} if again else {}
         try:
             for weights in sets:
                 asked = {**request, "weights": weights}

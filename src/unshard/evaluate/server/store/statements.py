@@ -70,7 +70,7 @@ _FILTERED = ("status", "step", "weights", "profile")
 IS_CALLED = "? IN (id, label, name, directory)"
 """Which runs a text means, which is its one value."""
 
-_RUN = f"jobs.run IN (SELECT id FROM runs WHERE {IS_CALLED})"
+_RUN = f"jobs.run IN (SELECT id FROM runs WHERE {IS_CALLED})"  # noqa: S608
 
 
 Facts = tuple[str | None, int | None, int | None]

@@ -377,7 +377,8 @@ class Store:
         query = (
             f"SELECT {RESULT_COLUMNS} FROM {tables} ON jobs.id = results.job_id"  # noqa: S608
             " CROSS JOIN runs ON runs.id = jobs.run WHERE results.rowid > ?"
-            f" AND jobs.status = 'completed' AND {where} ORDER BY results.rowid LIMIT COALESCE(?, -1)"
+            f" AND jobs.status = 'completed' AND {where}"
+            " ORDER BY results.rowid LIMIT COALESCE(?, -1)"
         )
         return map(as_result, self.connection.execute(query, [after, *values, filters.limit]))
 

@@ -86,14 +86,14 @@ def _make_plot(name: str, lines: Sequence[dict[int, Result]]) -> Plot:
     return Plot(name=name, task=task, metric=metric, series=series)
 
 
-def _make_series(points: dict[int, Result], named: Mapping[str, str]) -> Series:
+def _make_series(points: dict[int, Result], named: Mapping[tuple[str, str], str]) -> Series:
     ordered = [points[step] for step in sorted(points)]
     first, best = ordered[0], best_of(ordered)
     return Series(
         run=first.run,
         weights=first.weights,
         profile=first.profile,
-        settings=named[first.settings],
+        settings=named[first.profile, first.settings],
         steps=sorted(points),
         values=[one.value for one in ordered],
         errors=[one.stderr for one in ordered],
