@@ -231,10 +231,10 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         (COMMAND % "command: [a], results: ../a", "results cannot be read"),
         (COMMAND % "command: [a], results: /a", "results cannot be read"),
         (COMMAND % "command: [a], model: hf", "unknown key 'model'"),
-        (
-            LMMS % "resume: true",
-            r"\(kind lmms-eval\) has the unknown key 'resume'[^$]*lmms-eval \(0\.7\.3\) caches",
-        ),
+        (PROFILE % "resume: true", r"\(kind lm-eval\): 'resume' no longer.*\n.*from its start"),
+        (PROFILE % "resume: false", r"\(kind lm-eval\): 'resume' no longer exists"),
+        (LMMS % "resume: true", r"\(kind lmms-eval\): 'resume' no longer exists"),
+        ("resume: true", "has the unknown key 'resume'"),
     ],
 )
 def test_what_cannot_be(tmp_path: Path, text: str, message: str) -> None:

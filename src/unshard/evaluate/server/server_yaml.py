@@ -37,10 +37,10 @@ LOG_FORMATS = ("text", "json")
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
-_NO_RESUME = (
-    "only lm-eval continues an interrupted evaluation: lmms-eval (0.7.3) caches no answer before "
-    "the model has answered all questions of one kind"
-)
+_GONE = {
+    ("profiles", "resume"): "remove it: an evaluation that was interrupted begins from its start",
+}
+"""Keys of earlier versions, and what to do without them."""
 
 
 def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
@@ -200,13 +200,7 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             where, known = f"{path}: pin_quota", list(Quota.__annotations__)
     match problem["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            close = get_close_matches(keys[-1], known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else ""
-            return UsageError(
-                f"{where} has the unknown key {keys[-1]!r}",
-                expected=", ".join(sorted(known)),
-                hint=_NO_RESUME if keys[-1] == "resume" else hint,
-            )
+            return _unknown_key(where, str(problem["loc"][0]), keys[-1], known)
         case "missing":
             needed = problem.get("ctx", {}).get("expected", COMMAND_EXPECTED)
             return UsageError(f"{where}: {keys[-1]} is missing", expected=needed)
@@ -216,3 +210,14 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
         case "too_long":
             problem["ctx"] = {"expected": "at most 1 directory"}
     return problem_of(problem, f"{': '.join([where, *keys])} cannot be read")
+
+
+def _unknown_key(where: str, section: str, key: str, known: list[str]) -> UsageError:
+    if gone := _GONE.get((section, key)):
+        return UsageError(f"{where}: {key!r} no longer exists", hint=gone)
+    close = get_close_matches(key, known, 1)
+    return UsageError(
+        f"{where} has the unknown key {key!r}",
+        expected=", ".join(sorted(known)),
+        hint=f"did you mean {close[0]!r}?" if close else "",
+    )

@@ -15,7 +15,6 @@ from pydantic import Field
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments
 from unshard.evaluate.server.config.keys import NonEmptyText
-from unshard.evaluate.server.evaluators.answers import place_of_answers
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE
 from unshard.evaluate.server.evaluators.documents import (
     check_tasks,
@@ -50,8 +49,6 @@ class LmEvalProfile(HarnessKeys):
         float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
     ] = 600.0
     """Seconds for which an engine that is kept between jobs waits for the next one."""
-    resume: Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)] = False
-    """Whether an attempt continues with the answers of one that was interrupted before it."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -83,12 +80,6 @@ class LmEvalProfile(HarnessKeys):
             raise UsageError(
                 f"{where}: idle_timeout means nothing without an engine that is kept",
                 expected="`weights: direct` with `model: vllm`, or no idle_timeout",
-            )
-        if self.engine and self.resume:
-            raise UsageError(
-                f"{where}: resume is not possible with an engine that is kept",
-                expected="`weights: merged`, another model, or `resume: false`",
-                hint="an interrupted job ends its engine, and begins anew on another one",
             )
         self.check_arguments(where)
 
@@ -135,7 +126,6 @@ class LmEvalProfile(HarnessKeys):
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
-            "use_cache": place_of_answers(work) if self.resume else None,
             **work.arguments.options(),
             "metadata": work.arguments.metadata or None,
             "confirm_run_unsafe_code": self.arguments.confirm_run_unsafe_code or None,

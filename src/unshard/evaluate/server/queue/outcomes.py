@@ -26,7 +26,6 @@ from unshard.evaluate.server.endings import (
     Outcome,
     Postponed,
 )
-from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.profiles import profile_named
 from unshard.evaluate.server.evaluators.work import Measured, Profile
 from unshard.evaluate.server.pinning import Pins
@@ -89,9 +88,6 @@ class Outcomes:
         now = self._job(job_id)
         if now is not None:
             tell_outcome(attempt.job, outcome, now)
-        was_interrupted = isinstance(outcome, Postponed | Lost | Absent)
-        if not was_interrupted or now is None or now.status.is_final:
-            forget_answers(attempt.directory.parent)
 
     def _job(self, job_id: str) -> Job | None:
         """Return a job for the log; None if the database does not answer."""

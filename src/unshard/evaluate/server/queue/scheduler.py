@@ -15,7 +15,6 @@ from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import Absent, Failed, Left, Outcome, Postponed
-from unshard.evaluate.server.evaluators.answers import forget_answers
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.work import Measured, Profile, UnknownTasks
 from unshard.evaluate.server.gpus import Slots, describe_slots
@@ -199,7 +198,6 @@ class Scheduler:
         self._outcomes.tell(job_id, what)
         if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.release_pin(job_id)
-            forget_answers(self._work_dir / JOBS / job_id)
         return True
 
     def waits_for(self, job: Job) -> str | None:
