@@ -1,14 +1,16 @@
-"""A stop rule for `on_result: command`: it ends a run that has not improved for N evaluations.
+"""A stop rule for `on_result`: runs a command for a run that has not improved for N evaluations.
 
     on_result:
-      command: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3"]
+      command: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3", scancel, "--name={run}"]
 
-With "-" before the metric, lower values are better. Each profile and each set of weights (model,
-EMA) is judged by itself. What the rule has seen of a run is in the run's `_unshard/`, next to the
-file `STOP` that it makes. The callbacks of unshard end a training while that file is there.
+The command ends the training, as you would by hand; {run} is replaced by the run's name. It is run
+again for each later result that is not better. With "-" before the metric, lower values are better.
+Each profile and each set of weights (model, EMA) is judged by itself. What the rule has seen of a
+run is in the run's `_unshard/`.
 """
 
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -44,4 +46,6 @@ put(seen_file, json.dumps(seen))
 steps = sorted(seen, key=int)  # results may come in any order
 best = max(steps, key=lambda step: sign * seen[step])
 if len(steps) - 1 - steps.index(best) >= patience:
-    put(state / "STOP", f"{metric} was best at step {best}: {seen[best]}\n")
+    print(f"{metric} was best at step {best}: {seen[best]}")
+    command = [part.replace("{run}", str(result["run"])) for part in sys.argv[3:]]
+    sys.exit(subprocess.run(command, check=False).returncode)  # noqa: S603  (the operator's own)

@@ -51,7 +51,6 @@ ON_DEMAND = {
     "evaluate.server.cluster.place",
     "evaluate.server.cluster.seat",
     "evaluate.server.warm.worker",
-    "evaluate.trainer.stopping",
     "stores.nodes.connection",
     "stores.nodes.readers",
     "plugins.sglang",

@@ -1,8 +1,7 @@
 """The trainer of lmms-engine 0.1.4, whose last step is saved twice into the same files.
 
 Three trainings: the server is away for good; it is away until the training is over; it is there
-from the first save on. Each has `max_steps` at a multiple of `save_steps`. A fourth has a stop
-file.
+from the first save on. Each has `max_steps` at a multiple of `save_steps`.
 """
 
 import json
@@ -27,7 +26,6 @@ from evaluation.servers import Live, free_port, started
 from evaluation.wandb_file import history
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.run_folder import STOP
 from unshard.evaluate.sinks.export import Destination, Tracker, export_all
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -69,9 +67,7 @@ class Trained:
         return isclose(value, self.truth(name), rel_tol=1e-6)
 
 
-def _order(
-    trained: Trained, name: str, flush_timeout: float, report_to: str = "none", steps: int = LAST
-) -> Path:
+def _order(trained: Trained, name: str, flush_timeout: float, report_to: str = "none") -> Path:
     evaluation: dict[str, object] = {
         "server_url": trained.url,
         "poll_interval": 0.1,
@@ -80,7 +76,7 @@ def _order(
         "flush_timeout": flush_timeout,
     }
     file = trained.root / f"{name}.json"
-    file.write_text(Order(str(trained.run(name)), evaluation, report_to, steps).as_json())
+    file.write_text(Order(str(trained.run(name)), evaluation, report_to, LAST).as_json())
     return file
 
 
@@ -101,13 +97,11 @@ def _train(
         )
 
 
-def test_a_stop_file_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
+def test_two_ranks_train_to_their_end(tmp_path: Path) -> None:
     """Only rank 0 has a backend; no server is needed."""
     place = Trained(tmp_path, f"http://127.0.0.1:{free_port()}")
     place.run("").mkdir()
-    order = _order(place, "two", 0.1, steps=100)
-    (place.run("two") / "_unshard").mkdir(parents=True)
-    (place.run("two") / "_unshard" / STOP).write_text("enough")
+    order = _order(place, "two", 0.1)
     ranks = [_train(place, order, rank=rank, world=2) for rank in range(2)]
     try:
         codes = [one.wait(LIMIT_S) for one in ranks]
@@ -115,9 +109,8 @@ def test_a_stop_file_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
         for one in ranks:
             one.kill()
     assert codes == [0, 0], place.log("") + place.log("", rank=1)
-    assert "training ends: " in place.log("")
-    steps = [int(one.name.partition("-")[2]) for one in place.run("two").glob("checkpoint-*")]
-    assert max(steps) < 20
+    assert (place.run("two") / f"checkpoint-{LAST}").is_dir()
+    assert [entry.step for entry in Spool(place.run("two")).waiting()] == list(STEPS)
 
 
 def _serve(trained: Trained) -> AbstractContextManager[Live]:
@@ -139,9 +132,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
         orders = [_order(place, "late", 0.5), _order(place, "away", LIMIT_S)]
         orders.append(_order(place, "there", LIMIT_S, "wandb"))
-        orders.append(_order(place, "stopped", LIMIT_S, steps=100))
-        (place.run("stopped") / "_unshard").mkdir(parents=True)
-        (place.run("stopped") / "_unshard" / STOP).touch()
         training = kept(_train(place, *orders))
         waits = "Waiting for pending evaluation jobs"
         until(lambda: waits in place.log("away") or training.poll() is not None, waits)
@@ -241,11 +231,3 @@ def test_what_a_server_missed_for_longer_than_the_training_waits_comes_later(
     assert trained.is_last("late", found[LAST][NAME])
     assert {job["status"] for job in trained.jobs("late")} == {"completed"}
     assert nothing_is_left(run)
-
-
-def test_a_stop_file_ends_the_training_which_saves_and_is_evaluated(trained: Trained) -> None:
-    ((step, value),) = results(trained, "stopped")
-    assert step == 0  # it was there from the beginning
-    assert trained.is_last("stopped", value)
-    assert "training ends: " in trained.log("stopped")
-    assert "evaluations of stopped:" in trained.log("stopped")

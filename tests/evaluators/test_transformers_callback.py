@@ -1,8 +1,6 @@
 """A real transformers Trainer on the CPU, rotating to one checkpoint while the server evaluates."""
 
 import json
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,18 +12,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import (
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 
-from evaluation.servers import Live, Stub, free_port, scores, serving
+from evaluation.servers import Stub, free_port, scores, serving
 from evaluation.wandb_file import definitions, history
 from tiny_models import tiny_model
 from unshard.evaluate.callbacks.transformers import UnshardEvalCallback, _tensorboard_dir
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.run_folder import STOP
-from waiting import LIMIT_S, wait_until
+from waiting import LIMIT_S
 
 NAME = "unshard_eval/t/acc"
 
@@ -153,54 +148,3 @@ def test_a_server_that_never_comes_does_not_stop_the_training(
     train(tmp_path / "run", UnshardEvalCallback(absent))
     assert caplog.text.count("no tokenizer in") == 1
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
-
-
-FALLS = """
-import json, pathlib, sys
-_, output, _, tasks, step, _ = sys.argv[1:]
-numbers = {tasks: {"acc": 1 / int(step)}, "higher_is_better": {tasks: {"acc": True}}}
-(pathlib.Path(output) / "results.json").write_text(json.dumps(numbers))
-"""
-
-
-class Paced(TrainerCallback):
-    """Has every save wait for the rule: a real training is slower than the server."""
-
-    def __init__(self, run: Path) -> None:
-        self._state = run / "_unshard"
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        del args, control
-        step = str(state.global_step)
-        wait_until(lambda: step in self._seen(), f"step {step} at the rule")
-        wait_until(lambda: step == "2" or (self._state / STOP).exists(), "the stop file")
-
-    def _seen(self) -> dict[str, float]:
-        files = list(self._state.glob("stop-rule-*.json"))
-        return json.loads(files[0].read_text()) if files else {}
-
-
-def test_a_stop_rule_of_the_server_ends_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A real server tells the rule in examples/, and the Trainer ends at the next step."""
-    rule = Path(__file__).parents[2] / "examples" / "stop_when_worse.py"
-    told = {"command": [sys.executable, str(rule), "score/acc", "1"]}
-    server = Live(tmp_path)
-    server.configure(FALLS, on_result=told)
-    run = server.root / "run"
-    config = {"model": "script", "tasks": ["score"], "poll_interval": 0.05}
-    try:
-        server.start()
-        callback = UnshardEvalCallback({**config, "server_url": server.url})
-        trainer = train(run, callback, Paced(run), steps=100)
-        assert trainer.state.global_step == 5  # step 4 is worse than step 2
-        again = train(run, UnshardEvalCallback({**config, "server_url": server.url}), steps=100)
-        assert again.state.global_step == 1  # until the file is removed
-    finally:
-        server.stop()
-    summary = re.findall("evaluations of run:\n.*last - best.*\n(.*)", caplog.text)
-    assert re.split(" {2,}", summary[-1])[-4:] == ["2: 0.5", "4: 0.25", "-0.25", "-"]
-    assert "STOP is there (score/acc was best at step 2: 0.5); remove it to train" in caplog.text

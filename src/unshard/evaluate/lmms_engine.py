@@ -11,12 +11,10 @@ or call in code, before the trainer is made:
 
 `install` replaces `EvalServerBackend` (lmms-engine 0.1.4), which loses the last result, drops a job
 after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
-`EvalConfig` by `UnshardEvalConfig`. A trainer that evaluates ends, on all ranks, when
-`<output_dir>/_unshard/STOP` is there. `install_client` keeps lmms-engine's backend and gives it a
+`EvalConfig` by `UnshardEvalConfig`. `install_client` keeps lmms-engine's backend and gives it a
 working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 """
 
-import functools
 import importlib
 import runpy
 import sys
@@ -29,8 +27,7 @@ from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
 from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors
 from unshard.evaluate.sinks.open import open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.stopping import StopFile, count_ranks
-from unshard.evaluate.trainer.submitter import Submitter, is_first_rank
+from unshard.evaluate.trainer.submitter import Submitter
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
 
@@ -40,7 +37,6 @@ _TRAINER = "lmms_engine.train.fsdp2.fsdp2_trainer"
 _USERS = ("lmms_engine.eval", _TRAINER, "lmms_engine.launch.cli")
 _DEFAULT_URL = "http://localhost:8000"
 _COMMAND = "lmms_engine.launch.cli"
-_STOP_KEY = "_unshard_stop"  # of a trainer
 _SUMMARY_S = 5.0  # seconds for the table of the run at the end
 
 
@@ -154,47 +150,6 @@ class UnshardEvalBackend:
         return self._submitter
 
 
-class _Stop:
-    """Whether a trainer must end: asked on every rank, equally often, before each batch."""
-
-    def __init__(self, trainer: object) -> None:
-        arguments = getattr(trainer, "args", None)
-        directory = getattr(arguments, "output_dir", None)
-        is_evaluated = getattr(arguments, "eval_config", None) is not None
-        self._file: StopFile | None = None
-        # The trainer's own condition for its backend, which only rank 0 has: the same on all ranks.
-        if directory and is_evaluated and getattr(arguments, "eval_strategy", "no") != "no":
-            self._file = StopFile(Path(directory), is_first=is_first_rank())
-        self._looks = 0
-        self._has_ended = False
-
-    def ends_training(self) -> bool:
-        """Return whether training must end, and say so from then on."""
-        if self._file is not None and not self._has_ended:
-            self._looks += 1
-            self._has_ended = self._file.ends_training(self._looks, count_ranks())
-        return self._has_ended
-
-
-def _have_trainer_look() -> None:
-    """Have lmms-engine's trainer look for the stop file, on every rank, if it was imported."""
-    trainer = vars(sys.modules.get(_TRAINER, object)).get("FSDP2SFTTrainer")
-    if trainer is None or hasattr(trainer.should_stop, "__wrapped__"):
-        return
-    original = trainer.should_stop
-
-    @functools.wraps(original)
-    def should_stop(self: object) -> bool:
-        if original(self):
-            return True
-        kept = vars(self)
-        if _STOP_KEY not in kept:
-            kept[_STOP_KEY] = _Stop(self)
-        return bool(kept[_STOP_KEY].ends_training())
-
-    trainer.should_stop = should_stop
-
-
 def _lmms_name(key: str) -> str:
     """Return the name of a metric as `eval/<task>_<metric>`."""
     task, _, metric = key.removeprefix(f"{PREFIX}/").rpartition("/")
@@ -210,7 +165,6 @@ class UnshardEvalConfig:
 
     def __init__(self, **given: object) -> None:
         vars(self).update(given)
-        _have_trainer_look()  # lmms-engine's command makes this on every rank, before its trainer
 
     def __getattr__(self, name: str) -> object:
         """Return None for a key that the file does not have."""
@@ -234,7 +188,6 @@ def install() -> None:
     for name in (_BACKENDS, _CONFIG, *_USERS):
         there = vars(sys.modules[name]) if name in sys.modules else {}
         there.update({key: ours[key] for key in ours.keys() & there.keys()})
-    _have_trainer_look()
 
 
 def install_client() -> None:

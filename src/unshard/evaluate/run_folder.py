@@ -44,9 +44,6 @@ SPOOL = "spool"
 SPOOL_LOCK = "spool.lock"
 """The file in `STATE_FOLDER` that the process locks which sends what is in the spool."""
 
-STOP = "STOP"
-"""The file in `STATE_FOLDER` whose presence ends the training: see `trainer.stopping`."""
-
 RUN = "run.json"
 """The file in `STATE_FOLDER` that has the run's id: see `RunIdentity`."""
 

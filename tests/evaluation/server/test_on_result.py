@@ -226,8 +226,11 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, text: str, why: str) -> None
 
 
 def judged(run: Path, metric: str, patience: int, step: int, value: float, **more: str) -> bool:
-    """Tell the example of a result; return whether it has the run stopped."""
+    """Tell the example of a result; return whether it has run the command that ends the run."""
+    ended = run.with_name(f"{run.name}-ended")
+    ended.unlink(missing_ok=True)
     body: dict[str, object] = {
+        "run": run.name,
         "status": "completed",
         "step": step,
         "profile": "p",
@@ -236,8 +239,9 @@ def judged(run: Path, metric: str, patience: int, step: int, value: float, **mor
         "metrics": {"t/acc": value},
     }
     command = [sys.executable, "-I", "-S", str(EXAMPLE), metric, str(patience)]
+    command += ["touch", str(ended.with_name("{run}-ended"))]
     subprocess.run(command, input=json.dumps(body | more).encode(), check=True, timeout=LIMIT_S)
-    return (run / "_unshard" / "STOP").exists()
+    return ended.exists()
 
 
 def test_the_rule_of_the_example_looks_at_steps_in_their_order(tmp_path: Path) -> None:
@@ -253,7 +257,6 @@ def test_the_rule_of_the_example_looks_at_steps_in_their_order(tmp_path: Path) -
     assert not judged(up, "t/acc", 2, 40, 0.1, status="failed")
     assert not judged(up, "t/other", 2, 40, 0.1)
     assert judged(up, "t/acc", 2, 20, 0.4)
-    assert (up / "_unshard" / "STOP").read_text() == "t/acc was best at step 10: 0.5\n"
     assert not judged(down, "-t/acc", 1, 10, 0.5)
     assert not judged(down, "-t/acc", 1, 20, 0.4)
     assert judged(down, "-t/acc", 1, 30, 0.4)
@@ -262,8 +265,9 @@ def test_the_rule_of_the_example_looks_at_steps_in_their_order(tmp_path: Path) -
 def test_the_rule_of_the_example_writes_through_no_link(tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     (run / "_unshard").mkdir(parents=True)
-    other.write_text("another's")
-    (run / "_unshard" / "STOP").symlink_to(other)
-    assert judged(run, "t/acc", 0, 10, 0.5)
-    assert other.read_text() == "another's"
-    assert not (run / "_unshard" / "STOP").is_symlink()
+    other.write_text('{"5": 0.75}')
+    seen = run / "_unshard" / "stop-rule-p-model-t-acc.json"
+    seen.symlink_to(other)
+    assert judged(run, "t/acc", 1, 10, 0.5)
+    assert other.read_text() == '{"5": 0.75}'
+    assert not seen.is_symlink()

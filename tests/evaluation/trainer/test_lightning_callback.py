@@ -8,7 +8,6 @@ import torch
 
 from evaluation.servers import Stub, scores, serving
 from unshard.evaluate.pins.pin import list_pins
-from unshard.evaluate.run_folder import STOP
 
 pytest.importorskip("lightning", reason="pip install lightning; nothing of it was run")
 
@@ -124,13 +123,3 @@ def test_an_address_that_is_refused_does_not_end_the_training(tmp_path: Path, se
     callback = callback_for(server)
     callback.on_fit_start(trainer, LightningModule())
     assert callback.submitter is None
-
-
-@pytest.mark.filterwarnings("ignore")  # lightning's own advice about workers and devices
-def test_a_stop_file_ends_the_training(tmp_path: Path, server: Stub) -> None:
-    saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
-    (tmp_path / "_unshard").mkdir()
-    (tmp_path / "_unshard" / STOP).touch()
-    assert train(tmp_path, saver, callback_for(server)).global_step == 1
-    (tmp_path / "_unshard" / STOP).unlink()
-    assert train(tmp_path, saver, callback_for(server)).global_step == 6

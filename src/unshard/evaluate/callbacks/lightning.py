@@ -22,7 +22,6 @@ from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
 from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.stopping import StopFile
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.unfinished import why_unfinished
 from unshard.stores.remote_path import is_url, path_of
@@ -32,8 +31,6 @@ __all__ = ["UnshardEvalCallback"]
 
 class UnshardEvalCallback(Callback):
     """Submits what `ModelCheckpoint` saves, and logs the results as they come.
-
-    The training ends, on all ranks, when `_unshard/STOP` is in the run's directory.
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
@@ -52,7 +49,6 @@ class UnshardEvalCallback(Callback):
         self.submitter: Submitter | None = None
         self._run_dir = run_dir
         self._saves = _Saves([])
-        self._stop: StopFile | None = None
         self._sinks = tuple(sinks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -63,7 +59,6 @@ class UnshardEvalCallback(Callback):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
             run_dir, config = self._place(trainer, savers)
-            self._stop = StopFile(run_dir, is_first=trainer.is_global_zero)
             found: list[Sink] = []
             paced: list[PacedSink] = []
             if trainer.is_global_zero:
@@ -114,14 +109,8 @@ class UnshardEvalCallback(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Log at most one result in the trainer's own run, as often as the trainer logs.
-
-        End the training if its stop file is there.
-        """
+        """Log at most one result in the trainer's own run, as often as the trainer logs."""
         del pl_module, outputs, batch, batch_idx
-        step, ranks, stop = trainer.global_step, trainer.world_size, self._stop
-        if stop is not None and stop.ends_training(step, ranks, trainer.strategy.broadcast):
-            trainer.should_stop = True
         every = max(1, getattr(trainer, "log_every_n_steps", 1))
         if self.submitter is not None and trainer.global_step % every == 0:
             self.submitter.tick()

@@ -22,7 +22,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
 from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
-from unshard.evaluate.trainer.stopping import StopFile, count_ranks
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.read.beside.companions import companions_in
 
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 
 class UnshardEvalCallback(TrainerCallback):
     """Submits what the Trainer saves, and logs the results as they come.
-
-    The training ends, on all ranks, when `<output_dir>/_unshard/STOP` is there.
 
     Args:
         config: a file of YAML, its text, a mapping, or an `EvalConfig`.
@@ -52,7 +49,6 @@ class UnshardEvalCallback(TrainerCallback):
         self.submitter: Submitter | None = None
         self._sinks = tuple(sinks)
         self._has_warned = False
-        self._stop: StopFile | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -60,7 +56,6 @@ class UnshardEvalCallback(TrainerCallback):
         """Begin, and continue with what an earlier process submitted."""
         del control
         is_first, run = state.is_world_process_zero, Path(args.output_dir or ".")
-        self._stop = StopFile(run, is_first=is_first)
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
@@ -77,14 +72,6 @@ class UnshardEvalCallback(TrainerCallback):
                 paced=paced,
                 acts=is_first,
             )
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """End the training if its stop file is there."""
-        del args
-        if self._stop is not None and self._stop.ends_training(state.global_step, count_ranks()):
-            control.should_training_stop = True
 
     def on_save(
         self,
