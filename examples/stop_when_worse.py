@@ -1,7 +1,6 @@
 """A stop rule for `on_result`: runs a command for a run that has not improved for N evaluations.
 
-    on_result:
-      command: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3", scancel, "--name={run}"]
+    on_result: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3", scancel, "--name={run}"]
 
 The command ends the training, as you would by hand; {run} is replaced by the run's name. It is run
 again for each later result that is not better. With "-" before the metric, lower values are better.

@@ -19,11 +19,11 @@ from urllib.parse import quote
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots, find_gpus
 from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
 from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service
@@ -82,7 +82,7 @@ def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
         yield _look_at_root(root)
     yield _look_at_gpus(config)
     yield from _look_at_queue(config)
-    if config.on_result is not None and config.on_result.command:
+    if config.on_result is not None:
         yield _look_at_command(config.on_result)
     with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
         for name, profile in profiles.items():
@@ -177,7 +177,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _look_at_command(on_result: OnResult) -> Finding:
-    """Look for the program that is told about results; it is not run."""
+    """Look for the program of `on_result`; it is not run."""
     program = on_result.command[0]
     search = on_result.environment.get("PATH", os.environ.get("PATH", os.defpath))
     if (path := shutil.which(program, path=search)) is None:

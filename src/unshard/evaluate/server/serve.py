@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +24,8 @@ from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
 from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
-from unshard.evaluate.server.http.on_result import telling_results
 from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.on_result import running_on_result
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.placing import RunFinder
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -178,7 +178,11 @@ def serve(given: Given) -> None:
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.
     service.scheduler.lock()
-    with _listen(config.host, config.port) as listening:
+    with (
+        closing(service.store),
+        _listen(config.host, config.port) as listening,
+        running_on_result(service.store, config.on_result, service.work_dir),
+    ):
         service.scheduler.start()
         service.pins.remove_unneeded()
         _log_start(config, listening)
@@ -199,11 +203,9 @@ def serve(given: Given) -> None:
             ),
         )
         try:
-            with telling_results(service.store, config.on_result, service.work_dir):
-                server.run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             service.scheduler.stop(end=False)
-            service.store.close()
 
 
 def _log_start(config: ServerConfig, listening: socket.socket) -> None:

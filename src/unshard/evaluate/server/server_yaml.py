@@ -21,11 +21,11 @@ from pydantic_core import ErrorDetails
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.keys import NonEmptyText, Place, Roots, drop_nulls
-from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
 from unshard.evaluate.server.evaluators.profiles import KINDS, ProfileKeys, default_profiles
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
+from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
 
@@ -39,6 +39,8 @@ _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
 _GONE = {
     ("profiles", "resume"): "remove it: an evaluation that was interrupted begins from its start",
+    ("on_result", "url"): "post by a command ([curl, ...]), or follow GET /api/v1/events",
+    ("on_result", "backoff"): "remove it: a command that fails is not run again",
 }
 """Keys of earlier versions, and what to do without them."""
 
@@ -138,7 +140,7 @@ class ServerConfig(BaseModel):
     """How many jobs may pass a job that needs more GPUs than are free; then they are held for it.
     """
     on_result: OnResult | None = None
-    """What is told about each job that is completed or has failed."""
+    """The command that is run for each job that is completed or has failed."""
     profiles: Annotated[
         Mapping[Annotated[str, Field(pattern=_NAME)], ProfileKeys],
         BeforeValidator(_or_default),
