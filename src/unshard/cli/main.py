@@ -12,6 +12,7 @@ from unshard.cli.engines import sglang, vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
 from unshard.cli.evaluate.compare import compare
+from unshard.cli.evaluate.correcting import adopt, hide, show
 from unshard.cli.evaluate.runs import export, watch
 from unshard.cli.evaluate.serving import doctor, drain, serve
 from unshard.cli.options import Grouped
@@ -39,6 +40,9 @@ for _of_server in (serve, drain, doctor):
 evaluate.command()(guarded(watch))
 evaluate.command()(guarded(export))
 evaluate.command()(guarded(compare))
+evaluate.command()(guarded(hide))
+evaluate.command()(guarded(show))
+evaluate.command()(guarded(adopt))
 app.add_typer(evaluate)
 
 

@@ -38,6 +38,7 @@ def test_an_ambiguous_id_is_refused_in_the_form_of_each_protocol(
 ) -> None:
     ids = ["abcdabcd00000000", "abcdabcd11111111"]
     alike = iter(ids)
+    queue(server, 0)  # which makes the run
     monkeypatch.setattr(secrets, "token_hex", lambda _: next(alike))
     for step in (1, 2):
         queue(server, step)

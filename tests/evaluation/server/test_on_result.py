@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import all_gone, request, whole_model
-from evaluation.servers import live
+from evaluation.servers import SCRIPT, live
 from unshard.errors import UsageError
 from unshard.evaluate.server.on_result import OnResult, running_on_result
 from unshard.evaluate.server.server_yaml import read_server_yaml
@@ -147,21 +148,32 @@ def test_a_program_that_is_not_there_is_logged(
         wait_until(lambda: "on_result failed: /no/such/program: " in caplog.text, "the failure")
 
 
-def test_a_stop_waits_for_the_command_that_runs_and_begins_no_other(
-    tmp_path: Path, place: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = telling(place, "time.sleep(1)", "place.joinpath('whole').touch()")
+def test_a_stop_waits_for_the_commands_of_what_has_ended(tmp_path: Path, place: Path) -> None:
+    told = telling(place, "time.sleep(1)", "place.joinpath(f'whole-{number}').touch()")
     with told_store(tmp_path, told) as store:
         ended(store, 1)
-        left = ended(store, 2)
-        wait_until(lambda: len(notes(place)) == 1, "the first")
-    assert (place / "whole").exists()
-    assert len(notes(place)) == 1
-    assert f"job {left[:8]}: on_result is not run: stopping" in caplog.text
+        ended(store, 2)
+    assert {path.name for path in place.glob("whole-*")} == {"whole-0", "whole-1"}
+    assert len(notes(place)) == 2
     with told_store(tmp_path, told) as store:  # the next server begins with what ends then
         ended(store, 3)
-        wait_until(lambda: len(notes(place)) == 2, "the third")
-    assert notes(place)[1][0]["step"] == 3  # type: ignore[index,call-overload]
+    assert notes(place)[2][0]["step"] == 3  # type: ignore[index,call-overload]
+    assert len(notes(place)) == 3
+
+
+def test_a_stop_takes_no_longer_than_one_command_may(
+    tmp_path: Path, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = telling(place, "time.sleep(2)", "place.joinpath('whole').touch()", timeout=3.0)
+    with told_store(tmp_path, told) as store:
+        ids = [ended(store, step) for step in (1, 2, 3)]
+        wait_until(lambda: len(notes(place)) == 1, "the first")
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert (place / "whole").exists()
+    assert f"job {ids[1][:8]}: on_result failed: {sys.executable}: took more than " in caplog.text
+    assert f"job {ids[2][:8]}: on_result is not run: the server stops" in caplog.text
+    assert all(all_gone(note[3]) for note in notes(place))
 
 
 @pytest.mark.slow
@@ -175,6 +187,20 @@ def test_a_real_server_runs_it_and_ends_when_it_has_ended(tmp_path: Path, place:
         wait_until(lambda: len(notes(place)) == 1, "the command")
         assert not (place / "whole").exists()
     assert (place / "whole").exists()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_drained_runs_it_for_the_last_job(tmp_path: Path, place: Path) -> None:
+    """systemd's unit in examples/ stops a server so: it ends as soon as the last job has ended."""
+    script = SCRIPT.replace("import ", "import time; time.sleep(1)\nimport ", 1)
+    told = list(telling(place).command)
+    with live(tmp_path, script=script, on_result=told) as server:
+        assert server.process is not None
+        server.submit(whole_model(tmp_path / "root" / "run" / "checkpoint-1"), step=1)
+        wait_until(lambda: ": started: " in server.told(), "the job")
+        server.process.send_signal(signal.SIGUSR1)
+        assert server.process.wait(LIMIT_S) == 0
+    assert [note[0]["status"] for note in notes(place)] == ["completed"]  # type: ignore[index,call-overload]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

@@ -138,7 +138,8 @@ def test_a_title_names_three_runs_at_most(served: Still) -> None:
 def test_of_two_results_of_a_step_the_later_one_is_plotted(served: Still) -> None:
     complete(served, "a", 1, {"t/acc": 0.1})
     complete(served, "a", 1, {"t/acc": 0.2}, fingerprint="saved again")
-    points = list_points(served.service.store.connection, ["a"], ["t/acc"])
+    (run,) = served.service.store.runs.all()
+    points = list_points(served.service.store.connection, [run.id], ["t/acc"])
     (plot,) = make_plots(points, ["t/acc"], ["a"])
     assert plot.series[0].values == [0.2]
 
@@ -171,10 +172,10 @@ def test_runs_are_listed_with_the_newest_job_first(served: Still) -> None:
         complete(served, run, step, {"t/acc": 0.5})
     served.service.store.submit(Request("/c", "script", ("t",), step=9, run="old"), pin=None)
     found = list_runs(served.service.store.connection, "", limit=10, offset=0)
-    assert [(one.name, one.step) for one in found] == [("old", 9), ("new", 2)]
+    assert [(one.run.label, one.step) for one in found] == [("old", 9), ("new", 2)]
     assert found[0].counts[Status.QUEUED] == found[0].counts[Status.COMPLETED] == 1
     only = list_runs(served.service.store.connection, "ne", limit=10, offset=0)
-    assert [one.name for one in only] == ["new"]
+    assert [one.run.label for one in only] == ["new"]
 
 
 def test_jobs_are_filtered_and_have_pages(served: Still) -> None:

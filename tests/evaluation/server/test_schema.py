@@ -29,6 +29,7 @@ from waiting import wait_until
 DUMPS = Path(__file__).parents[2] / "data" / "eval_databases"
 NAMES = sorted(path.stem for path in DUMPS.glob("*.sql"))
 KEPT = ("jobs", "attempts", "results", "events")
+PLACED = frozenset({"run", "key", "alike", "request"})  # what names the run, as of version 5
 
 Rows = list[dict[str, object]]
 
@@ -78,7 +79,8 @@ def test_everything_in_a_database_of_an_earlier_version_is_kept(old: Path, tmp_p
     for table in KEPT:
         after = rows_of(old, table)
         for was, now in zip(before[table], after, strict=True):
-            assert was.items() - {("alike", None)} <= now.items()
+            left = PLACED if table == "jobs" else frozenset[str]()
+            assert {(key, one) for key, one in was.items() if key not in left} <= now.items()
     Store(tmp_path / "new.sqlite").close()
     missing = columns_of(tmp_path / "new.sqlite") - columns_of(old)
     assert missing == set()
@@ -88,14 +90,15 @@ def test_the_copy_of_before_is_the_database_of_before(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection:
         before = list(connection.iterdump())
     Store(old).close()
-    copy = old.with_name("jobs-v1.sqlite")
+    (copy,) = set(old.parent.iterdir()) - {old}
     with closing(sqlite3.connect(copy)) as connection:
         assert list(connection.iterdump()) == before
-    assert version_of(copy) == 1
+    assert copy.name == f"jobs-v{version_of(copy)}.sqlite"
     Store(old).close()
-    assert sorted(path.name for path in old.parent.iterdir()) == ["jobs-v1.sqlite", "jobs.sqlite"]
+    assert set(old.parent.iterdir()) == {copy, old}
 
 
+@pytest.mark.parametrize("old", ["version_1", "version_1_first"], indirect=True)
 def test_the_store_reads_what_was_written_then(old: Path) -> None:
     was_first = "stderr" not in rows_of(old, "results")[0]
     with closing(Store(old)) as store:
@@ -131,7 +134,39 @@ def restore_checkpoints(path: Path) -> None:
         made.directory.rename(Path(job.pin).parent)
 
 
+@pytest.mark.parametrize("old", ["version_4"], indirect=True)
+def test_runs_of_one_name_become_the_directories_that_they_were(old: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with closing(Store(old)) as store:
+        labels = {run.label: run.directory for run in store.runs.all()}
+        assert labels == {
+            "output": str(root / "a/output"),
+            "other": str(root / "b/output"),  # the name that was submitted last
+            "exp": str(root / "c/x"),
+            "hand": "",
+            "alone": str(root / "models/alone"),
+        }
+        steps = {
+            label: sorted(str(job.request.step) for job in store.newest(Filters(run=label)))
+            for label in labels
+        }
+        assert steps == {
+            "output": ["0", "100", "200", "200", "300"],
+            "other": ["100", "200", "300", "300"],
+            "exp": ["5"],
+            "hand": ["7"],
+            "alone": ["None"],
+        }
+        found = list(store.results(Filters(run="output", step=200)))
+        assert {one.value: one.arguments for one in found} == {0.2: {}, 0.7: {"limit": 20}}
+        assert len({one.settings for one in found}) == 2
+        for job in store.newest(Filters()):
+            assert job in store.alike(job.request)
+            assert store.status_of(job.request) is not None
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("old", ["version_1", "version_1_first"], indirect=True)
 def test_a_server_runs_the_jobs_of_an_earlier_version(old: Path, tmp_path: Path) -> None:
     before = {job["id"]: job["status"] for job in rows_of(old, "jobs")}
     copy = tmp_path / "copy.sqlite"
@@ -185,7 +220,7 @@ def test_connections_that_open_an_old_database_at_once_migrate_it_once(
         list(pool.map(opens, range(4)))
     assert applied == [1]
     assert version_of(old) == LATEST + 1
-    assert version_of(old.with_name("jobs-v1.sqlite")) == 1
+    assert len(list(old.parent.glob("jobs-v*.sqlite"))) == 1
 
 
 def test_a_migration_that_fails_leaves_the_version_before_it(
@@ -212,11 +247,12 @@ def test_a_migration_that_fails_leaves_the_version_before_it(
 
 def test_without_room_for_the_copy_nothing_is_changed(old: Path) -> None:
     before = old.read_bytes()
-    old.with_name("jobs-v1.sqlite").mkdir()  # what is in the way of the copy
+    copy = old.with_name(f"jobs-v{version_of(old)}.sqlite")
+    copy.mkdir()  # what is in the way of the copy
     with pytest.raises(UsageError, match="cannot be copied"):
         Store(old)
     assert old.read_bytes() == before
-    assert sorted(path.name for path in old.parent.iterdir()) == ["jobs-v1.sqlite", "jobs.sqlite"]
+    assert set(old.parent.iterdir()) == {copy, old}
 
 
 def test_the_database_of_a_server_that_runs_is_not_migrated(old: Path, tmp_path: Path) -> None:

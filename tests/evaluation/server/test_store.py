@@ -49,7 +49,9 @@ def test_a_request_comes_back_as_it_was_submitted(store: Store) -> None:
     asked = Request("ckpt", "script", ("a", "b"), 3, "run", "ema", chosen)
     job, is_new = store.submit(asked, pin="/pin")
     assert is_new
-    assert (job.request, job.pin, job.status) == (asked, "/pin", Status.QUEUED)
+    assert job.run.label == "run"
+    placed = replace(asked, run_id=job.run.id)
+    assert (job.request, job.pin, job.status) == (placed, "/pin", Status.QUEUED)
     assert store.get(job.id) == job
     assert store.get("other") is None
 
@@ -82,7 +84,7 @@ def test_a_request_of_a_later_version_is_read_without_what_is_unknown() -> None:
 def test_names_of_runs_and_jobs_that_wait_are_read_without_the_jobs(store: Store) -> None:
     jobs = [submit(store, step, run) for step, run in enumerate(["b", "a", "b"])]
     claim(store)
-    assert store.runs() == ["a", "b"]
+    assert [one.label for one in store.runs.all()] == ["a", "b"]
     assert store.queued_ids() == [job.id for job in jobs[1:]]
 
 
@@ -143,9 +145,10 @@ def test_jobs_are_alike_if_their_fingerprints_differ_at_most(store: Store) -> No
         replace(asked, weights="ema"),
     ]
     jobs = [store.submit(one, pin=None)[0] for one in requests]
-    assert store.alike(replace(asked, fingerprint="")) == [jobs[1], jobs[0]]
-    assert store.status_of(asked.key) is Status.QUEUED
-    assert store.status_of(asked.alike) is None
+    placed = replace(asked, fingerprint="", run_id=jobs[0].run.id)
+    assert store.alike(placed) == [jobs[1], jobs[0]]
+    assert store.status_of(jobs[0].request) is Status.QUEUED
+    assert store.status_of(placed) is None
 
 
 def test_a_job_that_is_not_final_can_get_another_pin(store: Store) -> None:
@@ -177,32 +180,6 @@ def test_what_is_not_completed_can_be_superseded_and_submitted_again(store: Stor
     assert job_of(store, running.id).status is Status.SUPERSEDED
     again = store.submit(queued.request, pin=None)[0]
     assert (again.status, again.superseded_by) == (Status.QUEUED, None)
-
-
-def test_the_database_of_an_earlier_version_gets_the_columns_that_it_lacks(tmp_path: Path) -> None:
-    with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        job = submit(store)
-        for step in (2, 3):
-            pin = f"/runs/a/_unshard/pins/{step}/checkpoint"
-            store.submit(request(Path("a"), step), pin=pin)
-    with closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 1")
-        connection.execute("DROP TABLE pinned_runs")
-        connection.execute("DROP TABLE deliveries")
-        connection.execute("DROP INDEX jobs_alike")
-        for column in ("superseded_by", "attempts_before", "alike"):
-            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
-        for column in ("stderr", "higher_is_better"):
-            connection.execute(f"ALTER TABLE results DROP COLUMN {column}")
-    with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        assert store.count_in_a_row(job.id, Cause.DIED) == 0
-        assert store.alike(job.request) == [job]
-        assert store.pins.list_runs() == ["/runs/a"]
-        assert store.supersede(job.id, "newer")
-        assert job_of(store, job.id).superseded_by == "newer"
-        claim(store)
-        store.complete(store.running()[0].id, {"t/a": 0.5}, None, {"t/a": 0.25})
-        assert [one.stderr for one in store.results(Filters())] == [0.25]
 
 
 def interrupt(store: Store, job: Job, outcome: str) -> int:

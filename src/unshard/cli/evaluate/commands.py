@@ -167,8 +167,11 @@ def submit(
                 job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
                 jobs.append(job)
             if base is not None:
-                own = str(jobs[0]["run"])
-                jobs.append(client.submit(base, BASE_STEP, profile, names, run=own, seed=seed))
+                place = str(jobs[0]["run_directory"]) or None
+                job = client.submit(
+                    *(base, BASE_STEP, profile, names), run=run, directory=place, seed=seed
+                )
+                jobs.append(job)
         except UnshardError as error:
             if not jobs:
                 raise
@@ -291,6 +294,9 @@ def results(
         ),
     ] = None,
     higher_is_better: HigherIsBetter = None,
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="Print those that are hidden, too, with the reason.")
+    ] = False,
     watch: Watch = False,
     interval: Interval = 2.0,
     as_csv: Csv = False,
@@ -308,7 +314,7 @@ def results(
         from unshard.evaluate.comparing import as_results, best_numbers
 
         def read() -> list[str]:
-            found, marked = client.results(run=run), None
+            found, marked = client.results(run=run, hidden=hidden), None
             if best:
                 better = higher_is_better
                 marked = best_numbers(as_results(found), best, higher_is_better=better)

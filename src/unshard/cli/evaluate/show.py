@@ -17,6 +17,7 @@ Row = Mapping[str, object]
 
 _SHORT = 8  # characters of a job's id: the server knows it by them
 _SHOWN = ("run", "step", "weights", "profile", "task", "metric", "value", "stderr")
+_SETTINGS = ("arguments", "revision", "evaluator", "task_version", "n_shot", "n_samples", "hidden")
 _COLUMNS = (*_SHOWN[:-1], "job_id", "stderr")  # what is newer comes last
 _NUMBERS = frozenset({"step", "value", "stderr"})  # aligned at their ends
 _LOOK_S = 1.0  # between looks at the jobs
@@ -82,6 +83,8 @@ def _details(job: Row) -> list[str]:
         error = errors.get(name) if isinstance(errors, Mapping) else None
         spread = "" if error is None else f" \u00b1 {_round(error)}"
         lines.append(f"    {on_one_line(name)} = {_round(value)}{spread}")
+    if job.get("hidden"):
+        lines.append(f"    hidden: {on_one_line(str(job['hidden']))}")
     if job["error"]:
         again = f"attempt {job.get('attempts')}: " if job["status"] == "queued" else ""
         lines.append(f"    {again}{job['error']}".replace("\n", "\n    "))
@@ -112,9 +115,11 @@ def result_lines(
     if as_json:
         return [json.dumps({"results": list(found)})]
     if as_csv:
-        return csv_lines(_COLUMNS if best is None else (*_COLUMNS, "best"), found)
+        named = [{**one, "arguments": json.dumps(one.get("arguments"))} for one in found]
+        return csv_lines((*_COLUMNS, *(() if best is None else ("best",)), *_SETTINGS), named)
     if not found:
         return [f"no results of run {run}" if run else "no results yet"]
+    told = _describe_settings(found)
     rows = [
         {
             **{name: one.get(name) for name in _SHOWN[:-1]},
@@ -122,10 +127,21 @@ def result_lines(
             **({} if best is None else {"best": "best" if one["best"] else ""}),
             "completed (local)": _write_time(one.get("completed_at")),
             "job": _shorten(one["job_id"]),
+            **({"settings": settings} if any(told) else {}),
+            **({"hidden": one["hidden"]} if any(other.get("hidden") for other in found) else {}),
         }
-        for one in found
+        for one, settings in zip(found, told, strict=True)
     ]
     return lay_out_table(rows, numbers=_NUMBERS, width=terminal_width())
+
+
+def _describe_settings(found: Sequence[Row]) -> list[str]:
+    """Return what distinguishes the settings of each result from the others'."""
+    from unshard.evaluate.comparing import as_results, describe_settings
+
+    results = as_results(found)
+    named = describe_settings(results)
+    return [named[one.profile, one.settings] for one in results]
 
 
 def csv_lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:

@@ -74,6 +74,8 @@ class EvalClient(LmmsClient):
         weights: str = "model",
         run: str | None = None,
         pin: str | None = None,
+        directory: str | None = None,
+        again: bool | str = False,
         **arguments: Unpack[ArgumentFields],
     ) -> Answer:
         """Submit a job and return it; the same request again returns the same job.
@@ -86,6 +88,9 @@ class EvalClient(LmmsClient):
             weights: "model" or "ema".
             run: the name of the training run; None: that of the run's directory.
             pin: the linked checkpoint, if the client has pinned it; None: the server pins it.
+            directory: of the run, where the checkpoint is not in it (a base model).
+            again: whether to evaluate again what has been evaluated; with a text, the same text
+                again returns the same job.
             arguments: those of the evaluator, as `Arguments` describes them.
         """
         body: dict[str, object] = {
@@ -96,6 +101,8 @@ class EvalClient(LmmsClient):
             "weights": weights,
             "run": run,
             "pin": pin,
+            "directory": directory,
+            "again": again or None,
             **arguments,
         }
         return self.submit_body(given(body))
@@ -123,10 +130,19 @@ class EvalClient(LmmsClient):
         return self._list("jobs", {**query, "weights": weights}, "before", limit or _MOST_JOBS)
 
     def results(
-        self, *, run: str | None = None, step: int | None = None, profile: str | None = None
+        self,
+        *,
+        run: str | None = None,
+        step: int | None = None,
+        profile: str | None = None,
+        hidden: bool = False,
     ) -> list[Answer]:
-        """Return the matching results, one per metric, in the order of runs and steps."""
-        query = {"run": run, "step": step, "profile": profile}
+        """Return the matching results, one per metric, in the order of runs and steps.
+
+        `run` is a run's label, id, name or directory. Those that are `hidden` are left out, unless
+        they are asked for.
+        """
+        query = {"run": run, "step": step, "profile": profile, "hidden": hidden or None}
         return sorted(self._list("results", query, "after", None), key=_sort_key)
 
     def problems(self) -> list[str]:
@@ -145,6 +161,18 @@ class EvalClient(LmmsClient):
     def cancel(self, job_id: str) -> Answer:
         """Cancel a job, queued or running; return it with its new status."""
         return self._call("DELETE", f"/jobs/{_quote_part(job_id)}")
+
+    def hide(self, job_id: str, reason: str) -> Answer:
+        """Leave a job's results out of curves and tables; return it."""
+        return self._call("POST", f"/jobs/{_quote_part(job_id)}/hide", body={"reason": reason})
+
+    def show(self, job_id: str) -> Answer:
+        """Show a job's results again; return it."""
+        return self._call("POST", f"/jobs/{_quote_part(job_id)}/show")
+
+    def see_run(self, directory: str) -> Answer:
+        """Have the server look at a run's directory, which may have been moved; return the run."""
+        return self._call("POST", "/runs", body={"directory": directory})
 
     def drain(self) -> Answer:
         """Have the server begin no more jobs, and end; return how many are `running`, `queued`."""

@@ -9,11 +9,12 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Self
+from typing import IO, Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,6 +32,8 @@ _POLL_S = 0.25
 _MARGIN_S = 5.0  # to end a command that takes too long
 _SHOWN = 300  # bytes of the end of what a command prints
 _REQUEST = ("run", "step", "weights", "profile", "tasks", "checkpoint")
+_ENDS = {Status.COMPLETED, Status.FAILED}
+_FINE = "exit code 0"
 _log = logging.getLogger(__name__)
 
 
@@ -62,50 +65,70 @@ class OnResult(BaseModel):
 
 @contextmanager
 def running_on_result(store: Store, told: OnResult | None, work_dir: Path) -> Iterator[None]:
-    """Run the command for each job that ends meanwhile; then wait for the one that is running."""
+    """Run the command for each job that ends meanwhile; at the end take `timeout` for the rest."""
     if told is None:
         yield
         return
-    stopping, since = threading.Event(), last_event(store.connection)
-    given = (store, told, work_dir, since, stopping)
-    thread = threading.Thread(target=_follow, args=given, name="on_result", daemon=True)
+    follower = _Follower(store, told, work_dir)
+    thread = threading.Thread(target=follower.run, name="on_result", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        stopping.set()
+        follower.deadline = time.monotonic() + told.timeout
+        follower.stopping.set()
         thread.join(told.timeout + _MARGIN_S)
 
 
-def _follow(
-    store: Store, told: OnResult, work_dir: Path, since: int, stopping: threading.Event
-) -> None:
-    is_last = False
-    while not is_last:
-        is_last = stopping.wait(_POLL_S)
-        try:
-            for event in store.events(since):
-                since = event.number
-                if event.status not in {Status.COMPLETED, Status.FAILED}:
-                    continue
-                if stopping.is_set():
-                    _log.warning("job %s: on_result is not run: stopping", short_id(event.job_id))
-                elif (job := store.get(event.job_id)) is not None:
-                    _run(told, work_dir, job, event)
-        except Exception:  # noqa: BLE001  such as a database that does not answer
-            _log.exception("on_result")
+class _Follower:
+    """Runs the command for the ends of jobs, one after the other, until a deadline."""
 
+    def __init__(self, store: Store, told: OnResult, work_dir: Path) -> None:
+        self._store, self._told, self._work_dir = store, told, work_dir
+        self._since = last_event(store.connection)
+        self.deadline = float("inf")
+        self.stopping = threading.Event()
 
-def _run(told: OnResult, work_dir: Path, job: Job, event: JobEvent) -> None:
-    """Run the command, in a process group of its own that ends with it; log how it ended."""
-    program, place = told.command[0], str(work_dir)
-    environment = evaluator_environment(told.environment, program=program, gpus=(), directory=place)
-    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
-        stdin.write(json.dumps(_body(job, event)).encode())
-        stdin.seek(0)
+    def run(self) -> None:
+        """Follow the events until the server stops, and then to their end."""
+        is_last = False
+        while not is_last:
+            is_last = self.stopping.wait(_POLL_S)
+            try:
+                for event in self._store.events(self._since):
+                    self._since = event.number
+                    job = self._store.get(event.job_id) if event.status in _ENDS else None
+                    if job is not None:
+                        self._tell(job, event)
+            except Exception:  # noqa: BLE001  such as a database that does not answer
+                _log.exception("on_result")
+
+    def _tell(self, job: Job, event: JobEvent) -> None:
+        limit_s = min(self._told.timeout, self.deadline - time.monotonic())
+        if limit_s <= 0:
+            _log.error("job %s: on_result is not run: the server stops", short_id(job.id))
+            return
+        program = self._told.command[0]
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
+            stdin.write(json.dumps(_body(job, event)).encode())
+            stdin.seek(0)
+            ended = self._run(stdin, printed, limit_s)
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - _SHOWN))
+            shown = printed.read().decode(errors="replace")
+        if ended == _FINE:
+            _log.info("job %s: on_result: %s", short_id(job.id), program)
+        else:
+            text = one_line(f"{program}: {ended}: {shown}")
+            _log.error("job %s: on_result failed: %s", short_id(job.id), text)
+
+    def _run(self, stdin: IO[bytes], printed: IO[bytes], limit_s: float) -> str:
+        """Run the command in a process group, which ends with it; return how it ended."""
+        command, place = self._told.command, str(self._work_dir)
+        own = self._told.environment
+        environment = evaluator_environment(own, program=command[0], gpus=(), directory=place)
         try:
             process = subprocess.Popen(  # noqa: S603
-                told.command,
+                command,
                 stdin=stdin,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -115,21 +138,14 @@ def _run(told: OnResult, work_dir: Path, job: Job, event: JobEvent) -> None:
             )
             group = identify(process.pid, gpus=(), directory=place)
             try:
-                ended = f"exit code {process.wait(told.timeout)}"
+                return f"exit code {process.wait(limit_s)}"
             finally:
                 kill_group(group, grace_s=0)
                 process.wait()
         except subprocess.TimeoutExpired:
-            ended = f"took more than {told.timeout:g} s"
+            return f"took more than {limit_s:.3g} s"
         except OSError as error:
-            ended = str(error)
-        printed.seek(max(0, printed.seek(0, os.SEEK_END) - _SHOWN))
-        shown = printed.read().decode(errors="replace")
-    if ended == "exit code 0":
-        _log.info("job %s: on_result: %s", short_id(job.id), program)
-    else:
-        text = one_line(f"{program}: {ended}: {shown}")
-        _log.error("job %s: on_result failed: %s", short_id(job.id), text)
+            return str(error)
 
 
 def _body(job: Job, event: JobEvent) -> dict[str, object]:

@@ -89,14 +89,14 @@ class RunFinder:
         if request.directory:
             directory = resolve_checkpoint(request.directory, self._roots)
         with self._lock:
-            run = (
-                self._named(request.run)
-                if directory is None
-                else self.at(directory, request.run, is_model=directory.parent == placed.folder)
-            )
+            if directory is None:
+                return replace(request, run_id=self._find_id(request.run))
+            is_model = directory.parent == placed.folder
+            run = self.at(directory, request.run, is_model=is_model)
         return replace(request, run=run.name, run_id=run.id)
 
-    def _named(self, name: str) -> Run:
+    def _find_id(self, name: str) -> str:
+        """Return the id of the run of a name; empty if there is none."""
         known = self._runs.named(name)
         found = known if len(known) == 1 else [one for one in known if not one.directory]
         if known and not found:
@@ -105,7 +105,7 @@ class RunFinder:
                 expected="the directory of the run",
                 found=", ".join(one.directory for one in known),
             )
-        return found[0] if found else self._runs.record(new_run_id(), name, "")
+        return found[0].id if found else ""
 
     def at(self, directory: Path, name: str = "", *, is_model: bool = False) -> Run:
         """Return the run in a directory, which gets an id if it has none and can be written to.

@@ -159,7 +159,8 @@ class JsonlSink:
         """Append a line."""
         if job_id in self._known:
             return
-        fields = {"job": job_id, "step": step, "metrics": dict(metrics), "logged_at": time.time()}
+        fields: dict[str, object] = {"job": job_id, "step": step, "metrics": dict(metrics)}
+        fields["logged_at"] = time.time()
         fields |= {"measured_with": self._settings} if self._settings else {}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(self._path, _APPEND), "r+b") as stream:

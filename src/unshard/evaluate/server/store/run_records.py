@@ -2,7 +2,7 @@
 
 from unshard.evaluate.jobs import Run
 from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.runs import as_run, place_job, record_run
+from unshard.evaluate.server.store.runs import RUNS, as_run, place_job, record_run
 from unshard.evaluate.server.store.statements import IS_CALLED
 
 
@@ -14,28 +14,28 @@ class RunRecords:
 
     def get(self, run_id: str) -> Run | None:
         """Return the run of an id."""
-        found = self._connections.rows("SELECT * FROM runs WHERE id = ?", run_id)
+        found = self._connections.rows(f"{RUNS} WHERE id = ?", run_id)
         return as_run(found[0]) if found else None
 
     def at(self, directory: str) -> Run | None:
         """Return the run that was seen last in a directory."""
-        query = "SELECT * FROM runs WHERE directory = ? ORDER BY number DESC LIMIT 1"
+        query = f"{RUNS} WHERE directory = ? ORDER BY number DESC LIMIT 1"
         found = self._connections.rows(query, directory)
         return as_run(found[0]) if found else None
 
     def named(self, name: str) -> list[Run]:
         """Return the runs of a name, that first which was known first."""
-        query = "SELECT * FROM runs WHERE name = ? ORDER BY number"
+        query = f"{RUNS} WHERE name = ? ORDER BY number"
         return list(map(as_run, self._connections.rows(query, name)))
 
     def called(self, text: str) -> list[Run]:
         """Return the runs that a text means; see `Filters`."""
-        query = f"SELECT * FROM runs WHERE {IS_CALLED} ORDER BY number"  # noqa: S608
+        query = f"{RUNS} WHERE {IS_CALLED} ORDER BY number"
         return list(map(as_run, self._connections.rows(query, text)))
 
     def all(self) -> list[Run]:
         """Return every run, by label."""
-        return list(map(as_run, self._connections.rows("SELECT * FROM runs ORDER BY label")))
+        return list(map(as_run, self._connections.rows(f"{RUNS} ORDER BY label")))
 
     def record(self, run_id: str, name: str, directory: str) -> Run:
         """Record where a run is now, and what it is called; return it."""

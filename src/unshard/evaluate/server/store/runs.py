@@ -3,7 +3,7 @@
 import secrets
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -13,12 +13,15 @@ from unshard.evaluate.server.store.statements import as_request, request_as_json
 from unshard.read.step_names import step_of_parents
 from unshard.stores.remote_path import path_of
 
+RUNS = "SELECT id, name, directory, label FROM runs"
+"""What `as_run` reads."""
+
 _SHORT = 6  # characters of an id
 
 
-def as_run(row: sqlite3.Row) -> Run:
-    """Return a run from a row of its table."""
-    return Run(row["id"], row["name"], row["directory"], row["label"])
+def as_run(row: Sequence[str]) -> Run:
+    """Return a run from a row of `RUNS`."""
+    return Run(*row)
 
 
 def directory_of(request: Request) -> str | None:
@@ -34,21 +37,29 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
+def run_called(connection: sqlite3.Connection, name: str) -> Run:
+    """Return the run that has no directory and is known by its name, which is made if need be."""
+    query = f"{RUNS} WHERE name = ? AND directory = ''"
+    found = connection.execute(query, (name,)).fetchone()
+    return record_run(connection, new_run_id(), name, "") if found is None else as_run(found)
+
+
 def record_run(connection: sqlite3.Connection, run_id: str, name: str, directory: str) -> Run:
     """Write a run; the labels of those that have its name, or had it, are made anew."""
-    found = connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone()
-    if found is None or (found["name"], found["directory"]) != (name, directory):
+    found = connection.execute(f"{RUNS} WHERE id = ?", (run_id,)).fetchone()
+    before = None if found is None else as_run(found)
+    if before is None or (before.name, before.directory) != (name, directory):
         connection.execute(
             "INSERT INTO runs (id, name, directory, label) VALUES (?, ?, ?, '')"
             " ON CONFLICT (id) DO UPDATE SET name = excluded.name, directory = excluded.directory",
             (run_id, name, directory),
         )
-        for one in {name, name if found is None else found["name"]}:
+        for one in {name, name if before is None else before.name}:
             query = "SELECT id, directory FROM runs WHERE name = ? ORDER BY number"
             parts = tell_apart(dict(map(tuple, connection.execute(query, (one,)))))
             labels = [(f"{one} ({part})" if part else one, key) for key, part in parts.items()]
             connection.executemany("UPDATE runs SET label = ? WHERE id = ?", labels)
-    return as_run(connection.execute("SELECT * FROM runs WHERE id = ?", (run_id,)).fetchone())
+    return as_run(connection.execute(f"{RUNS} WHERE id = ?", (run_id,)).fetchone())
 
 
 def place_job(connection: sqlite3.Connection, number: int, request: str, run_id: str) -> None:

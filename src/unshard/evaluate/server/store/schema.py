@@ -204,7 +204,7 @@ CREATE INDEX jobs_of_runs ON jobs (run, status, step);
 ALTER TABLE results ADD COLUMN task_version TEXT;
 ALTER TABLE results ADD COLUMN n_shot INTEGER;
 ALTER TABLE results ADD COLUMN n_samples INTEGER;
-DROP TABLE deliveries
+DROP TABLE IF EXISTS deliveries
 """
 
 

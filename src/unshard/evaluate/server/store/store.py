@@ -7,6 +7,7 @@ or after it. Any number of threads and processes may use one database; each thre
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from unshard.evaluate.jobs import (
@@ -26,6 +27,7 @@ from unshard.evaluate.server.store.leftovers import Leftovers
 from unshard.evaluate.server.store.ordering import Ordering
 from unshard.evaluate.server.store.pin_records import PinRecords
 from unshard.evaluate.server.store.run_records import RunRecords
+from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
@@ -97,10 +99,13 @@ class Store:
         The same request again returns the same job, the newest of its key. A job that failed, was
         cancelled or expired is queued anew, with the new request's checkpoint and pin; under a new
         id if its attempts were forgotten, because the directory that its old id names may be being
-        removed. A request to evaluate again gets a job of its own.
+        removed. A request to evaluate again gets a job of its own. Without a run's id it is of the
+        run that is known by this name alone.
         """
         now = time.time()
         with self._transaction() as connection:
+            if not request.run_id:
+                request = replace(request, run_id=run_called(connection, request.run).id)
             row = connection.execute(_NEWEST, (request.key, request.again)).fetchone()
             job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
             if row is not None and Status(row["status"]) in _AGAIN:

@@ -191,7 +191,7 @@ def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
     names = _plotted(service, found, wanted)
     return views.show(
         "runs.html",
-        _title_of([one.label for one in found]),
+        _title_of([one.label for one in found] or wanted.run),
         wanted=wanted,
         names=names[:_PLOTS],
         has_more=len(names) > _PLOTS,

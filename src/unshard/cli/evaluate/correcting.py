@@ -1,0 +1,61 @@
+"""`unshard eval hide`, `show` and `adopt`: what people correct about results and runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unshard.cli.evaluate.commands import URL, ServerUrl, TokenFile, connect
+from unshard.cli.evaluate.show import print_jobs
+from unshard.cli.options import Json
+from unshard.cli.running import say
+from unshard.errors import UsageError
+
+JobIds = Annotated[
+    list[str], typer.Argument(metavar="JOB...", help="The jobs' ids, or their beginnings.")
+]
+
+
+def hide(
+    jobs: JobIds,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it is kept with the job.")],
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Leave the results of jobs out of curves, tables and exports; nothing is removed."""
+    with connect(server, token_file) as client:
+        hidden = [client.hide(job, reason) for job in jobs]
+    print_jobs(hidden, as_json=as_json)
+
+
+def show(
+    jobs: JobIds, server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Show hidden results again, also those of a branch that training has left."""
+    with connect(server, token_file) as client:
+        shown = [client.show(job) for job in jobs]
+    print_jobs(shown, as_json=as_json)
+
+
+def adopt(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Continue the curves of a run that was moved to another disk, where it seems to be a copy."""
+    from unshard.evaluate.client.v1 import ServerAwayError
+    from unshard.evaluate.run_folder import RunFolder
+
+    place = run.resolve()
+    if not place.is_dir():
+        raise UsageError(f"{run}: there is no such directory", expected="the directory of a run")
+    try:
+        RunFolder(place).adopt()
+    except OSError as error:
+        raise UsageError(f"{run}: cannot be written to", found=str(error)) from error
+    with connect(server, token_file) as client:
+        try:
+            print(f"{run} is the run {client.see_run(str(place))['label']}")
+        except ServerAwayError as error:
+            say(f"the server takes note of it with the run's next checkpoint: {error}")
