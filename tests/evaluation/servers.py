@@ -478,11 +478,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def in_thread(app: ASGIApp, port: int = 0, **settings: object) -> Iterator[int]:
-    """Serve an application in a thread, and yield its port."""
+def in_thread(
+    app: ASGIApp,
+    port: int = 0,
+    prepare: Callable[[socket.socket], object] = lambda _: None,
+    **settings: object,
+) -> Iterator[int]:
+    """Serve an application in a thread, on a socket that is prepared, and yield its port."""
     config = uvicorn.Config(app, log_level="error", lifespan="off", **settings)  # type: ignore[arg-type]  # uvicorn's own
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", port)) as listening:
+        prepare(listening)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         wait_until(lambda: server.started, "a server that listens")

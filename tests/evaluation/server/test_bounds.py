@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from evaluation.servers import Fields, Live, in_thread, live
 from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.http import connections
-from unshard.evaluate.server.http.connections import BoundedProtocol
+from unshard.evaluate.server.http import connections, security
+from unshard.evaluate.server.http.connections import Bounds, give_up_silent_readers
 from unshard.evaluate.server.http.security import Guard, rules_for
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S
@@ -89,6 +89,21 @@ def test_answers_that_are_not_read_cost_a_bounded_memory(server: Live) -> None:
         until(lambda: sum(map(is_open, slow)) == 0, "the end of all connections")
     assert server.call("GET", "/health").status_code == 200
     assert peak(server) - before < MOST
+
+
+def test_a_stream_of_events_ends_with_the_server(tmp_path: Path) -> None:
+    """In an orderly way, and before the server would cancel it."""
+    with ThreadPoolExecutor() as pool, live(tmp_path) as server:
+        followed = pool.submit(httpx.get, f"{server.url}/api/v1/events", timeout=LIMIT_S)
+        until(lambda: server.call("GET", "/health").status_code == 200, "the server")
+        time.sleep(1)
+        assert not followed.done()
+        began = time.monotonic()
+        server.stop()
+        assert followed.result().text.startswith(": alive")
+        assert time.monotonic() - began < 3
+        assert "Traceback" not in server.told()
+        assert "Cancel" not in server.told()
 
 
 def test_one_client_that_follows_the_events_too_often_is_refused(server: Live) -> None:
@@ -166,8 +181,9 @@ LARGE = 16 << 20  # more than the kernel takes
 def serving(monkeypatch: pytest.MonkeyPatch, *, silent_s: float) -> Iterator[str]:
     """Answer everything with a large text."""
     monkeypatch.setattr(connections, "_SILENT_S", silent_s)
-    app = Guard(PlainTextResponse("x" * LARGE), rules_for("127.0.0.1", None))
-    with in_thread(app, http=BoundedProtocol) as port:
+    monkeypatch.setattr(security, "_BODY_S", silent_s)
+    app = Bounds(Guard(PlainTextResponse("x" * LARGE), rules_for("127.0.0.1", None)))
+    with in_thread(app, prepare=give_up_silent_readers) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -187,6 +203,13 @@ def test_a_body_that_trickles_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
         until(lambda: not is_open(trickling), "the end of a request that does not end")
 
 
+def test_a_client_whose_body_does_not_come_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch, silent_s=0.5) as url, connected(url, ENDLESS) as silent:
+        text = silent.makefile("rb").read()  # to the end of the connection
+    assert text.startswith(b"HTTP/1.1 408 ")
+    assert b"the body did not come in time" in text
+
+
 def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes in all; one that is not read is given up."""
     last = get("/").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
@@ -200,16 +223,19 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.Mo
         assert count + received(slow) > LARGE
 
 
-def test_the_slowest_readers_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answers_wait_for_the_slow_readers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While too much waits to be read, further clients come back; then there is room again."""
     monkeypatch.setattr(connections, "_UNREAD", 2 * LARGE)
-    with serving(monkeypatch, silent_s=60) as url, ExitStack() as stack:
-        held = [stack.enter_context(connected(url, get("/")))]
-        held[0].recv(10)
-        for _ in range(3):
-            held.append(stack.enter_context(connected(url, get("/"))))
-            held[-1].recv(10)
-        until(lambda: not is_open(held[0]), "the end of the slowest")
-        assert is_open(held[-1])
+    with serving(monkeypatch, silent_s=4) as url, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connected(url, get("/"))).recv(10)  # and no more
+        refused = httpx.get(url, timeout=LIMIT_S)
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "30")
+        assert "too many answers wait to be read" in refused.text
+        until(lambda: httpx.get(url, timeout=LIMIT_S).status_code == 200, "room again")
+        assert httpx.get(url, timeout=LIMIT_S).text == "x" * LARGE
 
 
 def test_a_server_that_ends_asks_those_who_wait_to_come_back(
@@ -225,7 +251,7 @@ def test_a_server_that_ends_asks_those_who_wait_to_come_back(
         await asyncio.sleep(LIMIT_S)
 
     with ThreadPoolExecutor() as pool, ExitStack() as stack:
-        with in_thread(slow, http=BoundedProtocol, timeout_graceful_shutdown=1) as port:
+        with in_thread(Bounds(slow), timeout_graceful_shutdown=1) as port:
             url = f"http://127.0.0.1:{port}"
             client = stack.enter_context(EvalClient(url, timeout=LIMIT_S))
             asked = pool.submit(client.job, "5")

@@ -23,7 +23,11 @@ from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
-from unshard.evaluate.server.http.connections import BoundedProtocol, raise_file_limit
+from unshard.evaluate.server.http.connections import (
+    Bounds,
+    give_up_silent_readers,
+    raise_file_limit,
+)
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.on_result import running_on_result
 from unshard.evaluate.server.pinning import Pins
@@ -157,9 +161,11 @@ def _make_private(work: Path) -> Path:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
+        listening = socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port}: cannot listen", found=str(error)) from error
+    give_up_silent_readers(listening)
+    return listening
 
 
 def serve(given: Given) -> None:
@@ -192,8 +198,8 @@ def serve(given: Given) -> None:
         server = _Server(
             service,
             uvicorn.Config(
-                make_app(service, rules),
-                http=BoundedProtocol,
+                Bounds(make_app(service, rules)),
+                http="h11",
                 ws="none",
                 log_level="warning",
                 log_config=None if is_json else LOGGING_CONFIG,  # its own format

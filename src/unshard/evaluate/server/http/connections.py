@@ -1,172 +1,91 @@
-"""Bounds on the number of connections, on silent ones, and on answers that clients do not read.
+"""Bounds on what slow clients cost: an ASGI layer, and a setting of the socket that listens.
 
-They apply to every client, with a token or without. A connection without a request costs a file
-descriptor, and a server without descriptors can neither start an evaluator nor open its database.
-An answer that its client does not read costs memory.
+An answer that its client does not read costs memory, and each connection costs a file descriptor;
+without descriptors a server can neither start an evaluator nor open its database. A connection that
+sends no request is not ended here: the documentation names the settings of a proxy that does.
 """
 
 import asyncio
 import resource
-from typing import TYPE_CHECKING, Any
+import socket
 
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.evaluate.server.health import RETRY_AFTER_S
 from unshard.evaluate.server.http.security import refused
 
-if TYPE_CHECKING:
-    from uvicorn._types import (
-        ASGIReceiveCallable,
-        ASGISendCallable,
-        ASGISendEvent,
-        HTTPResponseBodyEvent,
-        Scope,
-    )
-
-_MOST = 512
 _SILENT_S = 10.0
 _FILES = 65536
-_PIECE = 1 << 16  # bytes of an answer that are handed to the kernel at once
+_PIECE = 1 << 16  # bytes of an answer that are handed to uvicorn at once
 _UNREAD = 64 << 20  # bytes of all answers that wait for their clients
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol, with bounds.
+class Bounds:
+    """An ASGI layer that sends large bodies piece by piece, as fast as they are read.
 
-    A request must be complete within 10 s, and a client must read each 64 KiB of an answer within
-    10 s. Above 512 connections, the connection that has waited longest for its client is dropped;
-    if all are being answered, it is the new one. While unread answers exceed 64 MiB, the connection
-    that has waited longest for its client to read is dropped.
+    While 64 MiB wait to be read, further large answers are replaced by a request to come back.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self._deadline: asyncio.TimerHandle | None = None
-        self._whole_app = self.app
-        self.app = self._answer
-        self.unread = 0  # bytes of the answer that the kernel has not taken yet
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._unread = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Make room for a connection, and wait for its request."""
-        super().connection_made(transport)
-        self._wait()
-        if len(self.connections) > _MOST:
-            self._drop_slowest(self._others())
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, also when it is cancelled because the server ends."""
+        start: Message | None = None  # held back until it is known how large the body is
+        has_answered = is_refused = False
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection."""
-        self._stop_waiting()
-        super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        """Stop the clock once the whole request has arrived."""
-        super().handle_events()
-        if self._is_the_servers_turn():
-            self._stop_waiting()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._wait()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        """Wait for the client to read."""
-        super().pause_writing()
-        self._wait()
-
-    def resume_writing(self) -> None:
-        """Continue the answer, or wait for the next request."""
-        super().resume_writing()
-        if self._is_the_servers_turn():
-            self._stop_waiting()
-        else:
-            self._wait()
-
-    def _is_the_servers_turn(self) -> bool:
-        """Return whether the client has done all that it can."""
-        if self.cycle is None or self.flow.write_paused:  # type: ignore[redundant-expr]  # None at first
-            return False
-        return not (self.cycle.more_body or self.cycle.response_complete)
-
-    async def _answer(
-        self, scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
-    ) -> None:
-        """Answer a request; a large body is sent piece by piece, as fast as it is read."""
-        has_begun = False
-
-        async def send_in_pieces(message: "ASGISendEvent") -> None:
-            nonlocal has_begun
-            has_begun = True
-            body = message.get("body", b"") if message["type"] == "http.response.body" else b""
-            if len(body) <= _PIECE:
-                await send(message)
+        async def send_bounded(message: Message) -> None:
+            nonlocal start, has_answered, is_refused
+            if message["type"] == "http.response.start":
+                start = message
                 return
-            self._make_room(len(body))
-            for start in range(0, len(body), _PIECE):
-                part = body[start : start + _PIECE]
-                is_more = start + len(part) < len(body) or bool(message.get("more_body"))
-                piece: HTTPResponseBodyEvent
-                piece = {"type": "http.response.body", "body": part, "more_body": is_more}
-                self.unread = len(body) - start
-                await send(piece)
-            self.unread = 0
+            if start is not None:
+                begun, start, has_answered = start, None, True
+                is_refused = not self._has_room(message)
+                if is_refused:
+                    await _away("too many answers wait to be read")(scope, receive, send)
+                else:
+                    await send(begun)
+            if not is_refused:
+                await self._send_in_pieces(message, send)
 
         try:
-            await self._whole_app(scope, receive, send_in_pieces)
+            await self._app(scope, receive, send_bounded)
         except asyncio.CancelledError:
-            # The server ends. uvicorn would answer 500, and log a mistake of the application.
-            if not has_begun:
-                away = refused(503, "the server is stopping")
-                away.headers["Retry-After"] = str(RETRY_AFTER_S)
-                await away(scope, receive, send)  # type: ignore[arg-type]  # starlette's types
-            else:
-                self.drop()
-                await asyncio.sleep(0)  # until uvicorn knows that nobody waits for the rest
+            if not has_answered:  # else uvicorn closes the connection
+                await _away("the server is stopping")(scope, receive, send)
+
+    def _has_room(self, message: Message) -> bool:
+        size = len(message.get("body", b""))
+        return size <= _PIECE or not self._unread or self._unread + size <= _UNREAD
+
+    async def _send_in_pieces(self, message: Message, send: Send) -> None:
+        """Send a part of an answer; uvicorn waits with each piece until the last one is read."""
+        body = message.get("body", b"")
+        if len(body) <= _PIECE:
+            await send(message)
+            return
+        self._unread += len(body)
+        try:
+            for begin in range(0, len(body), _PIECE):
+                is_more = begin + _PIECE < len(body) or message.get("more_body", False)
+                piece = {"body": body[begin : begin + _PIECE], "more_body": is_more}
+                await send({**message, **piece})
         finally:
-            self.unread = 0
+            self._unread -= len(body)
 
-    def _make_room(self, size: int) -> None:
-        """Drop the slowest readers until an answer of `size` bytes fits."""
-        unread = [one for one in self._others() if one.unread and one is not self]
-        size += sum(one.unread for one in unread)
-        while unread and size > _UNREAD:
-            size -= self._drop_slowest(unread)
 
-    def _others(self) -> "list[BoundedProtocol]":
-        return [one for one in self.connections if isinstance(one, BoundedProtocol)]
+def _away(why: str) -> Response:
+    return refused(503, why, {"Retry-After": str(RETRY_AFTER_S)})
 
-    def _drop_slowest(self, among: "list[BoundedProtocol]") -> int:
-        """Drop the connection that has waited longest; return how many bytes were unread."""
-        slowest = min(among, key=BoundedProtocol.patience)
-        among.remove(slowest)
-        slowest.drop()
-        return slowest.unread
 
-    def patience(self) -> float:
-        """Return the time at which it is dropped; infinity while the server is answering."""
-        return self._deadline.when() if self._deadline else float("inf")
-
-    def _wait(self) -> None:
-        self._stop_waiting()
-        self._deadline = self.loop.call_later(_SILENT_S, self.drop)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def drop(self) -> None:
-        """Close the connection at once."""
-        self.connections.discard(self)
-        self.transport.abort()
+def give_up_silent_readers(listening: socket.socket) -> None:
+    """Have the kernel (Linux) end connections whose clients read nothing for 10 s."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connections inherit it
+        limit = int(_SILENT_S * 1000)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 
 
 def raise_file_limit() -> None:

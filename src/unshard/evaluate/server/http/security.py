@@ -10,6 +10,7 @@ A browser shows the token by the cookie that it got when its user logged in. Wit
 to the form; the form and the files that it loads need no token.
 """
 
+import asyncio
 import hmac
 import socket
 from base64 import b64decode
@@ -49,6 +50,7 @@ _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
 _DRAINED = 16  # times as much is read and dropped: a client that is still sending reads no refusal
 _MIN_TOKEN = 16
+_BODY_S = 10.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -135,9 +137,14 @@ class Guard:
         refusal = self._refusal(scope, headers)
         body = b""
         if refusal is None and (scope["method"] not in _SAFE or "content-type" in headers):
-            found = await _read(receive, self._rules.max_body)
-            body = found or b""
-            refusal = self._too_large() if found is None else _not_json(body, headers)
+            try:
+                async with asyncio.timeout(_BODY_S):
+                    found = await _read(receive, self._rules.max_body)
+            except TimeoutError:
+                refusal = refused(408, "the body did not come in time", {"Connection": "close"})
+            else:
+                body = found or b""
+                refusal = self._too_large() if found is None else _not_json(body, headers)
         if refusal is None:
             await self._app(scope, _replayed(body, receive), send)
         else:
@@ -224,11 +231,11 @@ def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
     return refused(415, "Content-Type must be application/json")
 
 
-def refused(status: int, message: str) -> JSONResponse:
+def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return an error that both protocols understand, for what no endpoint has answered."""
     stated = {"expected": "", "found": "", "hint": ""}
     error = {"type": "Refused", "code": status, "message": message, **stated}
-    return JSONResponse({"detail": message, "error": error}, status)
+    return JSONResponse({"detail": message, "error": error}, status, headers)
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:

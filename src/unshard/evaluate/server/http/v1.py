@@ -225,7 +225,7 @@ def events(
 
 async def _follow(request: fastapi.Request, service: Service, since: int) -> AsyncIterator[str]:
     quiet = _HEARTBEAT_S  # the first heartbeat comes at once
-    while not await request.is_disconnected():
+    while not (service.stopping.is_set() or await request.is_disconnected()):
         found = await asyncio.to_thread(_events, service, since)
         for number, event in found:
             since = number
