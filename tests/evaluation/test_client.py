@@ -5,8 +5,10 @@ import base64
 import inspect
 import json
 import os
+import socket
 import subprocess
 import textwrap
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -99,6 +101,42 @@ def test_the_asynchronous_client_does_the_same(server: Stub) -> None:
 
     assert asyncio.run(use()) == "completed"
     assert server.evaluations == [{"model": "m", "tasks": ["t"], "num_gpus": 2}]
+
+
+def test_the_asynchronous_client_raises_what_the_original_raises(server: Stub) -> None:
+    server.jobs["bad"] = {"status": "failed", "error": "out of memory"}
+    server.jobs["slow"] = {"status": "running"}
+
+    async def use() -> None:
+        async with AsyncEvalClient(server.url) as client:
+            with pytest.raises(httpx.HTTPStatusError):
+                await client.get_job("unknown")
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await client.wait_for_job("bad")
+            slow = [client.wait_for_job("slow", 0.01, timeout=0.3) for _ in range(100)]
+            found = await asyncio.gather(*slow, return_exceptions=True)
+            assert {type(one) for one in found} == {TimeoutError}
+        async with AsyncEvalClient(f"http://127.0.0.1:{free_port()}") as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get_queue_status()
+
+    asyncio.run(use())
+
+
+def test_an_asynchronous_request_is_given_up_at_once() -> None:
+    """Nothing of it is left that the end of the loop would wait for, as for a thread."""
+
+    async def use() -> None:
+        async with AsyncEvalClient(f"http://127.0.0.1:{port}") as client:
+            for request in (client.health(), client.get_job("x"), client.wait_for_job("x")):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(request, 0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        began = time.monotonic()
+        asyncio.run(use())
+        assert time.monotonic() - began < 10
 
 
 SIGNATURES = """

@@ -9,8 +9,8 @@ httpx's errors. Nothing is printed; `verbose` logs.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Literal, Self, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Concatenate, Literal, ParamSpec, Self, TypeVar, cast
 
 import httpx
 
@@ -24,6 +24,7 @@ Answer = dict[str, object]
 log = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
+_Parameters = ParamSpec("_Parameters")
 
 
 def _parse_server(
@@ -155,7 +156,7 @@ class LmmsClient:
         """
         start = time.monotonic()
         while True:
-            job = self._request("GET", f"/jobs/{job_id}")
+            job = self.get_job(job_id)
             if _completed(job, job_id, start=start, timeout=timeout, verbose=verbose):
                 return job
             time.sleep(poll_interval)
@@ -185,8 +186,15 @@ class LmmsClient:
         return _read_answer(self.client.request(method, url, json=payload))
 
 
+def _awaited(
+    request: Callable[Concatenate[LmmsClient, _Parameters], Answer],
+) -> Callable[Concatenate["AsyncEvalClient", _Parameters], Coroutine[None, None, Answer]]:
+    """Return a method for both clients: it returns what `_request` does, here a coroutine."""
+    return cast("Callable[..., Coroutine[None, None, Answer]]", request)
+
+
 class AsyncEvalClient:
-    """The client of lmms-eval's protocol for asyncio."""
+    """The client of lmms-eval's protocol for asyncio; its methods are those of `LmmsClient`."""
 
     def __init__(
         self, base_url: str = DEFAULT_URL, timeout: float | None = None, token: str | None = None
@@ -204,22 +212,15 @@ class AsyncEvalClient:
         """Close the connections."""
         await self.client.aclose()
 
-    async def health(self) -> Answer:
-        """Return the state of the server."""
-        return await self._request("GET", "/health")
+    health = _awaited(LmmsClient.health)
+    get_job = _awaited(LmmsClient.get_job)
+    cancel_job = _awaited(LmmsClient.cancel_job)
+    get_queue_status = _awaited(LmmsClient.get_queue_status)
 
     async def evaluate(self, model: str, tasks: str | Sequence[str], **arguments: object) -> Answer:
-        """Submit a job; the arguments are those of `EvalClient.evaluate`."""
+        """Submit a job; the arguments are those of `LmmsClient.evaluate`."""
         payload = {"model": model, "tasks": names_of(tasks), **arguments}
         return await self._request("POST", "/evaluate", given(payload))
-
-    async def get_job(self, job_id: str) -> Answer:
-        """Return a job."""
-        return await self._request("GET", f"/jobs/{job_id}")
-
-    async def cancel_job(self, job_id: str) -> Answer:
-        """Cancel a job."""
-        return await self._request("DELETE", f"/jobs/{job_id}")
 
     async def wait_for_job(
         self,
@@ -228,17 +229,13 @@ class AsyncEvalClient:
         timeout: float | None = None,  # noqa: ASYNC109  (lmms-eval's signature)
         verbose: bool = True,
     ) -> Answer:
-        """Wait until a job is completed and return it; see `EvalClient.wait_for_job`."""
+        """Wait until a job is completed and return it; see `LmmsClient.wait_for_job`."""
         start = time.monotonic()
         while True:
             job = await self.get_job(job_id)
             if _completed(job, job_id, start=start, timeout=timeout, verbose=verbose):
                 return job
             await asyncio.sleep(poll_interval)
-
-    async def get_queue_status(self) -> Answer:
-        """Return the queue."""
-        return await self._request("GET", "/queue")
 
     async def _request(
         self, method: str, endpoint: str, payload: Mapping[str, object] | None = None
@@ -270,14 +267,12 @@ def _read_names(answer: Answer, key: str) -> list[str]:
 
 def _completed(
     job: Answer, job_id: str, *, start: float, timeout: float | None, verbose: bool
-) -> Answer | None:
-    """Return a job that is completed, None for one to wait for; raise for any other."""
+) -> bool:
+    """Return whether a job is completed; raise if it ended otherwise, or took too long."""
     status, level = job.get("status"), logging.INFO if verbose else logging.DEBUG
     log.log(level, "job %s: %s, position %s", job_id, status, job.get("position_in_queue"))
     if status in {"failed", "cancelled", "expired"}:
         raise RuntimeError(f"Job {status}: {job.get('error') or 'Unknown error'}")
-    if status == "completed":
-        return job
-    if timeout and time.monotonic() - start > timeout:
+    if status != "completed" and timeout and time.monotonic() - start > timeout:
         raise TimeoutError(f"Timeout waiting for job {job_id}")
-    return None
+    return status == "completed"
