@@ -326,7 +326,7 @@ def test_reasons_name_the_step_that_they_are_about(
     assert first.startswith(
         f"step 10 is not submitted yet: {tmp_path}/checkpoint-10: no checkpoint"
     )
-    assert "found:    notes.txt" in first
+    assert "\n" not in first + second
     assert second.startswith("step 20 is not submitted yet: ")
     assert "has no ema weights" in second
     caplog.clear()
@@ -336,6 +336,50 @@ def test_reasons_name_the_step_that_they_are_about(
     assert [steps(finder) for _ in range(3)] == [[], [20], []]
     (said,) = (record.message for record in caplog.records)
     assert said == "step 30 is not complete yet: pytorch_model_fsdp_0: rank 1 of 2 is missing"
+
+
+def test_a_step_that_is_written_for_minutes_is_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As verl writes: folders, rank by rank, the run's mark; each look finds another reason."""
+    latest = tmp_path / "latest_checkpointed_iteration.txt"
+    latest.write_text("5")
+    finder = CheckpointFinder(tmp_path)
+    for step in (10, 20):
+        place = tmp_path / f"global_step_{step}" / "actor"
+        place.mkdir(parents=True)
+        assert steps(finder) == []
+        save_ranks(tmp_path / "whole", some_tensors(), 2)
+        for file in sorted((tmp_path / "whole").iterdir()):
+            file.rename(place / file.name)
+            assert [steps(finder) for _ in range(2)] == [[], []]
+        latest.write_text(str(step))
+        assert [steps(finder) for _ in range(2)] == [[step], []]
+    said = [record.message for record in caplog.records]
+    assert [one.partition(" yet: ")[0] for one in said] == [
+        "step 10 is not submitted",
+        "step 20 is not complete",
+    ]
+    assert not any("\n" in one for one in said)
+
+
+def test_a_step_that_later_ones_overtake_is_told_for_what_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first reason was that it was being written; a dead trainer left it without a rank."""
+    finder = CheckpointFinder(tmp_path)
+    (tmp_path / "checkpoint-5").mkdir()
+    assert steps(finder) == []
+    place = lmms(tmp_path, 5)
+    rank = place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt"
+    rank.unlink()
+    assert [steps(finder) for _ in range(2)] == [[], []]
+    assert len(caplog.records) == 1
+    assert finder.reasons[5].endswith("rank 1 of 2 is missing")
+    lmms(tmp_path, 10)
+    assert [steps(finder) for _ in range(4)] == [[], [10], [], []]
+    assert len(caplog.records) == 2
+    assert caplog.records[1].message.endswith("rank 1 of 2 is missing")
 
 
 def test_a_directory_without_checkpoints_is_told_what_is_looked_for(

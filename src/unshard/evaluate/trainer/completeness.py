@@ -38,6 +38,9 @@ class CheckpointFinder:
     Args:
         run: the directory of the steps.
         weights: "model" or "ema".
+
+    Attributes:
+        reasons: why the last look did not return a step that is there, by step.
     """
 
     def __init__(self, run: Path, *, weights: WeightsName = "model") -> None:
@@ -48,10 +51,13 @@ class CheckpointFinder:
         self._seen: set[Path] = set()
         self._done: set[int] = set()  # the steps of those
         self._warned: set[str] = set()
+        self._told: dict[int, str] = {}  # the reason that was logged last, by step
+        self.reasons: dict[int, str] = {}
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         look_again(self._run)
+        self.reasons = {}
         try:
             steps = self._steps()
         except StoreError as error:
@@ -71,13 +77,25 @@ class CheckpointFinder:
             log.warning("%s", why)
         self._warned.add(why)
 
+    def _pass_over(self, step: int, what: str, why: str) -> None:
+        """Log why a step is not returned: one line, because trainers write a step for minutes.
+
+        Another reason is logged if a later step is complete: then none is writing this one.
+        """
+        why = why.partition("\n")[0]
+        self.reasons[step] = f"{what} yet: {why}"
+        is_late = any(later > step for later in self._done)
+        if step not in self._told or (is_late and self._told[step] != why):
+            log.warning("step %s is %s yet: %s", step, what, why)
+            self._told[step] = why
+
     def _steps(self) -> list[Location]:
         """Return the checkpoints of all steps; a broken step does not hold up the others.
 
         In an object store, where every folder is a request, only of those that are not seen yet.
         """
         if isinstance(self._run, RemotePath) and (numbers := step_numbers(self._run)):
-            return self._of_steps([one for one in numbers if one not in self._done])
+            return self._of_steps(numbers)
         try:
             return self._found(self._choice)
         except (UnshardError, OSError) as error:
@@ -88,11 +106,11 @@ class CheckpointFinder:
 
     def _of_steps(self, numbers: Iterable[int]) -> list[Location]:
         found: list[Location] = []
-        for number in numbers:
+        for number in [one for one in numbers if one not in self._done]:
             try:
                 found += self._found(replace(self._choice, step=number))
             except (UnshardError, OSError) as error:
-                self._warn(f"step {number} is not submitted yet: {error}")
+                self._pass_over(number, "not submitted", str(error))
         return found
 
     def _found(self, choice: Choice) -> list[Location]:
@@ -110,6 +128,9 @@ class CheckpointFinder:
         try:
             now = self._before[place] = _status_of(place)
             if before != now or now == self._unread.get(place):
+                if location.step is not None:
+                    is_new = before != now
+                    self.reasons[location.step] = "just written" if is_new else "not complete yet"
                 return False
             why = why_incomplete(location)
             if why is None and isinstance(place, RemotePath):
@@ -119,8 +140,8 @@ class CheckpointFinder:
             return False
         except StoreError as error:
             why = str(error)
-        if why is not None:
-            self._warn(f"step {location.step} is not complete yet: {why}")
+        if why is not None and location.step is not None:
+            self._pass_over(location.step, "not complete", why)
         return why is None
 
 
