@@ -108,8 +108,10 @@ class Quota:
         """Return whether the files of these pins are more than the quota allows."""
         if self.count is not None and len(pins) > self.count:
             return True
+        if self.bytes is None:
+            return False
         sizes = {inode: size for files in pins for inode, size, _ in files.values()}
-        return self.bytes is not None and sum(sizes.values()) > self.bytes
+        return sum(sizes.values()) > self.bytes
 
 
 def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
@@ -346,7 +348,10 @@ def enforce_quota(
             left some, too; otherwise those of clients.
         spare: the names of pins that stay whatever their age.
     """
-    kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
+    if quota == Quota(None, None):  # nothing needs to be read
+        kept = []
+    else:
+        kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
     removed = []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not quota.is_exceeded([one.files for one in kept]):
