@@ -314,6 +314,7 @@ class Stub:
         jobs: views by id; a test changes them.
         finishes: what a job becomes as soon as it is submitted, by the body; None leaves it queued.
         refuses: status and message for every submission, if set.
+        profiles: what the server says of the profile that a name means.
         token: who submits without it is refused, if set.
         paths, headers: of all requests, in order.
     """
@@ -328,6 +329,7 @@ class Stub:
     refuses: tuple[int, str] | None = None
     token: str | None = None
     results_dir: Path | None = None
+    profiles: list[Fields] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -408,6 +410,10 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
     async def log(job_id: str, offset: int = 0) -> Fields:
         text = f"log of {job_id}"
         return {"text": text[offset:], "offset": len(text), "ended": True}
+
+    @app.get("/api/v1/profiles")
+    async def profiles() -> Fields:
+        return {"profiles": stub.profiles}
 
     @app.get("/api/v1/results")
     async def results(step: int | None = None) -> Fields:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from evaluation.running import all_gone
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, live
+from unshard.evaluate.client.v1 import RefusedError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
 from unshard.evaluate.server.http import v1 as views
@@ -145,7 +146,15 @@ def test_runs_and_profiles_are_listed(server: Live, done: Fields) -> None:
     assert isinstance(runs, list)
     assert done["run"] in runs
     profiles = server.v1("GET", "/profiles")["profiles"]
-    assert {"name": "script", "kind": "command", "gpus": 1} in profiles  # type: ignore[operator]  # a list
+    script = {"name": "script", "kind": "command", "gpus": 1, "order": "oldest", "max_lag": None}
+    assert script in profiles  # type: ignore[operator]  # a list
+    with server.client() as client:
+        # As a submission means them: by name, by a type of lmms-eval's model, by both.
+        asked = ("script", "qwen2_5_vl", "lmms-eval:qwen2_5_vl")
+        found = [[one["name"] for one in client.profiles(name)] for name in asked]
+        assert found == [["script"], ["lmms-eval"], ["lmms-eval"]]
+        with pytest.raises(RefusedError, match="unknown profile 'none'"):
+            client.profiles("none")
 
 
 def test_a_running_job_is_cancelled_with_all_its_processes(server: Live, run: Path) -> None:

@@ -229,6 +229,32 @@ def test_once_says_how_many_wait_for_room(
     assert "2 more waiting for room among the pins" in capsys.readouterr().err
 
 
+def test_once_says_why_it_selected_nothing(
+    run: Path, stub: Stub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No step; steps that are not complete, not selected, submitted before, or several of these."""
+    stub.finishes = scores
+    assert once(run, stub.url) == 0
+    assert capsys.readouterr().err.endswith(f"nothing to submit in {run}\n  it has no steps\n")
+    verl_step(run, 100)
+    assert once(run, stub.url, "--every=500") == 0
+    every = "not the first at or after a multiple of 500 (eval_steps)"
+    assert capsys.readouterr().err == f"nothing to submit in {run}\n  step 100: {every}\n"
+    assert once(run, stub.url) == 0
+    assert capsys.readouterr().err == ""
+    for step in (200, 300):
+        verl_step(run, step)
+    (run / LATEST).write_text("200")
+    assert once(run, stub.url) == 0
+    assert capsys.readouterr().err == ""
+    assert once(run, stub.url) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"nothing to submit in {run}",
+        "  steps 100, 200: submitted before",
+        f"  step 300: not complete yet: {LATEST} has 200",
+    ]
+
+
 def test_once_wants_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for name, found in (("none", "nothing"), ("file", "a file")):

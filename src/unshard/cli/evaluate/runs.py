@@ -227,34 +227,42 @@ def _wait_for_directory(directory: Path, interval: float | None) -> None:
 
 
 def _watch_once(watching: "Watching", apart: float) -> None:
-    _look(watching)
+    has_said = _look(watching)
     time.sleep(apart)  # a file that still grows is not complete
-    _look(watching)
+    has_said |= _look(watching)
     is_sent = watching.wait_until_sent(_SEND_S)
-    _say_decisions(watching)
+    has_said |= _say_decisions(watching)
     if not is_sent:
         say("not sent: the server accepts nothing now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
         raise typer.Exit(FAILED)
+    if not has_said:
+        say(f"nothing to submit in {watching.run}")
+        for reason in watching.left_out() or ["it has no steps"]:
+            say(f"  {reason}")
 
 
-def _say_decisions(watching: "Watching") -> None:
-    """Print what the server accepted and what it refused."""
-    for one in watching.decisions():
+def _say_decisions(watching: "Watching") -> bool:
+    """Print what the server accepted and what it refused; return whether there was anything."""
+    decisions = watching.decisions()
+    for one in decisions:
         weights = ", ".join(one.weights)
         if one.refused is None:
             print(f"step {one.step}: submitted ({weights})", flush=True)
         else:
             say(f"step {one.step}: refused ({weights}): {one.refused}")
+    return bool(decisions)
 
 
-def _look(watching: "Watching") -> None:
+def _look(watching: "Watching") -> bool:
+    """Submit what is complete and print what is new; return whether the server decided anything."""
     before = watching.held_back
     if watching.look():
         watching.wait_until_sent(_ANSWER_S)
-    _say_decisions(watching)
+    has_decided = _say_decisions(watching)
     if watching.held_back not in (0, before):
         say(f"{watching.held_back} more waiting for room among the pins")
     for step, metrics in watching.completed():
         for name, value in metrics.items():
             print(f"step {step}: {on_one_line(name)} = {value:.6g}", flush=True)
+    return has_decided

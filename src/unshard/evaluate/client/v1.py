@@ -145,6 +145,10 @@ class EvalClient(LmmsClient):
         query = {"run": run, "step": step, "profile": profile, "hidden": hidden or None}
         return sorted(self._list("results", query, "after", None), key=_sort_key)
 
+    def profiles(self, name: str | None = None) -> list[Answer]:
+        """Return the profiles, or the one that a submission's `profile` of this name means."""
+        return self._list("profiles", {"name": name}, "after", None)
+
     def problems(self) -> list[str]:
         """Return why the server does not accept jobs now: a sentence per reason, if any."""
         try:
@@ -173,6 +177,10 @@ class EvalClient(LmmsClient):
     def see_run(self, directory: str) -> Answer:
         """Have the server look at a run's directory, which may have been moved; return the run."""
         return self._call("POST", "/runs", body={"directory": directory})
+
+    def retry(self, job_id: str) -> Answer:
+        """Queue a job again that has ended; return it, or the one that evaluates again."""
+        return self._call("POST", f"/jobs/{_quote_part(job_id)}/retry")
 
     def drain(self) -> Answer:
         """Have the server begin no more jobs, and end; return how many are `running`, `queued`."""

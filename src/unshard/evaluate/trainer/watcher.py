@@ -3,22 +3,25 @@
 A checkpoint that is submitted twice would be evaluated twice if its first evaluation failed. So
 `watch` asks the server whether it has the job, in whatever state. While the server is away,
 `<run>/_unshard/watched.txt` has what was submitted before. If the pins have no room, checkpoints
-wait and do not displace those that wait already.
+wait and do not displace those that wait already. The profile's `order` and `max_lag` hold for them
+as for jobs in the queue; as long as the server has not answered, the lowest step is first.
 """
 
 import hashlib
 import json
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.client.v1 import EvalClient, ServerAwayError
+from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import BASE_STEP, EvaluationError
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
-from unshard.evaluate.pins.pin import list_pins
+from unshard.evaluate.pins.pin import Quota, list_pins
 from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.completeness import CheckpointFinder
@@ -27,10 +30,14 @@ from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
 from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
+from unshard.showing import counted
 from unshard.stores.remote_path import path_of
 
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
+_SKIPPED = "skipped/"  # the beginning of marks
+_KNOWN = "submitted before"
+_MOST_NAMED = 5  # steps
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +85,12 @@ class Watching:
             log.warning("eval_strategy is no: nothing is submitted")
         self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
         self._complete: dict[Path, set[str]] = {}
-        self._ready: list[Location] = []
+        self._ready: dict[Path, Location] = {}  # neither submitted nor left out, lowest step first
+        self._asked: set[Path] = set()  # those of which the server, or the spool, had no job
+        self._left_out: dict[int, str] = {}  # why, by step
+        self._is_newest_first = False  # as the profile says, with `_max_lag`
+        self._max_lag: int | None = None
+        self._held_back = 0
         self._marks = Marks(self._folder.state, WATCHED)
         self._spool = Spool(self._folder.path)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
@@ -116,15 +128,19 @@ class Watching:
         return submitted
 
     def _submit_ready(self, submitted: list[tuple[int, tuple[str, ...]]]) -> None:
-        while self._ready and self._has_room(_checkpoint(self._ready[0])):
-            location = self._ready[0]
+        due = self._list_due()
+        self._held_back = len(due)
+        for location in due:
             checkpoint, step = _checkpoint(location), location.step or 0
-            weights = self._unknown(location)
+            if not self._has_room(checkpoint):
+                break
+            weights: tuple[str, ...] | None = self._unknown(location)
             if weights and not self._submitter.submit(checkpoint, step, weights):
                 if checkpoint.exists():
                     break  # it could not be spooled, so it is tried again
                 weights = None  # it is gone, and the log says so
-            self._ready.pop(0)
+            self._held_back -= 1
+            self._leave_out(location, "it is gone" if weights is None else None)
             if weights is not None:
                 self._mark(location)
             if weights:
@@ -136,7 +152,7 @@ class Watching:
     @property
     def held_back(self) -> int:
         """How many complete checkpoints wait until the pins have room."""
-        return len(self._ready)
+        return self._held_back
 
     def completed(self) -> list[StepMetrics]:
         """Return the results that came since the last call: step, metrics by their own names."""
@@ -172,6 +188,16 @@ class Watching:
             found.setdefault((int(request["step"]), why), []).append(request["weights"])
         return [Decision(step, tuple(weights), why) for (step, why), weights in found.items()]
 
+    def left_out(self) -> list[str]:
+        """Return why steps of the run are not submitted: a line for each reason."""
+        reasons: dict[int, str] = {}
+        for finder in self._finders.values():
+            reasons |= finder.reasons
+        by_reason: dict[str, list[int]] = {}
+        for step, why in sorted((reasons | self._left_out).items()):
+            by_reason.setdefault(why, []).append(step)
+        return [f"{_name_steps(steps)}: {why}" for why, steps in by_reason.items()]
+
     @property
     def has_refusals(self) -> bool:
         """Whether the spool has a submission that the server refused."""
@@ -203,29 +229,96 @@ class Watching:
 
     def _collect(self) -> None:
         """Queue the checkpoints that are complete with all sets of weights."""
+        ready = list(self._ready.values())
         for weights, finder in self._finders.items():
             for location in finder.look():
                 there = self._complete.setdefault(location.step_dir, set())
                 there.add(weights)
                 if len(there) == len(self._finders):
-                    self._ready.append(location)
-        self._ready.sort(key=lambda location: location.step or 0)
+                    ready.append(location)
+        by_step = sorted(ready, key=lambda location: location.step or 0)
+        self._ready = {location.path: location for location in by_step}
 
-    def _unknown(self, location: Location) -> tuple[str, ...] | None:
-        """Return the weights that were not submitted yet; None if the step is not evaluated."""
-        step = location.step
-        if step is None or self._config.eval_strategy == "no":
-            return None
+    def _list_due(self) -> list[Location]:
+        """Return the checkpoints to submit, in the order of the profile."""
+        due: list[Location] = []
+        windows: set[str] = set()
+        for location in list(self._ready.values()):
+            window = self._window(location.step or 0)
+            if (why := self._why_not_due(location)) is not None:
+                self._leave_out(location, why)
+            elif window is None or window not in windows:  # else a lower step has precedence
+                if location.path not in self._asked and not self._unknown(location):
+                    self._leave_out(location)
+                    self._mark(location)
+                    continue
+                self._asked.add(location.path)
+                windows |= {window} if window else set()
+                due.append(location)
+        if due:
+            self._ask_for_order()
+            due = self._skip_lagging(due)
+        return due[::-1] if self._is_newest_first else due
+
+    def _why_not_due(self, location: Location) -> str | None:
+        """Return why a step is not evaluated, as far as the configuration decides it."""
+        step, every = location.step, self._every
+        if step is None:
+            return "it has no step"
+        if self._config.eval_strategy == "no":
+            return "eval_strategy is no"
         if step == BASE_STEP and self._config.base is not None:
-            return None  # which is evaluated as this step
+            return "the base model is evaluated as this step"
         window = self._window(step)
         is_new = window is not None and f"{window}/{step}" not in self._marks
         # Of a window the first checkpoint is evaluated; of the window before `eval_steps` none is.
         if window is not None and is_new and (window.startswith("0/") or window in self._marks):
-            return None
-        version = fingerprint(read_stamps(_checkpoint(location)))
-        sets = self._config.weights
-        return tuple(one for one in sets if not self._find_job(location, step, version, one))
+            return f"not the first at or after a multiple of {every} (eval_steps)"
+        return None
+
+    def _leave_out(self, location: Location, why: str | None = None) -> None:
+        step = location.step or 0
+        del self._ready[location.path]
+        is_skipped = self._marks.starting(f"{_SKIPPED}{step}/")
+        self._left_out[step] = why or ("skipped before (max_lag)" if is_skipped else _KNOWN)
+
+    def _ask_for_order(self) -> None:
+        """Ask the server for the profile's order; without an answer, the last one counts."""
+        with suppress(ServerAwayError, EvaluationError, RefusedError):
+            found = self._client.profiles(self._config.profile)
+            profile = found[0] if len(found) == 1 else {}
+            lag = profile.get("max_lag")
+            self._is_newest_first = profile.get("order") == "newest"
+            self._max_lag = lag if isinstance(lag, int) else None
+
+    def _skip_lagging(self, due: list[Location]) -> list[Location]:
+        """Leave out the steps that the server would skip, because `max_lag` higher ones wait."""
+        most = self._max_lag
+        if most is None:
+            return due
+        steps = sorted({step for one in due if (step := one.step or 0) > BASE_STEP})
+        skipped = steps[:-most]
+        for location in [one for one in due if one.step in skipped]:
+            self._mark(location, _SKIPPED)
+            self._leave_out(location, f"skipped, because newer steps waited (max_lag: {most})")
+        if skipped:
+            log.warning(
+                "%s: skipped and not kept, because newer steps wait (max_lag: %s); to evaluate one "
+                "all the same: unshard eval submit",
+                _name_steps(skipped),
+                most,
+            )
+        return [one for one in due if one.path in self._ready]
+
+    def _unknown(self, location: Location) -> tuple[str, ...]:
+        """Return the weights of a step that were neither submitted nor skipped before."""
+        step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
+        return tuple(
+            one
+            for one in self._config.weights
+            if f"{_SKIPPED}{step}/{version}/{self._hash(one)}" not in self._marks
+            and not self._find_job(location, step, version, one)
+        )
 
     def _window(self, step: int) -> str | None:
         return f"{step // self._every}/{self._every}/{self._hash('')}" if self._every else None
@@ -265,10 +358,10 @@ class Watching:
         self._submitter.follow(str(known.get("id")), _checkpoint(location), step, weights)
         return True
 
-    def _mark(self, location: Location) -> None:
+    def _mark(self, location: Location, start: str = "") -> None:
         step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
         for weights in self._config.weights:
-            self._marks.add(f"{step}/{version}/{self._hash(weights)}")
+            self._marks.add(f"{start}{step}/{version}/{self._hash(weights)}")
         if (window := self._window(step)) is not None:
             self._marks.add(window)
             self._marks.add(f"{window}/{step}")
@@ -282,6 +375,8 @@ class Watching:
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint can be pinned without the loss of another pin."""
+        if self._config.quota == Quota(None, None):
+            return True
         pins = [pin.files for pin in list_pins(self._folder.path) if pin.is_ours and not pin.owner]
         if not pins or self._config.quota.count == 0:
             return True
@@ -295,3 +390,10 @@ class Watching:
 def _checkpoint(location: Location) -> Path:
     """Return what to submit: the step, its one file, or the role's part of it (verl)."""
     return location.path if location.role is None else location.weights_dir
+
+
+def _name_steps(steps: Sequence[int]) -> str:
+    """Return a few steps by their numbers, or the first and the last of more."""
+    if len(steps) > _MOST_NAMED:
+        return f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"

@@ -16,12 +16,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 from starlette.types import Receive, Scope, Send
 
-from unshard.evaluate.jobs import (
-    Filters,
-    Job,
-    Result,
-    Status,
-)
+from unshard.evaluate.jobs import Filters, Job, Result, Status
+from unshard.evaluate.server.evaluators.profiles import base_of, resolve_name
 from unshard.evaluate.server.http.answers import (
     ErrorBody,
     Served,
@@ -174,13 +170,21 @@ def see_run(service: Served, place: Place) -> RunView:
 
 
 @router.get("/profiles")
-def profiles(service: Served) -> ProfileList:
-    """List the profiles."""
-    known = service.profiles.items()
+def profiles(service: Served, name: BoundedText | None = None) -> ProfileList:
+    """List the profiles, or only that which a submission with this name as `profile` means."""
+    meant = None if name is None else base_of(resolve_name(service.profiles, name))
     return ProfileList(
         profiles=[
-            ProfileView(name=name, kind=one.kind, gpus=one.gpus, revision=one.revision())
-            for name, one in known
+            ProfileView(
+                name=key,
+                kind=one.kind,
+                gpus=one.gpus,
+                order=one.order,
+                max_lag=one.max_lag,
+                revision=one.revision(),
+            )
+            for key, one in service.profiles.items()
+            if meant in (None, key)
         ]
     )
 

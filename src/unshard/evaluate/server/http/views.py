@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -241,11 +241,16 @@ class LogPart(BaseModel):
 
 
 class ProfileView(BaseModel):
-    """An evaluator that the server is configured with; `revision` is as in `SettingsView`."""
+    """An evaluator that the server is configured with; `revision` is as in `SettingsView`.
+
+    `order` and `max_lag`: which of a run's steps that wait is first, and how many may wait.
+    """
 
     name: str
     kind: str
     gpus: int
+    order: Literal["oldest", "newest"]
+    max_lag: int | None
     revision: str
 
 
