@@ -5,8 +5,13 @@ argument. The exit code is honest, but for results that cannot be saved (a warni
 Where nothing is merged, `evaluators.direct` runs it.
 """
 
+import json
+import logging
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import yaml
@@ -33,7 +38,10 @@ _VLLM = "vllm"
 _DIRECT_MODELS = ("hf", _VLLM)  # those that can be made of shards
 _WORKER = "unshard.evaluate.server.warm.worker"
 _CLIENT = "unshard.evaluate.server.warm.client"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _MARGIN_S = 60.0  # in which the server ends it first, if there is one
+
+_log = logging.getLogger(__name__)
 
 
 class LmEvalProfile(HarnessKeys):
@@ -119,6 +127,9 @@ class LmEvalProfile(HarnessKeys):
         path of the model in its name, fail when that is longer than a file name can be, and say
         nothing.
         """
+        chosen = work.arguments
+        if chosen.apply_chat_template is None and _has_template(work.model):
+            _warn_of_template(work.request.profile)
         is_ours = self.weights == "direct" and not self.engine
         options: dict[str, object] = {
             "model": MODEL_TYPE if is_ours else self.model,
@@ -126,8 +137,8 @@ class LmEvalProfile(HarnessKeys):
             "tasks": list(work.request.tasks),
             "output_path": str(work.output / "results.json"),
             "log_samples": True,
-            **work.arguments.options(),
-            "metadata": work.arguments.metadata or None,
+            **chosen.options(),
+            "metadata": chosen.metadata or None,
             "confirm_run_unsafe_code": self.arguments.confirm_run_unsafe_code or None,
             "gen_kwargs": generation_args(work) or None,
             "include_path": [str(path) for path in self.include_paths] or None,
@@ -152,3 +163,22 @@ class LmEvalProfile(HarnessKeys):
         document = read_results(work, file, returncode, expected="results_TIME.json")
         tasks = replace_tags(document, work.request.tasks)
         return check_tasks(document, tasks, program=work.program, file=file)
+
+
+def _has_template(model: Path) -> bool:
+    """Return whether the tokenizer in a model's directory has a chat template."""
+    if any((model / name).exists() for name in _TEMPLATES):
+        return True
+    with suppress(OSError, ValueError, AttributeError):
+        document = json.loads((model / "tokenizer_config.json").read_bytes())
+        return bool(document.get("chat_template"))
+    return False
+
+
+@cache
+def _warn_of_template(profile: str) -> None:
+    _log.warning(
+        "profile %s: the model has a chat template; the profile does not apply it: set "
+        "`arguments: apply_chat_template` to true, or to false to say so",
+        profile,
+    )

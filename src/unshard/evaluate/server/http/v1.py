@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from unshard.evaluate.jobs import Filters, Job, Result, Status
 from unshard.evaluate.server.evaluators.profiles import base_of, resolve_name
 from unshard.evaluate.server.http.answers import (
+    BoundedText,
     ErrorBody,
     Served,
     answer,
