@@ -14,7 +14,7 @@ from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.work import Profile, TaskFacts, UnknownTasksError, Work
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
@@ -42,12 +42,16 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     profile = LMMS_EVAL.model_copy(
         update={"include_paths": (tasks,), "model_args": {"response": "blue"}}
     )
-    work = attempt(tmp_path, "sights", profile=profile, seed=0, gen_kwargs="temperature=0")
+    work = attempt(tmp_path, "sights", profile=profile, seed=0, gen_kwargs="temperature=0",
+                   system_instruction="Be brief.", max_batch_size=2)  # fmt: skip
     done = run_evaluator(profile.command_line(work), work.directory)
     assert done.returncode == 0, done.stdout
     expected = dict.fromkeys(["colours_of_day/exact_match", "colours_of_night/exact_match"], 1 / 3)
     assert profile.measured(work, 0).metrics == pytest.approx(expected)
-    results = profile.measured(work, 0).file
+    measured = profile.measured(work, 0)
+    assert measured.evaluator == "lmms_eval 0.7.3"  # its own file names a commit of another tree
+    assert measured.tasks["colours_of_day"] == TaskFacts(None, 0, 3, 3)
+    results = measured.file
     assert results is not None
     assert results.parent.name == f"{tmp_path.name}__model"
     config = json.loads(results.read_bytes())["config"]

@@ -107,14 +107,11 @@ def test_arguments_reach_lm_eval_and_what_allows_code_only_from_the_profile(tmp_
         Arguments.model_validate({"confirm_run_unsafe_code": True}, extra="forbid")
 
 
-def test_arguments_reach_lmms_eval_as_its_flags(tmp_path: Path) -> None:
-    own = OwnArguments(apply_chat_template=True, system_instruction="--tasks x", max_batch_size=4)
-    line = chosen_line(LmmsEvalProfile(arguments=own), tmp_path / "on")
-    assert {"--apply_chat_template", "--system_instruction=--tasks x", "--max_batch_size=4"} <= {
-        *line
-    }
-    line = chosen_line(LmmsEvalProfile(arguments=own), tmp_path / "off", apply_chat_template=False)
-    assert not [part for part in line if part.startswith("--apply_chat_template")]
+def test_arguments_reach_lmms_eval(tmp_path: Path) -> None:
+    own = OwnArguments(system_instruction="--tasks x", max_batch_size=4)
+    line = chosen_line(LmmsEvalProfile(arguments=own), tmp_path, apply_chat_template=False)
+    assert {"--system_instruction=--tasks x", "--max_batch_size=4"} <= {*line}
+    assert not [part for part in line if "chat_template" in part]
 
 
 def test_arguments_reach_a_command(tmp_path: Path) -> None:
@@ -145,7 +142,7 @@ def test_arguments_reach_a_command(tmp_path: Path) -> None:
         ("lm-eval", {"model_args": {"a": "b,c"}}, r"cannot be handed over"),
         ("lm-eval", {"gen_kwargs": "a"}, r"gen_kwargs cannot be read"),
         ("lmms-eval", {"confirm_run_unsafe_code": True}, r"(?s)profiles.p.*kind lm-eval"),
-        ("lmms-eval", {"apply_chat_template": "default"}, r"(?s)true or false: lmms-eval"),
+        ("lmms-eval", {"apply_chat_template": True}, r"(?s)profiles.p.*apply the template"),
         ("lmms-eval", {"metadata": {"a": 1}}, r"(?s)nothing: lmms-eval has none"),
         ("command", {"confirm_run_unsafe_code": True}, r"(?s)profiles.p.*kind lm-eval"),
         ("command", {"limit": 5}, r"(?s)the profile's command has no {limit}"),
@@ -171,6 +168,7 @@ def test_arguments_that_a_profile_cannot_have(
         (LmEvalProfile(), {"metadata": {"version": 9}}, "metadata"),
         (LmEvalProfile(), {"fewshot_as_multiturn": True}, "fewshot_as_multiturn"),
         (LmmsEvalProfile(), {"apply_chat_template": "default"}, "apply_chat_template"),
+        (LmmsEvalProfile(), {"fewshot_as_multiturn": True}, "fewshot_as_multiturn"),
         (LmmsEvalProfile(), {"metadata": {"max_seq_lengths": [1]}}, "metadata"),
         (CommandProfile(command=("x",)), {"system_instruction": "x"}, "system_instruction"),
     ],

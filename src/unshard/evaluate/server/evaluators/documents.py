@@ -30,6 +30,7 @@ _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_coun
 _LOG = "the log of the job says why"
 _MOST_METRICS = 10_000
 _LONGEST_VERSION = 200
+_NO_VERSION = (None, "Yaml")  # both harnesses call tasks without a version so
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
@@ -116,7 +117,7 @@ def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dic
         sizes = [_mapping_at(counts, part) for part in parts]
         version = versions.get(task)
         facts[task] = TaskFacts(
-            None if version is None else f"{version}"[:_LONGEST_VERSION],
+            None if version in _NO_VERSION else f"{version}"[:_LONGEST_VERSION],
             _as_count(shots.get(task)),
             *(
                 sum(counted) if (counted := _counted(sizes, name)) else None

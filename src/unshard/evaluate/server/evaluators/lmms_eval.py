@@ -76,31 +76,30 @@ class LmmsEvalProfile(HarnessKeys):
             "model_args": joined,
             "tasks": ",".join(work.request.tasks),
             "output_path": work.output,
-            **{name: value for name, value in chosen.items() if not isinstance(value, bool)},
+            **{name: value for name, value in chosen.items() if value is not False},
             "gen_kwargs": generation or None,
             "include_path": next(iter(self.include_paths), None),
             "device": None if work.gpus else "cpu",
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-        flags = [f"--{name}" for name, value in chosen.items() if value is True]
-        return [*self.module_command(work, self.module), *given, *flags, "--log_samples"]
+        return [*self.module_command(work, self.module), *given, "--log_samples"]
 
     def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield also what lmms-eval has no option for: named templates, and `metadata`.
+        """Yield also what means nothing to lmms-eval, whose models apply templates themselves.
 
-        It runs no code that a model wrote (lmms_eval/__main__.py).
+        With `--apply_chat_template` it calls methods that none of its models has
+        (lmms_eval/evaluator.py), and it gives tasks no metadata.
         """
         yield from super().list_untaken(chosen)
-        if isinstance(chosen.apply_chat_template, str):
-            name = chosen.apply_chat_template
-            yield not_accepted("apply_chat_template", name, expected="true or false: lmms-eval")
+        if chosen.apply_chat_template:
+            yield not_accepted(
+                "apply_chat_template",
+                chosen.apply_chat_template,
+                expected="false, or nothing: lmms-eval's types of model apply the template of a "
+                "chat model themselves",
+            )
         if chosen.metadata:
             yield not_accepted("metadata", chosen.metadata, expected="nothing: lmms-eval has none")
-        if chosen.fewshot_as_multiturn and not chosen.num_fewshot:
-            found = chosen.num_fewshot
-            yield not_accepted(
-                "fewshot_as_multiturn", found, expected="num_fewshot above 0 with it: lmms-eval"
-            )
 
     def measured(self, work: Work, returncode: int) -> Measured:
         """Return the numbers of all tasks and groups."""
@@ -108,4 +107,6 @@ class LmmsEvalProfile(HarnessKeys):
         if file is None:
             self.check_known(work)
         document = read_results(work, file, returncode, expected="TIME_results.json")
+        # What it calls its version is the commit of the directory that it runs in.
+        document["lmms_eval_version"] = self.version
         return check_tasks(document, work.request.tasks, program=work.program, file=file)
