@@ -48,8 +48,6 @@ ON_DEMAND = {
     "engines.into_transformers",
     "engines.ray.cluster",
     "evaluate.callbacks.transformers",
-    "evaluate.server.cluster.place",
-    "evaluate.server.cluster.seat",
     "evaluate.server.warm.worker",
     "stores.nodes.connection",
     "stores.nodes.readers",

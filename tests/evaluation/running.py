@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -83,6 +83,7 @@ def scheduler(
     *,
     gpus: str = "0",
     profile: ScriptProfile | None = None,
+    launched: Mapping[str, int] | None = None,
     **settings: object,
 ) -> tuple[Store, Scheduler]:
     """Return a store and a scheduler, not started, in a directory."""
@@ -92,7 +93,7 @@ def scheduler(
     pins = Pins(store, (), Quota())
     known = {"limits": Limits(grace_s=0.5, poll_s=0.02), "backoff_s": 0.05} | settings
     made = SchedulerSettings(work_dir, **known)  # type: ignore[arg-type]
-    slots = Slots(filter(None, gpus.split(",")))
+    slots = Slots(filter(None, gpus.split(",")), launched=launched)
     return store, Scheduler(store, slots, profiles, pins, made)
 
 

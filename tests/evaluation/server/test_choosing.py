@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
 from unshard.evaluate.jobs import Job, Status
-from unshard.evaluate.server.gpus import Slots
+from unshard.evaluate.server.gpus import CPU
 from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
 from waiting import wait_until
+
+NONE: frozenset[str] = frozenset()
+CPUS = frozenset({CPU})
 
 
 def waiting(*gpus: int | None) -> list[Waiting]:
@@ -44,8 +47,17 @@ def test_a_job_is_passed_so_often_and_no_more() -> None:
 
 def test_jobs_on_the_cpu_and_on_gpus_do_not_wait_for_one_another() -> None:
     assert chosen(waiting(2, 1, 0), Free(1), 0) == ("2", ())
-    assert chosen(waiting(0, 0, 1), Free(1, cpu=False), 0) == ("2", ())
-    assert chosen(waiting(2, 0), Free(1, cpu=False)) is None
+    assert chosen(waiting(0, 0, 1), Free(1, pools=NONE), 0) == ("2", ())
+    assert chosen(waiting(2, 0), Free(1, pools=NONE)) is None
+
+
+def test_each_pool_of_slots_is_waited_for_by_its_own_jobs_only() -> None:
+    queue = [Waiting("0", "a", 0, "launch:a"), Waiting("1", "b", 0, "launch:b"), *waiting(0)]
+    assert chosen(queue, Free(0, pools=frozenset({"launch:b"}))) == ("1", ())
+    assert chosen(queue, Free(0, pools=frozenset({"launch:a", "launch:b"}))) == ("0", ())
+    assert chosen(queue[:2], Free(2)) is None
+    large = [Waiting("2", "c", 4), *queue]
+    assert chosen(large, Free(1, pools=frozenset({"launch:a"})), 0) == ("0", ())
 
 
 def test_what_engines_can_give_back_is_waited_for_and_not_given_to_others() -> None:
@@ -76,7 +88,9 @@ class Model:
 
     def free(self) -> Free:
         used = sum(job.gpus or 0 for job in self.running)
-        return Free(self.total - used, cpu=all(job.gpus for job in self.running))
+        return Free(
+            self.total - used, pools=NONE if any(not job.gpus for job in self.running) else CPUS
+        )
 
     def submit(self, gpus: int) -> None:
         self.queue.append(Waiting(str(self.submitted), "profile", gpus))
@@ -194,12 +208,5 @@ def test_a_small_job_passes_a_large_one_as_often_as_is_allowed(tmp_path: Path, m
 
 def test_a_long_queue_is_not_read_to_its_end() -> None:
     endless = repeat(Waiting("0", "profile", 2))
-    assert choose(endless, Free(0, cpu=False), {}, 9) is None
-    assert choose(endless, Free(1, cpu=False), {}, 0) is None
-
-
-def test_slots_say_whether_the_cpu_is_free() -> None:
-    slots = Slots(("0",))
-    assert slots.cpu_is_free
-    assert slots.take(0) == ()
-    assert not slots.cpu_is_free
+    assert choose(endless, Free(0, pools=NONE), {}, 9) is None
+    assert choose(endless, Free(1, pools=NONE), {}, 0) is None

@@ -3,18 +3,16 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from evaluation.running import is_running, largest_file, wait_until
 from unshard.evaluate.server.processes import supervise
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
-from unshard.evaluate.server.processes.launching import Child, start_apart, start_supervisor
+from unshard.evaluate.server.processes.launching import Child, start_supervisor
 from unshard.evaluate.server.processes.supervise import Exit, Order, read_exit, was_stopped
 from unshard.evaluate.server.processes.table import kill_group
 from waiting import LIMIT_S
@@ -263,30 +261,6 @@ child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(6
 with open("pids", "w") as file: file.write(f"{os.getpid()} {child.pid} \\n")
 time.sleep(600)
 """
-
-
-def test_a_supervisor_apart_is_no_child_and_ends_everything_with_its_tie(tmp_path: Path) -> None:
-    own = {child.pid for child in psutil.Process().children()}
-    with start_apart(order(tmp_path, GRANDCHILD, is_tied=True)) as tie:
-        wait_until(lambda: "\n" in read_text(tmp_path / "pids"))
-        pids = [int(pid) for pid in read_text(tmp_path / "pids").split()]
-        assert {child.pid for child in psutil.Process().children()} == own
-        assert all(map(is_running, pids))
-        tie.shutdown(socket.SHUT_WR)
-        assert tie.recv(1) == b""  # the supervisor has ended
-    assert not any(map(is_running, pids))
-    done = read_exit(tmp_path)
-    assert done is not None
-    assert done.reason == "stopped"
-
-
-def test_a_supervisor_apart_reports_an_exit_code(tmp_path: Path) -> None:
-    with start_apart(order(tmp_path, "print('here'); raise SystemExit(3)", is_tied=True)) as tie:
-        assert tie.recv(1) == b""
-    done = read_exit(tmp_path)
-    assert done is not None
-    assert (done.reason, done.returncode) == ("exited", 3)
-    assert read_text(tmp_path / "log.txt") == "here\n"
 
 
 def read_text(path: Path) -> str:

@@ -61,14 +61,6 @@ _WorkDir = Annotated[
         metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
     ),
 ]
-_Executor = Annotated[
-    str | None,
-    typer.Option(
-        metavar="embedded|ray",
-        help="What runs the evaluators: this machine, or the nodes of a Ray cluster (extra "
-        "`ray`).  [default: embedded]",
-    ),
-]
 
 
 def serve(
@@ -80,7 +72,6 @@ def serve(
     token_file: TokenFile = None,
     allow_unauthenticated: _Networks = None,
     work_dir: _WorkDir = None,
-    executor: _Executor = None,
     log_format: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +93,6 @@ def serve(
         token_file,
         tuple(allow_unauthenticated or ()),
         work_dir,
-        executor,
         log_format,
     )
     try:
@@ -121,7 +111,6 @@ def doctor(
     token_file: TokenFile = None,
     allow_unauthenticated: _Networks = None,
     work_dir: _WorkDir = None,
-    executor: _Executor = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint to evaluate, for --try.")
     ] = None,
@@ -150,7 +139,6 @@ def doctor(
         token_file,
         tuple(allow_unauthenticated or ()),
         work_dir,
-        executor,
     )
     if bool(trials) is not (checkpoint is not None):
         raise UsageError("--try and --checkpoint are given together, or neither")

@@ -45,7 +45,7 @@ def check_request(request: Request, config: ServerConfig) -> None:
         *list_unfitting(request, profile),
     ]
     wanted, there = request.arguments.num_gpus or 0, len(config.gpus)
-    if wanted > there:
+    if wanted > there and not profile.launch:
         problems.append(not_accepted("num_gpus", wanted, expected=gpus_expected(there)))
     if request.run and not _is_run(request.run):
         form = f"letters, digits, `_.+=@-` and blanks inside, at most {_LONGEST_RUN} bytes"
@@ -61,7 +61,8 @@ def list_unfitting(request: Request, profile: Profile) -> Iterator[UsageError]:
 
 def _installed(name: str, profile: Profile) -> Iterator[UsageError]:
     """Check the server's own interpreter only: the others are probed when the server starts."""
-    for module in profile.modules if profile.start[0] == sys.executable else ():
+    is_ours = profile.start[0] == sys.executable and not profile.launch
+    for module in profile.modules if is_ours else ():
         if find_spec(module) is None:
             yield UsageError(
                 f"profile {name}: {module} is not installed for the server's Python",

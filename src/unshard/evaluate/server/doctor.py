@@ -21,13 +21,13 @@ from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.work import Profile
-from unshard.evaluate.server.gpus import Slots, find_gpus
+from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
-from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service
-from unshard.evaluate.server.server_yaml import RAY, ServerConfig
+from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service, slots_of
+from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
@@ -136,9 +136,6 @@ def _look_at_root(root: Path) -> Finding:
 
 
 def _look_at_gpus(config: ServerConfig) -> Finding:
-    if config.executor == RAY:
-        text = f"{len(config.gpus)} of the Ray cluster {config.ray_address}, which was not asked"
-        return Finding("GPUs", is_fine=True, text=text)
     numbers = {name for name in config.gpus if name.isdecimal()}
     there = set(find_gpus())
     names = ", ".join(config.gpus) or "none"
@@ -153,7 +150,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
     database = (config.work_directory or Path()) / DATABASE
     if not database.is_file():
         return
-    slots, why = Slots(config.gpus), Counter[str]()
+    slots, why = slots_of(config), Counter[str]()
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:

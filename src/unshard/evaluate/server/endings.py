@@ -10,7 +10,6 @@ from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
 from unshard.evaluate.logs import LOG_MARK
-from unshard.evaluate.server.cluster.assignment import KILLED, LOST, NOT_PLACED, is_placed
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
 from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError, Work
@@ -26,6 +25,7 @@ _ABSENT = frozenset(
 )
 _FOR_GOOD = frozenset({0, errno.E2BIG, errno.EINVAL, errno.ENAMETOOLONG})
 _NOT_FOUND = 127  # of shells and env
+_SLURMS_MEMORY = 253  # of srun: the kernel ended a task because memory ran out
 _SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
 
 
@@ -53,16 +53,11 @@ class Cause(StrEnum):
         KILLED: a signal ended its evaluator that the server did not send, but perhaps the kernel.
         DIED: its processes ended together with the server that ran it; it may have ended the
             server.
-        NODE: the node of the cluster that ran it is lost; it may have been the reason.
     """
 
     HINDERED = "postponed"
     KILLED = "killed"
     DIED = "died"
-    NODE = "node"
-
-
-_CAUSES = {KILLED: Cause.KILLED, LOST: Cause.NODE, NOT_PLACED: Cause.HINDERED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +110,6 @@ def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
             return Failed(add_log(why, work.directory), may_retry=True)
         case "stopped":
             return Postponed("the evaluator was stopped by a signal to its supervisor")
-        case reason if reason in _CAUSES:
-            return Postponed(add_log(done.error, work.directory), _CAUSES[reason])
         case "not started":
             why = f"the evaluator cannot be started: {done.error}"
             if done.errno in _FOR_GOOD:
@@ -131,18 +124,20 @@ def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
     # A full disk or a signal from elsewhere is not the evaluator's mistake.
     if full := _why_full(work.directory):
         return Postponed(f"{full}\n{failed.error}")
-    if unknown is None and not is_placed(work.directory):
+    if unknown is None:
         is_found = done.returncode != _NOT_FOUND
         absent = why_cannot_run(work.profile, work.directory) if is_found else failed.error
         if absent is not None:
             return _absent(failed.error if not is_found else f"{absent}\n{failed.error}", work)
-    is_killed = is_ended_by(_KILLS, done.returncode)
+    is_killed = is_ended_by(_KILLS, done.returncode) or (
+        bool(work.profile.launch) and done.returncode == _SLURMS_MEMORY
+    )
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
 
 
 def _absent(why: str, work: Work) -> Outcome:
     """Return that an evaluator is gone; of a program that the request names, only the job waits."""
-    return Postponed(why) if placeholders_in(work.profile.start[:1]) else Absent(why)
+    return Postponed(why) if placeholders_in([work.profile.starter]) else Absent(why)
 
 
 def add_log(why: str, directory: Path) -> str:

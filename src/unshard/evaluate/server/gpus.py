@@ -1,19 +1,25 @@
-"""The GPUs of a server: which it may use, and which jobs use.
+"""The slots of a server: which GPUs it may use, and which jobs use.
 
 A GPU is a name that CUDA_VISIBLE_DEVICES takes: its number, or NVIDIA's id of a GPU (`GPU-...`) or
 of a part of one (`MIG-...`).
 """
 
+import itertools
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 
 _NONE = frozenset({"", "-1", "NoDevFiles"})
+GPU, CPU, _LAUNCH = "gpu", "cpu", "launch"
+"""Pools of slots."""
+
+Gpus = tuple[str, ...]
+_OF_OLD_SERVERS = (f"{CPU}:1",)  # they had one slot of the CPU, without a name
 _NAME = re.compile(r"[0-9]{1,9}|(?:GPU|MIG)-[\w/-]+", re.ASCII)
 
 
@@ -93,19 +99,24 @@ def find_gpus() -> tuple[str, ...]:
 
 
 class Slots:
-    """GPUs and one slot of the CPU, and which are free: one job at a time uses each.
+    """The slots of a server, and which are free: one job at a time uses each.
 
-    Any thread may use it.
+    A slot is a GPU, `cpu:N`, or `launch:PROFILE:N` of a profile whose jobs a cluster schedules. Any
+    thread may use it.
 
     Args:
         gpus: their names, each once; none: a job for one GPU, which an earlier server with GPUs
-            accepted, gets the CPU.
+            accepted, gets a slot of the CPU.
+        cpu: how many jobs without GPUs run at once.
+        launched: how many jobs run at once, of each profile with `launch`.
     """
 
-    def __init__(self, gpus: Iterable[str]) -> None:
-        self._all = tuple(gpus)
-        self._free = set(self._all)
-        self._cpu_is_free = True
+    def __init__(
+        self, gpus: Iterable[str], *, cpu: int = 1, launched: Mapping[str, int] | None = None
+    ) -> None:
+        self._gpus = tuple(gpus)
+        self._sizes = {CPU: cpu} | {_pool(name): size for name, size in (launched or {}).items()}
+        self._taken: set[str] = set()
         self._lock = threading.Lock()
 
     def check(self, count: int) -> None:
@@ -114,9 +125,10 @@ class Slots:
         Raises:
             EvaluationError: it needs more GPUs than there are.
         """
-        most = len(self._all) or 1
+        most = len(self._gpus) or 1
         if count > most:
-            there = f"{len(self._all)} ({_shown(self._all)})" if self._all else "none: one CPU slot"
+            shown = ", ".join(self._gpus)
+            there = f"{len(self._gpus)} ({shown})" if shown else "none: slots of the CPU only"
             raise EvaluationError(
                 f"the job needs {count} GPUs, more than the server has",
                 expected=f"at most {most}",
@@ -124,64 +136,82 @@ class Slots:
                 hint="ask for fewer, or start the server with more",
             )
 
-    def take(self, count: int) -> tuple[str, ...] | None:
-        """Take as many GPUs as `check` allows, the lowest numbers first; None if too few are free.
+    def pool(self, profile: str, count: int) -> str:
+        """Return what a job needs slots of: `GPU`, `CPU`, or those of its profile."""
+        if _pool(profile) in self._sizes:
+            return _pool(profile)
+        return GPU if count and self._gpus else CPU
 
-        No names mean the slot of the CPU.
+    def take(self, pool: str, count: int, *, but_for: Container[str] = ()) -> Gpus | None:
+        """Take as many GPUs as `check` allows, the lowest numbers first, or one slot of a pool.
+
+        None: too few are free. The GPUs in `but_for` are left.
         """
         with self._lock:
-            numbers_first = sorted(self._free, key=lambda gpu: (len(gpu), gpu))  # ids are longer
-            chosen = tuple(numbers_first[:count])
-            if self.are_cpu(count):
-                return () if self._take_cpu() else None
-            if len(chosen) < count:
+            if pool == GPU:
+                free = [gpu for gpu in self._gpus if gpu not in self._taken and gpu not in but_for]
+                free.sort(key=lambda gpu: (len(gpu), gpu))  # ids are longer than numbers
+                chosen, is_enough = tuple(free[:count]), len(free) >= count
+            else:
+                numbers = (f"{pool}:{number}" for number in itertools.count(1))
+                chosen = (next(name for name in numbers if name not in self._taken),)
+                is_enough = self._has_free(pool)
+            if not is_enough:
                 return None
-            self._free.difference_update(chosen)
+            self._taken.update(chosen)
             return chosen
 
-    def are_cpu(self, count: int) -> bool:
-        """Return whether so many GPUs mean the slot of the CPU."""
-        return count == 0 or not self._all
+    def adopt(self, slots: Gpus) -> bool:
+        """Take exactly these, for a job of an earlier server; return whether that is possible.
 
-    def adopt(self, gpus: tuple[str, ...]) -> bool:
-        """Take exactly these, for a job of an earlier server; return whether they were free."""
+        GPUs must be free, and this server's. Other slots may become more than are configured.
+        """
         with self._lock:
-            if not gpus:
-                return self._take_cpu()
-            if len(set(gpus)) < len(gpus) or not self._free.issuperset(gpus):
+            names = slots or _OF_OLD_SERVERS
+            has_all = all(name in self._gpus for name in names if is_gpu(name))
+            if not has_all or len({*names}) < len(names) or not self._taken.isdisjoint(names):
                 return False
-            self._free.difference_update(gpus)
+            self._taken.update(names)
             return True
 
     def free(self) -> frozenset[str]:
         """Return the GPUs that no job or engine has now."""
         with self._lock:
-            return frozenset(self._free)
+            return frozenset(self._gpus) - self._taken
 
-    @property
-    def cpu_is_free(self) -> bool:
-        """Whether no job or engine has the slot of the CPU."""
+    def free_pools(self) -> frozenset[str]:
+        """Return the pools, but for that of the GPUs, that have a free slot."""
         with self._lock:
-            return self._cpu_is_free
+            return frozenset(filter(self._has_free, self._sizes))
 
-    def give_back(self, gpus: tuple[str, ...]) -> None:
+    def _has_free(self, pool: str) -> bool:
+        return sum(name.startswith(f"{pool}:") for name in self._taken) < self._sizes[pool]
+
+    def give_back(self, slots: Gpus) -> None:
         """Give back what `take` returned or `adopt` took."""
         with self._lock:
-            in_use = set(self._all) - self._free
-            if not in_use.issuperset(gpus) or (not gpus and self._cpu_is_free):
-                raise RuntimeError(f"slots {_shown(gpus)} are not in use")
-            self._free.update(gpus)
-            self._cpu_is_free = self._cpu_is_free or not gpus
-
-    def _take_cpu(self) -> bool:
-        taken, self._cpu_is_free = self._cpu_is_free, False
-        return taken
+            names = slots or _OF_OLD_SERVERS
+            if not self._taken.issuperset(names):
+                raise RuntimeError(f"slots {', '.join(names)} are not in use")
+            self._taken.difference_update(names)
 
 
-def describe_slots(gpus: tuple[str, ...]) -> str:
+def _pool(profile: str) -> str:
+    return f"{_LAUNCH}:{profile}"
+
+
+def is_gpu(slot: str) -> bool:
+    """Return whether a slot is a GPU of this machine."""
+    return _NAME.fullmatch(slot) is not None
+
+
+def gpus_of(slots: Gpus) -> Gpus | None:
+    """Return the GPUs among the slots of an attempt; None: a cluster chooses them."""
+    is_launched = any(slot.startswith(f"{_LAUNCH}:") for slot in slots)
+    return None if is_launched else tuple(filter(is_gpu, slots))
+
+
+def describe_slots(slots: Gpus) -> str:
     """Return what an attempt has, for people: "GPU 6, 7", or "the CPU"."""
-    return f"GPU {_shown(gpus)}" if gpus else "the CPU"
-
-
-def _shown(gpus: Iterable[str]) -> str:
-    return ", ".join(gpus) or "none"
+    gpus = gpus_of(slots)
+    return "the cluster" if gpus is None else f"GPU {', '.join(gpus)}" if gpus else "the CPU"

@@ -7,7 +7,6 @@ import socket
 import threading
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
@@ -15,9 +14,8 @@ import uvicorn
 from anyio import to_thread
 from uvicorn.config import LOGGING_CONFIG
 
-from unshard.errors import UsageError, how_to_install
+from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
-from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.evaluators.installed import tell_missing
 from unshard.evaluate.server.evaluators.work import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
@@ -35,16 +33,13 @@ from unshard.evaluate.server.placing import RunFinder
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.server_yaml import (
-    EXECUTORS,
     LOG_FORMATS,
-    RAY,
     ServerConfig,
     read_server_yaml,
 )
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.schema import is_outdated
 from unshard.evaluate.server.store.store import Store
-from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 
 _WORK_DIR = Path("unshard-eval")
@@ -67,7 +62,6 @@ class Given:
     token_file: Path | None = None
     allow_unauthenticated: tuple[str, ...] = ()
     work_dir: Path | None = None
-    executor: str | None = None
     log_format: str | None = None
 
 
@@ -78,10 +72,6 @@ def configure(given: Given) -> ServerConfig:
         UsageError: a value cannot be used.
     """
     stated: dict[str, object] = {}
-    if given.executor is not None:
-        if given.executor not in EXECUTORS:
-            raise UsageError(f"--executor {given.executor}: unknown", expected=", ".join(EXECUTORS))
-        stated["executor"] = given.executor
     if given.log_format is not None:
         if given.log_format not in LOG_FORMATS:
             known = ", ".join(LOG_FORMATS)
@@ -93,8 +83,6 @@ def configure(given: Given) -> ServerConfig:
         config = ServerConfig.model_validate(stated)
     else:
         config = read_server_yaml(given.config, stated)
-    if config.executor == RAY and find_spec("ray") is None:
-        raise UsageError("executor ray: not installed: ray", hint=how_to_install("ray", "ray"))
     roots = given.roots or config.roots or (Path.cwd(),)
     work = given.work_dir or config.work_directory or _WORK_DIR
     chosen = {
@@ -117,19 +105,23 @@ def make_service(config: ServerConfig) -> Service:
     store = _open_store(work)
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
-    limits = Limits(cluster=config.ray_address if config.executor == RAY else None)
     settings = SchedulerSettings(
         work,
-        limits,
         keep_days=config.keep_days,
         keep_gb=config.keep_gb,
         unknown=unknown,
         pass_at_most=config.pass_at_most,
     )
-    slots = Slots(config.gpus)
+    slots = slots_of(config)
     scheduler = Scheduler(store, slots, config.profiles, pins, settings)
     health, finder = HealthCheck(work / DATABASE), RunFinder(store.runs, config.roots)
     return Service(store, scheduler, config, pins, health, unknown, slots, finder, work)
+
+
+def slots_of(config: ServerConfig) -> Slots:
+    """Return the slots that jobs of a server may have."""
+    launched = {name: one.slots for name, one in config.profiles.items() if one.launch}
+    return Slots(config.gpus, cpu=config.cpu_slots, launched=launched)
 
 
 def _open_store(work: Path) -> Store:
@@ -220,8 +212,6 @@ def _log_start(config: ServerConfig, listening: socket.socket) -> None:
     shown = f"[{host}]" if ":" in host else host
     _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
     gpus = f"GPUs {', '.join(config.gpus) or 'none'}"
-    if config.executor == RAY:
-        gpus = f"{counted(len(config.gpus), 'GPU')} of the Ray cluster {config.ray_address}"
     _log.info("work directory %s, %s", config.work_directory, gpus)
     for root in config.roots:
         if not isinstance(root, RemotePath) and not root.is_dir():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import yaml
 from pydantic import (
@@ -29,11 +29,8 @@ from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
 
-RAY = "ray"
-EXECUTORS = ("embedded", RAY)
-"""What runs the evaluators: the server's machine, or the nodes of a Ray cluster."""
-
 LOG_FORMATS = ("text", "json")
+_GONE = ("executor", "ray_address")
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
@@ -47,29 +44,12 @@ _GONE = {
 
 def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
     """Return a count or a list of GPUs as names; None, which is refused, if one is not a name."""
-    if info.data.get("executor") == RAY:
-        return _gpu_count(value, info)
     if type(value) is int and 0 <= value <= _MOST_GPUS:
         return first_gpus(value, what=f"{info.context}: gpus {value}")
     if isinstance(value, list):
         are_names = all(type(one) in {int, str} for one in value)
         return as_gpus(map(str, value)) if are_names else None
     return value
-
-
-def _gpu_count(value: object, info: ValidationInfo[Path | None]) -> tuple[str, ...]:
-    """Return names for as many GPUs as jobs may use of a cluster, whose nodes have their own."""
-    count = len(value) if isinstance(value, list | tuple) else value
-    if type(count) is int and 0 <= count <= _MOST_GPUS:
-        names = tuple(map(str, range(count)))
-        if not isinstance(value, list | tuple) or names == tuple(value):  # as --gpus makes it
-            return names
-    raise UsageError(
-        f"{info.context or 'executor ray'}: gpus cannot be read",
-        expected="how many GPUs of the Ray cluster jobs may use at the same time",
-        found=shown(value),
-        hint="Ray chooses the node and its GPUs",
-    )
 
 
 def _without_limit_of_bytes(quota: object) -> object:
@@ -89,9 +69,10 @@ def _fit(
     there, fitting = len(info.data["gpus"]), dict[str, Profile]()
     for name, profile in profiles.items():
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
-        profile.check(where, is_on_cluster=info.data.get("executor") == RAY)
-        count = profile.gpus if "gpus" in profile.model_fields_set else min(1, there)
-        if count > there:
+        profile.check(where)
+        least = 1 if profile.launch else min(1, there)
+        count = profile.gpus if "gpus" in profile.model_fields_set else least
+        if count > there and not profile.launch:
             raise UsageError(
                 f"{where}: gpus cannot be read", expected=gpus_expected(there), found=shown(count)
             )
@@ -107,18 +88,14 @@ class ServerConfig(BaseModel):
 
     roots: Roots = ()
     """Checkpoints must be under one of these; without any, no checkpoint is accepted."""
-    executor: Annotated[str, expects(" or ".join(EXECUTORS), lambda value: value in EXECUTORS)] = (
-        "embedded"
-    )
-    """What runs the evaluators."""
-    ray_address: NonEmptyText = "auto"
-    """The cluster, as `ray.init` takes it; "auto": RAY_ADDRESS, or else the one of this machine."""
     gpus: Annotated[
         tuple[str, ...],
         BeforeValidator(_gpu_names),
         expects("how many, or a list of their numbers or ids"),
     ] = Field(default_factory=find_gpus)
-    """The GPUs that jobs may have, by number or id; of a Ray cluster numbers without a meaning."""
+    """The GPUs that jobs may have, by number or id."""
+    cpu_slots: Annotated[int, whole(1, _MOST_GPUS)] = 2
+    """How many jobs without GPUs run at once."""
     host: NonEmptyText = "127.0.0.1"
     """Where the server listens."""
     port: Annotated[int, whole(0, 65535)] = 8000
@@ -149,16 +126,6 @@ class ServerConfig(BaseModel):
     ] = None  # type: ignore[assignment]  # `_or_default` makes those of a server without a file
     """The evaluators, by the names that clients call them."""
 
-    @model_validator(mode="after")
-    def _has_count(self, info: ValidationInfo[Path | None]) -> Self:
-        if self.executor == RAY and "gpus" not in self.model_fields_set:
-            raise UsageError(
-                f"{info.context or 'executor ray'}: gpus is missing",
-                expected="how many GPUs of the Ray cluster jobs may use at the same time",
-                hint="add --gpus N or, in the configuration, gpus: N",
-            )
-        return self
-
 
 def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> ServerConfig:
     """Read a configuration file.
@@ -173,6 +140,14 @@ def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> S
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     document = {} if document is None else document
+    if isinstance(document, dict) and (gone := [key for key in _GONE if key in document]):
+        raise UsageError(
+            f"{path}: {' and '.join(gone)}: the server does not place evaluators on Ray any more",
+            expected="a profile with `launch`, which puts arguments before its command, and "
+            "`slots: N`, how many of its jobs run at once",
+            hint="remove the key; for a cluster: `launch: [srun, --gres=gpu:{gpus}]` or "
+            "`launch: [ray, job, submit, --]`",
+        )
     if given and isinstance(document, dict):
         document = {**document, **given}
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase
 from unshard.evaluate.process import Process
+from unshard.evaluate.server.attempts.launched import BEGUN_NAME, write_launched
 from unshard.evaluate.server.attempts.merging import (
     CrashedError,
     GivenUpError,
@@ -21,7 +22,6 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     ask_disk,
 )
-from unshard.evaluate.server.cluster.assignment import assign, grace_on, is_placed, read_end
 from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
@@ -36,11 +36,11 @@ from unshard.evaluate.server.endings import (
     judge,
 )
 from unshard.evaluate.server.evaluators.work import Engine, Measured, Profile, Work
-from unshard.evaluate.server.gpus import describe_slots
+from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
 from unshard.evaluate.server.processes.launching import evaluator_environment, start_supervisor
-from unshard.evaluate.server.processes.supervise import Order, has_begun, read_exit
+from unshard.evaluate.server.processes.supervise import Exit, Order, has_begun, read_exit
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell
@@ -54,6 +54,9 @@ _MARGIN_S = 30.0
 _READING = "reading"  # a byte for every server that reads the results
 _KIND = "kind"  # of the evaluator; attempts of older servers do not have it
 _MOST_FATAL = 2
+_CARRIED_S = 30.0
+_LOOK_S = 3.0
+_VISIBLE_S = 60.0  # a network file system may show what another machine has written later
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +67,11 @@ class Limits:
         grace_s: how long processes may take to end when they are asked to.
         poll_s: the interval between two looks at a running evaluator.
         log_bytes: the bound of its log.
-        cluster: the address of the Ray cluster whose nodes run the evaluators; None: this machine
-            runs them.
     """
 
     grace_s: float = 10.0
     poll_s: float = 0.2
     log_bytes: int = LOG_BYTES
-    cluster: str | None = None
 
 
 class Halt(Enum):
@@ -191,12 +191,15 @@ class Runner:
         Returns:
             Whether they are gone; processes that cannot be ended are left to the next server.
         """
-        grace_s = grace_on(Path(process.directory), self._limits.grace_s)
-        while not kill_group(process, grace_s=grace_s):
+        while not kill_group(process, grace_s=self._grace_s(process.gpus)):
             _log.error("process group %d cannot be ended; its slots stay taken", process.pid)
             if self._halt(job_id) in {Halt.LEAVE, Halt.END}:
                 return False
         return True
+
+    def _grace_s(self, slots: Gpus) -> float:
+        """Return how long an attempt may take to end: a cluster carries the signal to a node."""
+        return self._limits.grace_s + (_CARRIED_S if gpus_of(slots) is None else 0.0)
 
     def _fail_if_rewritten(self, attempt: Attempt) -> Failed | None:
         job = attempt.job
@@ -221,17 +224,13 @@ class Runner:
             command, own = [*command, str(place)], {}  # its worker has the profile's
             what = f" with {'a new' if is_new else 'the running'} engine"
         environment = evaluator_environment(
-            own, program=command[0], gpus=attempt.gpus, directory=directory
+            own, program=command[0], gpus=gpus_of(attempt.gpus), directory=directory
         )
-        limits = self._limits
-        order = Order(
-            command, environment, directory, profile.timeout, limits.grace_s, limits.log_bytes
-        )
-        where = describe_slots(attempt.gpus)
-        if limits.cluster is not None:
-            gpus, model = len(attempt.gpus), work.model
-            order = assign(order, own, address=limits.cluster, gpus=gpus, model=model)
-            where = "the Ray cluster"
+        grace_s, begins = self._grace_s(attempt.gpus), ""
+        if profile.launch:
+            command, begins = write_launched(work, command), BEGUN_NAME
+        log_bytes = self._limits.log_bytes
+        order = Order(command, environment, directory, profile.timeout, grace_s, log_bytes, begins)
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
         try:
             self._store.record_process(attempt.job.id, child.process)
@@ -240,8 +239,8 @@ class Runner:
             child.reap()  # without an order: nothing runs that the database does not have
             raise
         child.give(order)
-        started = f"started: attempt {attempt.job.attempts}{what}, "
-        tell(attempt.job, f"{started}{attempt.job.request.profile} on {where}")
+        started = f"started: attempt {attempt.job.attempts}{what}, {attempt.job.request.profile}"
+        tell(attempt.job, f"{started} on {describe_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)
@@ -263,11 +262,11 @@ class Runner:
 
     def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
-        # The supervisor keeps to the timeout; this is for one that cannot. On a cluster the
-        # evaluator has waited for its node before.
+        # The supervisor keeps to the timeout; this is for one that cannot. In a cluster's queue an
+        # evaluator may wait before, for any time.
         allowed_s = attempt.profile.timeout + 2 * self._limits.grace_s + _MARGIN_S
-        is_here = not is_placed(attempt.directory)
-        deadline = time.monotonic() + (allowed_s if is_here else math.inf)
+        is_launched = gpus_of(attempt.gpus) is None
+        deadline = time.monotonic() + (math.inf if is_launched else allowed_s)
         halt: Halt | None = None
         try:
             while halt is None and is_alive(process) and time.monotonic() < deadline:
@@ -288,7 +287,7 @@ class Runner:
 
     def _judge_left(self, attempt: Attempt, work: Work) -> Outcome:
         """Judge what an attempt's processes, which are gone, have left."""
-        done = read_end(attempt.directory)
+        done = read_exit(attempt.directory)
         if done is None and not has_begun(attempt.directory):
             return Postponed("its supervisor ended before it got its order")
         if done is None:
@@ -296,17 +295,27 @@ class Runner:
             return Postponed(why, Cause.KILLED)
         if attempt.profile.engine and done.returncode == REPLACE:
             return Lost(add_log("the engine did not take the checkpoint", attempt.directory))
-        # Results may take many times their size in memory, so they are read one after the other;
-        # a job that waits for its turn is not counted as one that ended the server.
-        with self._reading, _counted(attempt.directory) as fatal:
-            if fatal >= _MOST_FATAL:
-                why = f"the server was killed {fatal} times while it read the results"
-                return Failed(why, may_retry=False)
-            outcome = judge(work, done)
+        outcome = self._judge_once(work, done)
+        is_elsewhere = gpus_of(attempt.gpus) is None and done.returncode == 0
+        deadline = time.monotonic() + (_VISIBLE_S if is_elsewhere else 0.0)
+        while not isinstance(outcome, Measured) and time.monotonic() < deadline:
+            if self._halt(attempt.job.id) is not None:
+                break
+            time.sleep(_LOOK_S)
+            outcome = self._judge_once(work, done)
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Measured):
             return outcome
         return self._fail_if_rewritten(attempt) or outcome
+
+    def _judge_once(self, work: Work, done: Exit) -> Outcome:
+        # Results may take many times their size in memory, so they are read one after the other;
+        # a job that waits for its turn is not counted as one that ended the server.
+        with self._reading, _counted(work.directory) as fatal:
+            if fatal >= _MOST_FATAL:
+                why = f"the server was killed {fatal} times while it read the results"
+                return Failed(why, may_retry=False)
+            return judge(work, done)
 
 
 def _name_submitted(error: Exception, job: Job) -> str:

@@ -17,6 +17,9 @@ from unshard.evaluate.values import Scalar
 PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
 """What a command may name in braces: what is evaluated, and the options that clients choose."""
 
+LAUNCH_PLACEHOLDERS = {"gpus", "job", "attempt", "run", "step"}
+"""What the arguments before a command may name in braces."""
+
 LONGEST_NAME = 200
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")

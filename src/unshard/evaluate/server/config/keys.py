@@ -45,11 +45,14 @@ def _absolute_or_address(value: object, info: ValidationInfo[Path | None]) -> Pa
 
 
 def find_program(text: str, info: ValidationInfo[Path | None]) -> str:
-    """Return a program that exists. A link is not resolved: it is what names an environment."""
+    """Return a program that exists, on this machine or, where a cluster runs it, on its nodes.
+
+    A link is not resolved: it is what names an environment.
+    """
     if info.context is None:
         return text
     program = str(_absolute(text, info)) if "/" in text else text
-    if shutil.which(program) is None:
+    if not info.data.get("launch") and shutil.which(program) is None:
         raise expected("a program that can be run")
     return program
 

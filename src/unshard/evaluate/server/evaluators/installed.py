@@ -59,22 +59,28 @@ def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
 
 
 def why_missing(profile: Profile, directory: Path) -> str | None:
-    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong."""
-    if profile.modules:
+    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong.
+
+    Where a cluster starts the evaluator, only the program that asks for that is looked for.
+    """
+    if profile.modules and not profile.launch:
         return _why_no_module(profile, directory)
     if _find_program(profile) is None:
-        program = profile.start[0]
-        return f"{_CANNOT}: the program {program} is not found; install it, or change `command`"
+        key = "launch" if profile.launch else "command"
+        program = f"the program {profile.starter}"
+        return f"{_CANNOT}: {program} is not found; install it, or change `{key}`"
     return None
 
 
 def _find_program(profile: Profile) -> str | None:
     path = profile.environment.get("PATH", os.environ.get("PATH", os.defpath))
-    return shutil.which(profile.start[0], path=path)
+    return shutil.which(profile.starter, path=path)
 
 
 def why_cannot_run(profile: Profile, directory: Path) -> str | None:
     """Return why no job can run, if that is certain: its script or a module is gone."""
+    if profile.launch:  # the nodes may have what this machine does not
+        return None
     if profile.modules:
         why = _why_no_module(profile, directory)
         return why if why is not None and why.startswith(_CANNOT) else None
@@ -93,7 +99,7 @@ def versions_of(profile: Profile, directory: Path) -> str:
     """
     if why := why_missing(profile, directory):
         raise EvaluationError(why)
-    if not profile.modules:
+    if profile.launch or not profile.modules:
         return str(_find_program(profile))
     done = _ask(profile, directory, _VERSIONS, _IMPORT_S)
     if isinstance(done, str):

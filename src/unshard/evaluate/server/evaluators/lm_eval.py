@@ -73,17 +73,11 @@ class LmEvalProfile(HarnessKeys):
         command = (self.interpreter, "-m", _WORKER, str(self.idle_timeout + _MARGIN_S))
         return Engine(command, self.idle_timeout, self.environment)
 
-    def check(self, where: str, *, is_on_cluster: bool) -> None:
+    def check(self, where: str) -> None:
         """Raise if shards cannot be read, an engine not be kept, or an argument not handed over."""
         if self.weights == "direct":
             self._check_direct(f"{where}: weights: direct is not possible")
-        if self.engine and is_on_cluster:
-            raise UsageError(
-                f"{where}: a kept engine of vLLM is not possible on a cluster",
-                found="executor: ray",
-                expected="`weights: merged`, another model, or `executor: embedded`",
-                hint="Ray chooses a node for each job, and the engine would keep its GPUs",
-            )
+        self.check_launch(where)
         if "idle_timeout" in self.model_fields_set and not self.engine:
             raise UsageError(
                 f"{where}: idle_timeout means nothing without an engine that is kept",

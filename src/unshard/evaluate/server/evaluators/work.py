@@ -20,7 +20,14 @@ from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, EvaluationError, Flag, Request
-from unshard.evaluate.server.config.keys import Environment, ModelConfig, NonEmptyText, Texts
+from unshard.evaluate.server.config.arguments import LAUNCH_PLACEHOLDERS, placeholders_in
+from unshard.evaluate.server.config.keys import (
+    Environment,
+    ModelConfig,
+    NonEmptyText,
+    Texts,
+    find_program,
+)
 from unshard.evaluate.server.evaluators.revision import digests_of, is_setting
 from unshard.evaluate.values import expects, whole
 
@@ -117,6 +124,22 @@ class Engine:
     environment: Mapping[str, str]
 
 
+LAUNCH_EXPECTED = (
+    "a list of arguments, which may have "
+    + ", ".join(f"{{{name}}}" for name in sorted(LAUNCH_PLACEHOLDERS))
+    + "; {{ and }} are braces"
+)
+
+
+def _is_launch(launch: tuple[str, ...]) -> bool:
+    return placeholders_in(launch) <= LAUNCH_PLACEHOLDERS and not placeholders_in(launch[:1])
+
+
+def _started(launch: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+    """Return arguments whose program exists, if it is a path: others may be in another PATH."""
+    return (find_program(launch[0], info), *launch[1:]) if "/" in "".join(launch[:1]) else launch
+
+
 def _needed(metric: str | None, info: ValidationInfo) -> str | None:
     if metric is None and info.data.get("keep") == "best":
         because = "TASK/METRIC, because of `keep: best`"
@@ -173,6 +196,11 @@ class Profile(BaseModel):
     """How many more attempts a failed one gets."""
     gpus: Annotated[int, whole(0)] = 0
     """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    launch: Annotated[Texts, expects(LAUNCH_EXPECTED, _is_launch), AfterValidator(_started)] = ()
+    """Arguments that are put before its command, by which a cluster schedules it; none: the server
+    runs it on its own machine and GPUs."""
+    slots: Annotated[int, whole(1)] = 1
+    """How many of its jobs a cluster gets at once."""
     order: Annotated[Literal["oldest", "newest"], expects("oldest, newest")] = "oldest"
     """Which of a run's queued steps is first: that which was submitted first, or the highest."""
     max_lag: Annotated[int, whole(1)] | None = None
@@ -196,6 +224,11 @@ class Profile(BaseModel):
     @abstractmethod
     def start(self) -> tuple[str, ...]:
         """The beginning of its command line: the program, and a script if there is one."""
+
+    @property
+    def starter(self) -> str:
+        """The program that the server starts: that of `launch`, or its own."""
+        return (*self.launch, *self.start)[0]
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -261,9 +294,9 @@ class Profile(BaseModel):
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield which arguments of a request it does not allow."""
 
-    def check(self, where: str, *, is_on_cluster: bool) -> None:
-        """Raise if its keys do not fit together, or not the executor; `where` begins the error."""
-        del is_on_cluster
+    def check(self, where: str) -> None:
+        """Raise if its keys do not fit together; `where` begins the error."""
+        self.check_launch(where)
         self.check_arguments(where)
         if self.weights == "direct":
             raise UsageError(
@@ -296,6 +329,21 @@ class Profile(BaseModel):
                 "fewshot_as_multiturn means nothing without a chat template",
                 expected="apply_chat_template, too",
                 found="fewshot_as_multiturn: true",
+            )
+
+    def check_launch(self, where: str) -> None:
+        """Raise if `launch` and other keys do not fit together; `where` begins the error."""
+        if "slots" in self.model_fields_set and not self.launch:
+            raise UsageError(
+                f"{where}: slots means nothing without `launch`",
+                expected="`launch`, the arguments by which a cluster schedules the jobs",
+                hint="on the server's machine, `gpus` and `cpu_slots` say how many run at once",
+            )
+        if self.launch and self.engine:
+            raise UsageError(
+                f"{where}: launch is not possible with an engine that is kept",
+                expected="`weights: merged`, another model, or no launch",
+                hint="the cluster finds a place for each job, and the engine would keep its own",
             )
 
     def with_model(self, model: str, *, name: str) -> Self:

@@ -103,8 +103,7 @@ class Meter:
         is_well = not service.health.problems()
         yield _one("accepting", "Whether jobs are accepted: as /health says.", is_well)
         yield _one("draining", "Whether no more jobs begin.", service.scheduler.is_draining)
-        about = {"version": __version__, "executor": service.config.executor}
-        yield InfoMetricFamily(f"{_PREFIX}_build", "The server.", about)
+        yield InfoMetricFamily(f"{_PREFIX}_build", "The server.", {"version": __version__})
 
     def _count_attempts(self, connection: sqlite3.Connection) -> None:
         """Count the attempts that have ended since the last time."""

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import unshard
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.processes.supervise import APART, STOPS, Order
+from unshard.evaluate.server.processes.supervise import STOPS, Order
 from unshard.evaluate.server.processes.table import MARK, identify
 
 _SUPERVISE = "unshard.evaluate.server.processes.supervise"
@@ -33,9 +32,12 @@ _LAUNCHER = re.compile(
 )
 # What this interpreter finds, another one should not.
 _PYTHON = frozenset({"PYTHONHOME", "PYTHONPATH"})
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 # A URL in UNSHARD_EVAL_SERVER may contain a password.
 _STORES = re.compile(r"AWS_|GOOGLE_|AZURE_")  # what obstore reads
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL|^UNSHARD_EVAL_SERVER$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL|^SLURM_JWT$|^UNSHARD_EVAL_SERVER$", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +76,6 @@ def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
     return Child(identify(popen.pid, gpus=gpus, directory=str(directory)), popen)
 
 
-def start_apart(order: Order) -> socket.socket:
-    """Start a supervisor that is nobody's child, and that ends when this process does.
-
-    Returns:
-        What ties it to this process: the supervisor ends its evaluator, and then itself, when this
-        end is closed or shut down; it can be read, without data, when the supervisor has ended.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-    directory = Path(order.directory)
-    own, other = socket.socketpair()
-    with other, _held_back():
-        log = directory / _LOG_NAME
-        start_module(_SUPERVISE, APART, directory=directory, log=log, stdin=other.fileno()).wait()
-    with suppress(BrokenPipeError):
-        own.sendall(json.dumps(asdict(order)).encode() + b"\n")
-    return own
-
-
 @contextmanager
 def _held_back() -> Iterator[None]:
     """Hold back the signals that a supervisor takes note of, until it has its handlers."""
@@ -106,7 +88,7 @@ def _held_back() -> Iterator[None]:
 
 def start_module(
     module: str,
-    *arguments: str,
+    *,
     directory: Path,
     log: Path,
     stdin: int = subprocess.PIPE,
@@ -117,11 +99,14 @@ def start_module(
     The directory of the attempt, in which it works, marks its processes. Only one that reads an
     object store gets the variables with this process's credentials for stores.
     """
-    environment = environment_of_module(str(directory))
+    root = str(Path(unshard.__file__).parent.parent)
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    found = os.pathsep.join(dict.fromkeys([root, *filter(None, others)]))
+    environment = {**os.environ, "PYTHONPATH": found, MARK: str(directory)}
     stores = {name: environment[name] for name in environment if _STORES.match(name)}
     with log.open("wb") as output:
         return subprocess.Popen(  # noqa: S603
-            [sys.executable, "-P", "-m", module, *arguments],
+            [sys.executable, "-P", "-m", module],
             stdin=stdin,
             stdout=output,
             stderr=output,
@@ -129,18 +114,6 @@ def start_module(
             env=scrub(environment) | (stores if reads_store else {}),
             start_new_session=True,
         )
-
-
-def environment_of_module(directory: str) -> dict[str, str]:
-    """Return this process's environment for a module of this package that works in a directory."""
-    return {**os.environ, "PYTHONPATH": python_path(), MARK: directory}
-
-
-def python_path() -> str:
-    """Return a PYTHONPATH with which this package is found."""
-    root = str(Path(unshard.__file__).parent.parent)
-    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(dict.fromkeys([root, *filter(None, others)]))
 
 
 def scrub(environment: Mapping[str, str]) -> dict[str, str]:
@@ -153,17 +126,27 @@ def scrub(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def evaluator_environment(
-    own: Mapping[str, str], *, program: str, gpus: tuple[str, ...], directory: str
+    own: Mapping[str, str], *, program: str, gpus: tuple[str, ...] | None, directory: str
 ) -> dict[str, str]:
     """Return the environment of an evaluator.
 
     Args:
         own: what its profile sets; wins over the server's, secrets included.
         program: what is started; only this interpreter gets the variables that name its modules.
-        gpus: all that it can see, whatever its profile sets; none: it sees no GPU.
+        gpus: all that it can see, whatever its profile sets; none: it sees no GPU. None: a cluster
+            chooses them, and its program gets the variables of the server's own place in it.
         directory: of the attempt.
     """
     found = scrub(os.environ)
+    if gpus is None:
+        found = {name: found[name] for name in found if name != _VISIBLE} | _slurms()
     if program != sys.executable:
         found = {name: value for name, value in found.items() if name not in _PYTHON}
-    return found | dict(own) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), MARK: directory}
+    visible = {} if gpus is None else {_VISIBLE: ",".join(gpus)}
+    return found | dict(own) | visible | {MARK: directory}
+
+
+def _slurms() -> dict[str, str]:
+    """Return what says of which job of Slurm the server is a part, as `srun` would be."""
+    names = [name for name in os.environ if name.startswith("SLURM_") and not _SECRET.search(name)]
+    return {name: os.environ[name] for name in names}

@@ -5,7 +5,7 @@ Without a whole one it ends, so nothing runs that the server has not recorded, a
 by which the next server knows it. It leads the process group, bounds the log, keeps to the timeout,
 ends whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux it also
 inherits the orphans of its descendants, so that they can be found, and the evaluator dies with it.
-With `--apart` it leaves its parent and its group first. Imports nothing heavy.
+Imports nothing heavy.
 """
 
 import ctypes
@@ -26,13 +26,13 @@ from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.table import identify, list_members, send
 from unshard.write.dirfd import write_whole
 
-APART = "--apart"
 EXIT_NAME = "exit.json"
 LOG_NAME = "log.txt"
 
 _POLL_S = 0.05
 _MOMENT_S = 1.0
 _AGAIN_S = 1.0
+_LOOK_S = 0.5
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What ends an evaluator in an orderly way; blocked in a supervisor until it can take note."""
 _READ_BYTES = 1 << 20
@@ -48,10 +48,10 @@ class Order:
         command: the evaluator's arguments, its interpreter first.
         environment: its whole environment.
         directory: of the attempt; its working directory, the log and `exit.json`.
-        timeout_s: how long it may run.
+        timeout_s: how long it may run; from its start, or when `begins` appears.
         grace_s: how long it may take to end when it is asked to.
         log_bytes: the bound of the log.
-        is_tied: whether all of it ends when the other end of the supervisor's stdin is closed.
+        begins: a file in the directory that the evaluator makes when a cluster starts it; or none.
     """
 
     command: list[str]
@@ -60,7 +60,7 @@ class Order:
     timeout_s: float
     grace_s: float
     log_bytes: int
-    is_tied: bool = False
+    begins: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,6 @@ def has_begun(directory: Path) -> bool:
 
 def main() -> int:
     """Run the order on stdin."""
-    if APART in sys.argv[1:]:
-        if os.fork():
-            os._exit(0)
-        os.setsid()
     stops: list[int] = []
     for number in STOPS:
         signal.signal(number, lambda number, _frame: stops.append(number))
@@ -112,8 +108,7 @@ def main() -> int:
     _control(_SET_CHILD_SUBREAPER, 1)
 
     def is_stopped() -> bool:
-        # Nothing follows the order: there is something to read only when the other end is closed.
-        return bool(stops) or (order.is_tied and bool(select.select([sys.stdin], [], [], 0)[0]))
+        return bool(stops)
 
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
         done = supervise(order, log, is_stopped)
@@ -125,7 +120,7 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
     """Run an evaluator to its end, and end what it leaves behind."""
     if is_stopped():
         return Exit("stopped", -signal.SIGTERM, "", 0.0)
-    started = time.monotonic()
+    clock = _Clock(Path(order.directory, order.begins) if order.begins else None)
     try:
         child = _start(order)
     except OSError as error:
@@ -135,15 +130,32 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
     watched = _Watched(child, log)
     reason = "exited"
     while not watched.is_over():
-        if is_stopped() or time.monotonic() - started > order.timeout_s:
+        if is_stopped() or clock.seconds() > order.timeout_s:
             reason = "stopped" if is_stopped() else "timeout"
             break
         watched.advance(_POLL_S)
     if reason == "exited" and was_stopped(watched.returncode, is_stopped):
         reason = "stopped"
-    seconds = time.monotonic() - started
+    seconds = clock.seconds()
     _end_all(order, watched)
     return Exit(reason, watched.returncode, "", seconds)
+
+
+class _Clock:
+    """How long an evaluator has run, not counting how long it was in a cluster's queue."""
+
+    def __init__(self, begins: Path | None) -> None:
+        self._begins = begins
+        self._began = self._looked = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return it; where a cluster starts the evaluator, the file `begins` says that it has."""
+        now = time.monotonic()
+        if self._begins is not None and now - self._looked > _LOOK_S:
+            self._looked = now
+            if self._begins.exists():
+                self._began, self._begins = now, None
+        return 0.0 if self._begins is not None else now - self._began
 
 
 def is_ended_by(signals: Collection[signal.Signals], returncode: int) -> bool:
@@ -237,13 +249,11 @@ def _end_all(order: Order, watched: _Watched) -> None:
         pass
 
 
-def write_exit(
-    directory: Path, done: Exit, is_stopped: Callable[[], bool], *, name: str = EXIT_NAME
-) -> None:
+def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
     """Write how an evaluator ended; on a full disk try until that works, or a signal comes."""
     while True:
         try:
-            write_whole(directory / name, json.dumps(asdict(done)).encode())
+            write_whole(directory / EXIT_NAME, json.dumps(asdict(done)).encode())
         except OSError:
             if is_stopped():
                 return

@@ -13,7 +13,7 @@ from unshard.evaluate.jobs import EvaluationError, Filters, Request, Status
 from unshard.evaluate.server.admission import list_unfitting
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.work import Profile
-from unshard.evaluate.server.gpus import Slots
+from unshard.evaluate.server.gpus import CPU, GPU, Gpus, Slots, gpus_of
 from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
@@ -36,7 +36,8 @@ def find_work(
         raise EvaluationError(f"the config of its profile is not there: {profile.config}")
     asked = request.arguments.num_gpus
     count = profile.gpus if asked is None else asked
-    slots.check(count)
+    if not profile.launch:
+        slots.check(count)
     return profile, count
 
 
@@ -75,7 +76,7 @@ class Allotment:
         engines: Engines,
         *,
         pass_at_most: int,
-        retire: Callable[[tuple[str, ...]], None],
+        retire: Callable[[Gpus], None],
     ) -> None:
         self._store = store
         self._slots = slots
@@ -99,7 +100,8 @@ class Allotment:
             for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
                 count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None
-                yield Waiting(job_id, name, count)
+                pool = self._slots.pool(base_of(name), count or 0)
+                yield Waiting(job_id, name, count if pool == GPU or count is None else 0, pool)
 
         choice = choose(read(), self._free(), self._passed, self._pass_at_most)
         self._skipped = max(self._skipped, skipped)
@@ -142,50 +144,52 @@ class Allotment:
         """Return why a job cannot begin now, as the server is configured; None if it can."""
         return self._why_held(request.profile) or why_unfit(partial(self.find, request))
 
-    def take(self, name: str, profile: Profile, count: int) -> tuple[str, ...] | None:
+    def take(self, name: str, profile: Profile, count: int) -> Gpus | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
 
         None: too few are free; if an idle engine of other jobs has some, it is ended for them.
         """
-        on_cpu = self._slots.are_cpu(count)
+        pool = self._slots.pool(base_of(name), count)
+        on_cpu = pool == CPU
         are_ending = self._engines.are_ending  # asked first: then their slots may suffice
         gpus = None
         if profile.engine:
             gpus = self._engines.take(name, 0 if on_cpu else count)
         if gpus is None:
-            gpus = self._slots.take(count)
-        if gpus is None and not are_ending:
+            gpus = self._slots.take(pool, count)
+        if gpus is None and not are_ending and not profile.launch:
             idle = self._engines.take_longest_idle(on_cpu=on_cpu)
             if idle is not None:
                 self._retire(idle)
         return gpus
 
-    def return_unused(self, gpus: tuple[str, ...]) -> None:
+    def return_unused(self, gpus: Gpus) -> None:
         """Give back what `take` returned for a job that did not begin."""
         if not self._engines.rest(gpus):
             self._slots.give_back(gpus)
 
     def _needs(self, name: str, asked: int | None) -> int | None:
-        """Return how many GPUs a job needs, 0 for the CPU; None if it cannot begin."""
+        """Return how many GPUs a job needs; None if it cannot begin."""
         if self._why_held(name) is not None:
             return None
         try:
             profile = profile_named(self._profiles, name)
             count = profile.gpus if asked is None else asked
-            self._slots.check(count)
+            if not profile.launch:
+                self._slots.check(count)
         except UnshardError:
             return None
-        return 0 if self._slots.are_cpu(count) else count
+        return count
 
     def _why_held(self, name: str) -> str | None:
         until, why = self._held.get(base_of(name), (0.0, ""))
         return why if time.monotonic() < until else None
 
     def _free(self) -> Free:
-        lent = self._engines.list_lent()
+        lent = [(name, gpus_of(slots) or ()) for name, slots in self._engines.list_lent()]
         return Free(
             gpus=len(self._slots.free()),
             lent=sum(len(gpus) for _, gpus in lent),
-            cpu=self._slots.cpu_is_free or any(not gpus for _, gpus in lent),
+            pools=self._slots.free_pools() | {CPU for _, gpus in lent if not gpus},
             engines=frozenset((name, len(gpus)) for name, gpus in lent if name is not None),
         )

@@ -2,12 +2,14 @@
 
 The first job that fits begins. A job that needs more GPUs than are free may be passed by those
 behind it, but only a number of times: then GPUs are held for it until it begins. So none starves:
-it waits for the jobs that run, and for that many more. The slot of the CPU is not among the GPUs,
-so jobs on the CPU and jobs on GPUs do not wait for one another.
+it waits for the jobs that run, and for that many more. Jobs on the CPU, and those of each profile
+that a cluster schedules, have slots of their own, and wait for none of the others.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from unshard.evaluate.server.gpus import CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,15 @@ class Waiting:
     Attributes:
         job_id: its id.
         profile: the name of its profile, whose idle engine it may use.
-        gpus: how many it needs, 0 for the slot of the CPU; None: it cannot run as the server is
+        gpus: how many it needs, 0 for a slot of its pool; None: it cannot run as the server is
             configured, and waits; jobs behind it do not count as passing it.
+        pool: whose slot it needs; with GPUs it means nothing.
     """
 
     job_id: str
     profile: str
     gpus: int | None
+    pool: str = CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +38,19 @@ class Free:
         gpus: how many GPUs no job and no engine has.
         lent: how many GPUs belong to engines that are idle, and end if they are needed, or that
             are ending.
-        cpu: whether the slot of the CPU is free, or belongs to such an engine.
+        pools: those that have a free slot, or one that belongs to such an engine.
         engines: profile and number of GPUs of the idle engines.
     """
 
     gpus: int
     lent: int = 0
-    cpu: bool = True
+    pools: frozenset[str] = frozenset({CPU})
     engines: frozenset[tuple[str, int]] = frozenset()
 
     def is_enough_for(self, job: Waiting) -> bool:
         """Return whether a job can begin, at the latest when idle engines have ended."""
         if not job.gpus:
-            return self.cpu
+            return job.pool in self.pools
         return job.gpus <= self.gpus + self.lent or (job.profile, job.gpus) in self.engines
 
 
@@ -72,7 +76,7 @@ def choose(
     waiting: list[str] = []
     is_held = not (free.gpus or free.lent)
     for job in queue:
-        if is_held and not free.cpu:
+        if is_held and not free.pools:
             return None
         if job.gpus is None:
             continue

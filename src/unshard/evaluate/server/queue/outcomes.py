@@ -39,7 +39,6 @@ _AGAIN_S = 1.0
 _MOST_IN_A_ROW = {
     Cause.HINDERED: 20,
     Cause.KILLED: 2,  # an evaluator that takes all memory would be killed forever
-    Cause.NODE: 10,
     Cause.DIED: 10,  # not fewer: what ended the server may have been another job, or the machine
 }
 
@@ -159,11 +158,7 @@ class Outcomes:
         """Queue a job again; after too many such attempts in a row it fails."""
         count = self._store.count_in_a_row(job_id, cause)
         if count < _MOST_IN_A_ROW[cause]:
-            # After the loss of a node there are others, and nothing to wait for; a job that has
-            # lost one before may be the reason.
-            is_first_node = cause is Cause.NODE and not count
-            due_at = 0 if is_first_node else self._due_at(count)
-            self._store.postpone(job_id, cause, why, due_at)
+            self._store.postpone(job_id, cause, why, self._due_at(count))
         else:
             self._store.fail(job_id, f"{why}\nThis has happened {count + 1} times in a row.", None)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
 from unshard.evaluate.server.evaluators.work import Engine, Profile
-from unshard.evaluate.server.gpus import describe_slots
+from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
 from unshard.evaluate.server.processes.launching import (
     Child,
     evaluator_environment,
@@ -30,8 +30,6 @@ from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.warm.record import Worker, read_worker, write_worker
 
 _log = logging.getLogger(__name__)
-
-Gpus = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ class Engines:
         """Return the GPUs of an idle worker of a profile, now in use; None if there is none."""
         with self._lock:
             for gpus, one in self._kept.items():
-                is_one = one.worker.profile == profile and len(gpus) == count
+                is_one = one.worker.profile == profile and len(gpus_of(gpus) or ()) == count
                 if is_one and one.idle_since is not None and is_alive(one.worker.process):
                     self._kept[gpus] = replace(one, idle_since=None)
                     return gpus
@@ -126,7 +124,7 @@ class Engines:
     def take_longest_idle(self, *, on_cpu: bool) -> Gpus | None:
         """Return the GPUs of a worker that must be ended because another job needs such ones."""
         with self._lock:
-            alike = {gpus: one for gpus, one in self._kept.items() if on_cpu is not bool(gpus)}
+            alike = {gpus: one for gpus, one in self._kept.items() if on_cpu is not _has_gpus(gpus)}
             idle = {gpus: one.idle_since for gpus, one in alike.items() if one.idle_since}
             if not idle:
                 return None
@@ -174,7 +172,7 @@ class Engines:
             raise
         command = list(engine.command)
         environment = evaluator_environment(
-            engine.environment, program=command[0], gpus=gpus, directory=str(place)
+            engine.environment, program=command[0], gpus=gpus_of(gpus), directory=str(place)
         )
         child.give(
             Order(command, environment, str(place), math.inf, self._grace_s, self._log_bytes)
@@ -218,6 +216,10 @@ class Engines:
         for one in self._kept.values():
             if one.child is not None:
                 one.child.leave()
+
+
+def _has_gpus(slots: Gpus) -> bool:
+    return bool(gpus_of(slots))
 
 
 def engine_key(profile: Profile, model_args: Mapping[str, object], model: Path) -> str:

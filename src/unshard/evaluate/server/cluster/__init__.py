@@ -1,1 +1,0 @@
-"""Evaluators on the nodes of a Ray cluster: placed, watched and ended from the server's machine."""
