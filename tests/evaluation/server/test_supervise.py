@@ -2,9 +2,11 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from unshard.evaluate.server.processes import supervise
 from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.launching import Child, start_supervisor
 from unshard.evaluate.server.processes.supervise import Exit, Order, read_exit, was_stopped
-from unshard.evaluate.server.processes.table import kill_group
+from unshard.evaluate.server.processes.table import identify, kill_group
 from waiting import LIMIT_S
 
 SLEEP = "import time; time.sleep(600)"
@@ -236,6 +238,54 @@ def test_how_it_ended_is_written_as_soon_as_it_can_be(
     assert read_exit(place) == done
     supervise.write_exit(tmp_path / "nowhere", done, lambda: True)
     assert list(place.iterdir()) == [place / "exit.json"]
+
+
+def begin_and_lose(directory: Path, script: str, *, lose: bool = True) -> Child:
+    """Start a supervisor that finds its directory gone after half a second without it."""
+    run_in = "from unshard.evaluate.server.processes import supervise\nsupervise._GONE_S = 0.5\n"
+    run_in += (
+        "supervise._LOOK_S = 0.1\nsupervise._AGAIN_S = 0.1\nraise SystemExit(supervise.main())"
+    )
+    directory.mkdir()
+    with (directory.parent / "supervisor.txt").open("wb") as output:
+        popen = subprocess.Popen(
+            [sys.executable, "-c", run_in],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    child = Child(identify(popen.pid, gpus=(), directory=str(directory)), popen)
+    child.give(order(directory, script))
+    wait_until((directory.parent / "pid").exists, "the evaluator")
+    if lose:
+        shutil.rmtree(directory)
+    return child
+
+
+NOTE = "import os, time; open('../pid', 'w').write(str(os.getpid())); "
+
+
+@pytest.mark.parametrize("script", ["time.sleep(600)", "time.sleep(1)"], ids=["runs", "ends"])
+def test_a_supervisor_whose_directory_is_gone_ends(tmp_path: Path, script: str) -> None:
+    child = begin_and_lose(tmp_path / "attempt", NOTE + script)
+    child.popen.wait(LIMIT_S)
+    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert not (tmp_path / "attempt").exists()
+
+
+def test_a_directory_that_comes_back_is_not_gone(tmp_path: Path) -> None:
+    place, away = tmp_path / "attempt", tmp_path / "away"
+    child = begin_and_lose(place, NOTE + "time.sleep(2)", lose=False)
+    for _ in range(5):  # a network file system is not there for a moment, again and again
+        place.rename(away)
+        time.sleep(0.2)
+        away.rename(place)
+        time.sleep(0.2)
+    child.popen.wait(LIMIT_S)
+    done = read_exit(place)
+    assert done is not None
+    assert (done.reason, done.returncode) == ("exited", 0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"reason": "exited"}', "\udcff"])

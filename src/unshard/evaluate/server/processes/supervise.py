@@ -3,9 +3,9 @@
 `python -m unshard.evaluate.server.processes.supervise` reads an `Order`, one line, from stdin.
 Without a whole one it ends, so nothing runs that the server has not recorded, and there is no log,
 by which the next server knows it. It leads the process group, bounds the log, keeps to the timeout,
-ends whatever the evaluator leaves behind, and writes `exit.json` in one step. On Linux it also
-inherits the orphans of its descendants, so that they can be found, and the evaluator dies with it.
-Imports nothing heavy.
+ends whatever the evaluator leaves behind, ends all when its directory is removed, and writes
+`exit.json` in one step. On Linux it also inherits the orphans of its descendants, so that they can
+be found, and the evaluator dies with it. Imports nothing heavy.
 """
 
 import ctypes
@@ -33,6 +33,7 @@ _POLL_S = 0.05
 _MOMENT_S = 1.0
 _AGAIN_S = 1.0
 _LOOK_S = 0.5
+_GONE_S = 60.0
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What ends an evaluator in an orderly way; blocked in a supervisor until it can take note."""
 _READ_BYTES = 1 << 20
@@ -107,8 +108,10 @@ def main() -> int:
         return 1
     _control(_SET_CHILD_SUBREAPER, 1)
 
+    directory = _Directory(Path(order.directory))
+
     def is_stopped() -> bool:
-        return bool(stops)
+        return bool(stops) or directory.is_gone()
 
     with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
         done = supervise(order, log, is_stopped)
@@ -139,6 +142,30 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
     seconds = clock.seconds()
     _end_all(order, watched)
     return Exit(reason, watched.returncode, "", seconds)
+
+
+class _Directory:
+    """The directory of an attempt; without it, nothing that the evaluator does can be kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen = self._looked = time.monotonic()
+        self._is_gone = False
+
+    def is_gone(self) -> bool:
+        """Return whether it is gone for so long that it is not a network file system's pause."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            try:
+                self._path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                self._is_gone = now - self._seen > _GONE_S
+            except OSError:  # it does not answer, or not to this user any more
+                self._seen = now
+            else:
+                self._seen = now
+        return self._is_gone
 
 
 class _Clock:
