@@ -12,7 +12,7 @@ import yaml
 
 from evaluation.running import whole_model
 from evaluation.runs import checkpoint
-from evaluation.servers import Fields, Live, cli
+from evaluation.servers import Fields, Live, cli, started
 from unshard.evaluate.run_folder import RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-meaning")]
@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-meaning")]
 # Its number shows the arguments that it got.
 SCRIPT = """
 import json, os, sys
-model, output, _, tasks, step, _, limit, shots = sys.argv[1:]
+model, output, _, tasks, step, _, limit, shots, _ = sys.argv[1:]
+if "waits" in tasks:
+    import time
+    time.sleep(600)
 value = int(step or 0) + (0.5 if limit else 0) + int(shots or 0) / 100
 with open(os.path.join(output, "results.json"), "w") as file:
     json.dump({task: {"acc": value} for task in tasks.split(",")}, file)
@@ -32,7 +35,7 @@ def configure(server: Live, **changed: object) -> None:
     path = server.directory / "server.yaml"
     config = yaml.safe_load(path.read_text())
     profile = config["profiles"]["script"]
-    profile["command"] += ["{limit}", "{num_fewshot}"]
+    profile["command"] += ["{limit}", "{num_fewshot}", "{batch_size}"]
     config["profiles"] = {"script": profile | changed}
     path.write_text(yaml.safe_dump(config))
 
@@ -128,21 +131,16 @@ def test_two_directories_of_one_name_are_two_runs(server: Live) -> None:
 def test_max_lag_counts_the_steps_of_each_run(tmp_path: Path) -> None:
     server = Live(tmp_path)
     configure(server, max_lag=1)
-    server.launch("--config", str(server.directory / "server.yaml"), "--gpus", "0")
-    server.wait()
-    try:
-        jobs = [
-            server.submit(checkpoint(server.root / name / "output", step), num_gpus=0)
-            for name, step in (("a", 10), ("b", 10), ("a", 20), ("b", 20))
-        ]
-        states = [server.job(job)["status"] for job in jobs]
-        assert "superseded" not in states[2:]
-        assert {str(job["run_id"]) for job in jobs} == {
-            str(jobs[0]["run_id"]),
-            str(jobs[1]["run_id"]),
+    with started(server, "--config", str(server.directory / "server.yaml"), "--gpus", "1"):
+        busy = server.submit(checkpoint(server.root / "busy", 1), "waits")
+        jobs = {
+            (name, step): server.submit(checkpoint(server.root / name / "output", step))
+            for name, step in (("a", 10), ("b", 10), ("a", 20))
         }
-    finally:
-        server.stop()
+        states = {key: server.job(job)["status"] for key, job in jobs.items()}
+        assert states == {("a", 10): "superseded", ("b", 10): "queued", ("a", 20): "queued"}
+        server.v1("DELETE", f"/jobs/{busy['id']}")
+        server.ended(jobs["b", 10])
 
 
 @pytest.mark.parametrize("how", ["moved", "renamed", "copied", "linked"])

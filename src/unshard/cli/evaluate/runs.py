@@ -91,6 +91,13 @@ def watch(
             "not accept all of them.",
         ),
     ] = False,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="Evaluate again what was measured before the profile changed.  [default: kept]",
+        ),
+    ] = False,
     work_dir: Annotated[
         Path,
         typer.Option(
@@ -130,7 +137,7 @@ def watch(
     own = None
     if isinstance(place, RemotePath):
         own = work_dir.joinpath(place.parts[1].removesuffix(":"), *place.parts[2:])
-    with Watching(place, configured, own) as watching:
+    with Watching(place, configured, own, is_again=again) as watching:
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
             return

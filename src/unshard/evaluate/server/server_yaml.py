@@ -30,11 +30,16 @@ from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
 
 LOG_FORMATS = ("text", "json")
-_GONE = ("executor", "ray_address")
+_LAUNCH = (
+    "the server places no evaluators on Ray: give a profile `launch`, such as "
+    "[srun, --gres=gpu:{gpus}] or [ray, job, submit, --], and `slots: N`"
+)
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
 _MOST_GPUS = 1024
 _GONE = {
+    ("executor", "executor"): _LAUNCH,
+    ("ray_address", "ray_address"): _LAUNCH,
     ("profiles", "resume"): "remove it: an evaluation that was interrupted begins from its start",
     ("on_result", "url"): "post by a command ([curl, ...]), or follow GET /api/v1/events",
     ("on_result", "backoff"): "remove it: a command that fails is not run again",
@@ -140,14 +145,6 @@ def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> S
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     document = {} if document is None else document
-    if isinstance(document, dict) and (gone := [key for key in _GONE if key in document]):
-        raise UsageError(
-            f"{path}: {' and '.join(gone)}: the server does not place evaluators on Ray any more",
-            expected="a profile with `launch`, which puts arguments before its command, and "
-            "`slots: N`, how many of its jobs run at once",
-            hint="remove the key; for a cluster: `launch: [srun, --gres=gpu:{gpus}]` or "
-            "`launch: [ray, job, submit, --]`",
-        )
     if given and isinstance(document, dict):
         document = {**document, **given}
     try:

@@ -7,30 +7,27 @@ wait and do not displace those that wait already. The profile's `order` and `max
 as for jobs in the queue; as long as the server has not answered, the lowest step is first.
 """
 
-import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
-from unshard.evaluate.jobs import BASE_STEP, EvaluationError
+from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.jobs import BASE_STEP
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
 from unshard.evaluate.pins.pin import Quota, list_pins
 from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.completeness import CheckpointFinder
 from unshard.evaluate.trainer.config import EvalConfig
+from unshard.evaluate.trainer.served_run import ServedRun, name_steps
 from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
 from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
-from unshard.showing import counted
 from unshard.stores.remote_path import path_of
 
 _TIMEOUT = 10.0  # seconds for a request
@@ -65,12 +62,20 @@ class Watching:
         config: what is evaluated, and by which server. Of the checkpoints from one multiple of
             `eval_steps` to the next, the first that is complete is evaluated.
         directory: of the submissions and results; None: the run, which must be on a disk then.
+        is_again: whether to evaluate again what was measured before the profile changed.
 
     Raises:
         UsageError: `run` is a checkpoint itself, or another process watches it.
     """
 
-    def __init__(self, run: Path, config: EvalConfig, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        config: EvalConfig,
+        directory: Path | None = None,
+        *,
+        is_again: bool = False,
+    ) -> None:
         self.run = path_of(run).absolute()
         self._check_is_run()
         config = replace(config, run=config.run or RunFolder(self.run).name)
@@ -88,8 +93,6 @@ class Watching:
         self._ready: dict[Path, Location] = {}  # neither submitted nor left out, lowest step first
         self._asked: set[Path] = set()  # those of which the server, or the spool, had no job
         self._left_out: dict[int, str] = {}  # why, by step
-        self._is_newest_first = False  # as the profile says, with `_max_lag`
-        self._max_lag: int | None = None
         self._held_back = 0
         self._marks = Marks(self._folder.state, WATCHED)
         self._spool = Spool(self._folder.path)
@@ -101,7 +104,11 @@ class Watching:
         if config.eval_strategy == "no":
             always = replace(always, base=None)
         # `decisions` returns the refusals.
-        self._submitter = Submitter(always, self._folder.path, acts=True, logs_refusals=False)
+        self._submitter = Submitter(
+            always, self._folder.path, acts=True, logs_refusals=False, checkpoints=self.run
+        )
+        known = (config, self._client, self._spool, self._submitter, self._marks)
+        self._served = ServedRun(*known, is_again=is_again)
         if (base := self._submitter.base_request()) is not None:
             self._unanswered[request_key(base)] = None
 
@@ -135,7 +142,8 @@ class Watching:
             if not self._has_room(checkpoint):
                 break
             weights: tuple[str, ...] | None = self._unknown(location)
-            if weights and not self._submitter.submit(checkpoint, step, weights):
+            again = self._served.again(step)
+            if weights and not self._submitter.submit(checkpoint, step, weights, again=again):
                 if checkpoint.exists():
                     break  # it could not be spooled, so it is tried again
                 weights = None  # it is gone, and the log says so
@@ -146,6 +154,7 @@ class Watching:
             if weights:
                 submitted.append((step, weights))
                 asked = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
+                asked |= {"again": again} if again else {}
                 keys = [request_key({**asked, "weights": one}) for one in weights]
                 self._unanswered |= dict.fromkeys(keys)
 
@@ -196,7 +205,7 @@ class Watching:
         by_reason: dict[str, list[int]] = {}
         for step, why in sorted((reasons | self._left_out).items()):
             by_reason.setdefault(why, []).append(step)
-        return [f"{_name_steps(steps)}: {why}" for why, steps in by_reason.items()]
+        return [f"{name_steps(steps)}: {why}" for why, steps in by_reason.items()]
 
     @property
     def has_refusals(self) -> bool:
@@ -243,6 +252,8 @@ class Watching:
         """Return the checkpoints to submit, in the order of the profile."""
         due: list[Location] = []
         windows: set[str] = set()
+        if self._ready:
+            self._served.ask_for_profile()
         for location in list(self._ready.values()):
             window = self._window(location.step or 0)
             if (why := self._why_not_due(location)) is not None:
@@ -255,10 +266,9 @@ class Watching:
                 self._asked.add(location.path)
                 windows |= {window} if window else set()
                 due.append(location)
-        if due:
-            self._ask_for_order()
-            due = self._skip_lagging(due)
-        return due[::-1] if self._is_newest_first else due
+        self._served.say_kept()
+        due = self._skip_lagging(due)
+        return due[::-1] if self._served.is_newest_first else due
 
     def _why_not_due(self, location: Location) -> str | None:
         """Return why a step is not evaluated, as far as the configuration decides it."""
@@ -282,18 +292,9 @@ class Watching:
         is_skipped = self._marks.starting(f"{_SKIPPED}{step}/")
         self._left_out[step] = why or ("skipped before (max_lag)" if is_skipped else _KNOWN)
 
-    def _ask_for_order(self) -> None:
-        """Ask the server for the profile's order; without an answer, the last one counts."""
-        with suppress(ServerAwayError, EvaluationError, RefusedError):
-            found = self._client.profiles(self._config.profile)
-            profile = found[0] if len(found) == 1 else {}
-            lag = profile.get("max_lag")
-            self._is_newest_first = profile.get("order") == "newest"
-            self._max_lag = lag if isinstance(lag, int) else None
-
     def _skip_lagging(self, due: list[Location]) -> list[Location]:
         """Leave out the steps that the server would skip, because `max_lag` higher ones wait."""
-        most = self._max_lag
+        most = self._served.max_lag
         if most is None:
             return due
         steps = sorted({step for one in due if (step := one.step or 0) > BASE_STEP})
@@ -305,7 +306,7 @@ class Watching:
             log.warning(
                 "%s: skipped and not kept, because newer steps wait (max_lag: %s); to evaluate one "
                 "all the same: unshard eval submit",
-                _name_steps(skipped),
+                name_steps(skipped),
                 most,
             )
         return [one for one in due if one.path in self._ready]
@@ -316,62 +317,24 @@ class Watching:
         return tuple(
             one
             for one in self._config.weights
-            if f"{_SKIPPED}{step}/{version}/{self._hash(one)}" not in self._marks
-            and not self._find_job(location, step, version, one)
+            if f"{_SKIPPED}{step}/{version}/{self._served.mark_of(one)}" not in self._marks
+            and not self._served.has_job(_checkpoint(location), step, version, one)
         )
 
     def _window(self, step: int) -> str | None:
-        return f"{step // self._every}/{self._every}/{self._hash('')}" if self._every else None
-
-    def _find_job(self, location: Location, step: int, version: str, weights: str) -> bool:
-        """Find a job in the spool or on the server; return whether there is one.
-
-        A job that another client submitted is followed, so that its result is fetched, too.
-        """
-        entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
-        # The checkpoint may be known by another path.
-        asked = {**self._submitter.request(step), "weights": weights, "checkpoint": None}
-        if any({**entry.request, "checkpoint": None} == asked for entry in entries):
-            return True
-        place, own = f"{step}/{version}/", f"{step}/{version}/{self._hash(weights)}"
-        try:
-            jobs = self._client.jobs(run=self._config.run, step=step, weights=weights)
-        except (ServerAwayError, EvaluationError):
-            return own in self._marks
-        tasks, profile = set(self._config.tasks), f":{self._config.profile}"
-        known = next(
-            (
-                job
-                for job in jobs
-                if f":{job.get('profile')}".endswith(profile)  # or it is a type of model
-                and isinstance(found := job.get("tasks"), list)
-                and {*map(str, found)} == tasks
-                and job.get("fingerprint") == version
-            ),
-            None,
+        return (
+            f"{step // self._every}/{self._every}/{self._served.mark_of('')}"
+            if self._every
+            else None
         )
-        if known is None:
-            return False
-        # The answer does not have a job's arguments, but our own marks have them.
-        if self._marks.starting(place):
-            return own in self._marks
-        self._submitter.follow(str(known.get("id")), _checkpoint(location), step, weights)
-        return True
 
     def _mark(self, location: Location, start: str = "") -> None:
         step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
         for weights in self._config.weights:
-            self._marks.add(f"{start}{step}/{version}/{self._hash(weights)}")
+            self._marks.add(f"{start}{step}/{version}/{self._served.mark_of(weights)}")
         if (window := self._window(step)) is not None:
             self._marks.add(window)
             self._marks.add(f"{window}/{step}")
-
-    def _hash(self, weights: str) -> str:
-        """Return a short hash of what is evaluated of a checkpoint, and by which server."""
-        tasks = sorted(self._config.tasks)
-        asked = {**self._submitter.request(0), "tasks": tasks, "weights": weights}
-        asked["server"] = self._config.server_url
-        return hashlib.sha256(request_key(asked).encode()).hexdigest()[:12]
 
     def _has_room(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint can be pinned without the loss of another pin."""
@@ -390,10 +353,3 @@ class Watching:
 def _checkpoint(location: Location) -> Path:
     """Return what to submit: the step, its one file, or the role's part of it (verl)."""
     return location.path if location.role is None else location.weights_dir
-
-
-def _name_steps(steps: Sequence[int]) -> str:
-    """Return a few steps by their numbers, or the first and the last of more."""
-    if len(steps) > _MOST_NAMED:
-        return f"{counted(len(steps), 'step')}, {steps[0]} to {steps[-1]}"
-    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
