@@ -109,9 +109,33 @@ def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
     shutil.rmtree(run / "checkpoint-5")
     unpin(pin)
     job = server.submit(pin.path, step=5, run="expired", pin=str(pin.path))
-    assert "does not exist" in str(server.ended(job, "expired")["error"])
+    error = str(server.ended(job, "expired")["error"])
+    assert "does not exist" in error
+    assert "more pins: quota: {count: N, bytes: null}" in error
     found = server.call("GET", f"/jobs/{job['id']}").json()
     assert (found["status"], "does not exist" in found["error"]) == ("failed", True)
+
+
+def test_a_job_whose_pin_made_room_says_whose_quota_it_was(tmp_path: Path) -> None:
+    """The server's own pins, and those of a trainer: 1 each."""
+    with live(tmp_path, pin_quota={"count": 1}) as server:
+        run = server.root / "run"
+        server.submit(checkpoint(run, 1), "waits", num_gpus=4)
+        server.began(1)
+        servers = [server.submit(checkpoint(run, step), num_gpus=4) for step in (2, 3)]
+        clients = []
+        for step in (4, 5):
+            pin = pin_checkpoint(checkpoint(run, step), quota=Quota(1, None))
+            clients.append(server.submit(pin.path, step=step, run="run", pin=str(pin.path)))
+        for step in (2, 4):
+            shutil.rmtree(run / f"checkpoint-{step}")
+        server.go()
+        errors = [str(server.ended(jobs[0], "expired")["error"]) for jobs in (servers, clients)]
+        for jobs in (servers, clients):
+            server.ended(jobs[1])
+        assert "step 2 is no longer kept: the pin_quota of pins is used up" in server.told()
+    assert "keep more: pin_quota: {count: N} in server.yaml" in errors[0]
+    assert "keep more: quota: {count: N, bytes: null} in the YAML of the trainer" in errors[1]
 
 
 def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> None:
@@ -307,5 +331,12 @@ def test_a_server_ends_though_a_client_follows_its_events(server: Live, tmp_path
     taken = server.url.rpartition(":")[2]
     done = cli("", "serve", "--port", taken, "--work-dir", str(tmp_path / "work"))
     assert (done.returncode, "cannot listen" in done.stderr) == (2, True)
+    assert "choose another port: --port N" in done.stderr
+    (tmp_path / "token").touch(0o600)
+    (tmp_path / "token").write_text("correct-horse-battery-staple")
+    elsewhere = ("--host", "203.0.113.1", "--token-file", str(tmp_path / "token"))
+    done = cli("", "serve", *elsewhere, "--work-dir", str(tmp_path / "work"))
+    assert (done.returncode, "cannot listen" in done.stderr) == (2, True)
+    assert "--port N" not in done.stderr  # no such address here: another port is no help
     done = cli("", "serve", "--port", "0", "--work-dir", str(server.work))
     assert (done.returncode, "another server is using it" in done.stderr) == (2, True)

@@ -43,6 +43,8 @@ from unshard.read.step_names import STATE_FOLDER
 from unshard.write.dirfd import Identity, check_path, names_in, remove
 from unshard.write.dirfd import opened as opened_in
 
+OF_SERVER = "server_"
+"""The beginning of the name of a server's pin, which shows whose it was when it is gone."""
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that is not finished is abandoned
@@ -139,7 +141,8 @@ def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
     """
     checkpoint = checkpoint.resolve()
     run = checkpoint.parent if run is None else run.resolve()
-    path = RunFolder(run).pins / secrets.token_hex(8) / checkpoint.name
+    name = f"{OF_SERVER if owner else ''}{secrets.token_hex(8)}"
+    path = RunFolder(run).pins / name / checkpoint.name
     if step is None and (match := _STEP.search(checkpoint.name)) is not None:
         step = int(match[1])
     with _being_made(run, path.parent, owner) as (partial, folder):
@@ -356,7 +359,8 @@ def enforce_quota(
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not quota.is_exceeded([one.files for one in kept]):
             break
-        log.warning("%s: step %s is no longer kept: the quota of pins is used up", run, pin.step)
+        name = "pin_quota" if are_servers else "quota"
+        log.warning("%s: step %s is no longer kept: the %s of pins is used up", run, pin.step, name)
         unpin(pin)
         kept.remove(pin)
         removed.append(pin)

@@ -1,5 +1,6 @@
 """From a configuration to a running server, and to its orderly end."""
 
+import errno
 import logging
 import os
 import signal
@@ -155,7 +156,13 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, OverflowError) as error:
-        raise UsageError(f"--host {host} --port {port}: cannot listen", found=str(error)) from error
+        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        hint = "another process listens there; choose another port: --port N, or 0 for a free one"
+        raise UsageError(
+            f"--host {host} --port {port}: cannot listen",
+            found=str(error),
+            hint=hint if is_taken else "",
+        ) from error
     give_up_silent_readers(listening)
     return listening
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from unshard.api.options import MergeOptions
 from unshard.evaluate.jobs import EvaluationError, Job, Request
+from unshard.evaluate.pins.pin import OF_SERVER
 from unshard.evaluate.server.attempts.best_link import link_best, link_of
 from unshard.evaluate.server.attempts.merge_worker import ANSWER_NAME, MergeOrder
 from unshard.evaluate.server.evaluators.work import Profile
@@ -35,6 +36,8 @@ _Answer = TypeVar("_Answer")
 
 _POLL_S = 0.05
 _LOG_NAME = "merge.log"
+_QUOTA = "quota: {count: N, bytes: null} in the YAML of the trainer or of watch (--config)"
+_PIN_QUOTA = "pin_quota: {count: N} in server.yaml"
 _UNMERGED = "model"  # in the attempt's directory
 
 
@@ -202,7 +205,7 @@ def merge_in_process(
             if not kill_group(process, grace_s=0) and worker.poll() is None:
                 _log.error("process %d cannot be ended; it is left behind", worker.pid)
                 worker.returncode = -signal.SIGKILL  # do not wait for it: its disk may not answer
-    return _judge(order.checkpoint, directory, worker.returncode)
+    return _judge(order, directory, worker.returncode)
 
 
 def ask_disk(
@@ -231,8 +234,9 @@ def ask_disk(
     return future.result()
 
 
-def _judge(source: str, directory: Path, returncode: int) -> Path:
+def _judge(order: MergeOrder, directory: Path, returncode: int) -> Path:
     """Return the model that a worker answered, or raise why it failed."""
+    source = order.checkpoint
     try:
         answer = json.loads((directory / ANSWER_NAME).read_bytes())
     except FileNotFoundError:
@@ -247,13 +251,19 @@ def _judge(source: str, directory: Path, returncode: int) -> Path:
     if answer["is_gone"]:
         raise GoneError(
             f"checkpoint {answer['checkpoint']} does not exist (removed, or the path is wrong)",
-            hint=_hint_for_gone(source),
+            hint=_hint_for_gone(source, order.pin),
         )
     kind = PassingError if answer["may_pass"] else EvaluationError
     raise kind(answer["error"])
 
 
-def _hint_for_gone(source: str) -> str:
+def _hint_for_gone(source: str, pin: str | None) -> str:
     if is_url(source):
         return "check the address; an object store has no pins: let checkpoints stay for longer"
-    return "check the path; pin checkpoints when they are submitted, or let more of them stay"
+    if pin is None:  # a trainer's own may have gone before it could be submitted
+        return (
+            "check the path; let the trainer keep more checkpoints or, if it made a pin of this "
+            f"one, more pins: {_QUOTA}"
+        )
+    is_servers = Path(pin).parent.name.startswith(OF_SERVER)
+    return "its pin made room for newer ones; keep more: " + (_PIN_QUOTA if is_servers else _QUOTA)
