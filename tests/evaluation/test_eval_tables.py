@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import os
 import pty
 import signal
@@ -17,8 +18,12 @@ from rich.cells import cell_len
 from evaluation.running import child_environment
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, Stub, cli, free_port, live, serving
+from unshard.cli.evaluate.show import print_jobs
 from unshard.evaluate import summary
-from unshard.evaluate.tables import lay_out_table, write_markdown
+from unshard.evaluate.comparing import compare_runs
+from unshard.evaluate.jobs import Result
+from unshard.evaluate.summary import tables_of
+from unshard.evaluate.tables import lay_out_table, write_markdown, write_number
 from waiting import LIMIT_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-tables")]  # one server for all
@@ -63,6 +68,45 @@ def test_columns_are_aligned_by_cells_and_hostile_names_stay_one_cell() -> None:
     assert r"e\x1b[2J\n\t\u202e" in lines[1]
     head, rule, *lines = write_markdown([{"run": "a|b", "step": 1}], numbers=NUMBERS)
     assert (head, rule, lines) == ("| run | step |", "| --- | --: |", [r"| a\|b | 1 |"])
+
+
+@pytest.mark.parametrize(
+    ("value", "four", "two"),
+    [
+        (95940.0, "95940", "95940"),
+        (-6738415616.0, "-6738415616", "-6738415616"),
+        (95940.55, "95941", "95941"),
+        (10.04, "10.04", "10"),
+        (102.4, "102.4", "102"),
+        (9999.96, "10000", "10000"),
+        (0.123456, "0.1235", "0.12"),
+        (3.2e-7, "3.2e-07", "3.2e-07"),
+        (0.0, "0", "0"),
+        (2.0**60, "1.153e+18", "1.2e+18"),
+        (math.inf, "inf", "inf"),
+        (math.nan, "nan", "nan"),
+    ],
+)
+def test_numbers_have_the_digits_before_their_point(value: float, four: str, two: str) -> None:
+    assert [write_number(value, digits) for digits in (4, 2)] == [four, two]
+    assert write_number(value, 4, sign="+").lstrip("+") == four
+
+
+def test_large_whole_numbers_are_written_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table when training ends, in `compare`, in `status` and in what `watch` prints."""
+    values = [(1, 95940.0), (2, 95941.0), (3, 95940.0)]
+    results = [
+        Result(step, "job", "run", step, "model", "p", "size", "bytes", value, 1.0, 1234.5)
+        for step, value in values
+    ]
+    (line,) = tables_of(compare_runs(["run"], results, higher_is_better=True))[1:]
+    assert "2: 95941 \u00b1 1234" in line
+    assert "3: 95940 \u00b1 1234" in line
+    assert "e+" not in line
+    job = {"id": "1" * 16, "status": "completed", "run": "r", "step": 1, "weights": "model"}
+    job |= {"profile": "p", "tasks": ["t"], "metrics": {"t/n": 123456789.0}, "error": None}
+    print_jobs([job | {"stderr": {"t/n": 1234567.0}}], as_json=False)
+    assert "t/n = 123456789 \u00b1 1234567" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [30, 50, 60, 80, 120])

@@ -12,7 +12,7 @@ from unshard.evaluate.comparing import (
     describe_settings,
 )
 from unshard.evaluate.jobs import Result
-from unshard.evaluate.tables import Row, lay_out_table, write_markdown
+from unshard.evaluate.tables import Row, lay_out_table, write_markdown, write_number
 
 MOST_METRICS = 40
 """How many rows a summary has; what is left out is said."""
@@ -103,12 +103,12 @@ def _value(one: Result | None, *, with_step: bool = False) -> str | None:
     """Return a value, with its standard error, and its step before it."""
     if one is None:
         return None
-    spread = "" if one.stderr is None else f" \u00b1 {one.stderr:.2g}"
-    return (f"{one.step}: " if with_step else "") + f"{one.value:.4g}{spread}"
+    spread = "" if one.stderr is None else f" \u00b1 {write_number(one.stderr, 2)}"
+    return (f"{one.step}: " if with_step else "") + write_number(one.value, 4) + spread
 
 
 def _signed(one: Difference | None) -> str | None:
-    return None if one is None else f"{one.value:+.4g}"
+    return None if one is None else write_number(one.value, 4, sign="+")
 
 
 def _in_stderrs(one: Difference | None) -> str | None:

@@ -12,6 +12,7 @@ Row = Mapping[str, object]
 _NAMES = frozenset({"run", "tasks", "task", "metric", "profile"})  # may be cut
 _LEFT_OUT = ("ended (local)", "completed (local)", "submitted (local)", "weights", "profile")
 _LEAST = 10  # cells of a name that is cut
+_WHOLE = 2.0**53  # below, a float has all digits before its point
 _GAP = 2  # between columns, as rich pads them
 
 
@@ -23,6 +24,15 @@ def terminal_width() -> int | None:
 def on_one_line(name: str) -> str:
     r"""Return a name without control characters: evaluators may put `\n` or a tab into one."""
     return printable(name).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def write_number(value: float, digits: int, *, sign: str = "") -> str:
+    """Return a number with so many digits, or with all before its point: 95940, not 9.594e+04.
+
+    With "+" as `sign`, positive numbers have one, too.
+    """
+    text = f"{value:{sign}.{digits}g}"
+    return f"{value:{sign}.0f}" if "e+" in text and abs(value) < _WHOLE else text
 
 
 def lay_out_table(

@@ -23,7 +23,7 @@ from unshard.cli.evaluate.commands import (
 from unshard.cli.options import Json, one_of
 from unshard.cli.running import say
 from unshard.errors import UsageError
-from unshard.evaluate.tables import on_one_line
+from unshard.evaluate.tables import on_one_line, write_number
 from unshard.showing import counted
 
 if TYPE_CHECKING:
@@ -271,5 +271,5 @@ def _look(watching: "Watching") -> bool:
         say(f"{watching.held_back} more waiting for room among the pins")
     for step, metrics in watching.completed():
         for name, value in metrics.items():
-            print(f"step {step}: {on_one_line(name)} = {value:.6g}", flush=True)
+            print(f"step {step}: {on_one_line(name)} = {write_number(value, 6)}", flush=True)
     return has_decided

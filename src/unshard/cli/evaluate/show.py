@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from unshard.cli.running import say
-from unshard.evaluate.tables import lay_out_table, on_one_line, terminal_width
+from unshard.evaluate.tables import lay_out_table, on_one_line, terminal_width, write_number
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
@@ -156,7 +156,7 @@ def csv_lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def _round(value: object) -> str | None:
-    return f"{value:.6g}" if isinstance(value, int | float) else None
+    return write_number(value, 6) if isinstance(value, int | float) else None
 
 
 def _write_time(seconds: object) -> str | None:
