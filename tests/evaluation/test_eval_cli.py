@@ -137,6 +137,57 @@ def test_a_refusal_names_what_is_allowed(server: Live, tmp_path: Path) -> None:
     assert (missing.returncode, "cannot be read" in missing.stderr) == (2, True)
 
 
+def test_a_job_has_the_arguments_of_its_options(tmp_path: Path) -> None:
+    """As a configuration of YAML would have them: a whole number is one, not a float."""
+    options = ["--limit=8", "--num-fewshot=0", "--batch-size=16", "--num-gpus=2", "--seed=3"]
+    options += ["--gen-kwargs=temperature=0.5,top_p=1"]
+    options += ["--model-args=dtype=float32,n=2,x=0.5,trust_remote_code=False"]
+    expected: Fields = {"limit": 8, "num_fewshot": 0, "batch_size": 16, "num_gpus": 2, "seed": 3}
+    expected["gen_kwargs"] = "temperature=0.5,top_p=1"
+    args = {"dtype": "float32", "n": 2, "x": 0.5, "trust_remote_code": False}
+    expected["model_args"] = args
+    place = str(whole_model(tmp_path / "checkpoint-5"))
+    with serving(Stub()) as stub:
+        plain = (stub.url, "submit", place, "--tasks=t", "--profile=script", "--json")
+        done = cli(*plain, "--model-args=dtype")
+        assert (done.returncode, "--model-args cannot be read" in done.stderr) == (2, True)
+        for more in (options, ["--limit=0.25", "--batch-size=auto:4"], []):
+            assert cli(*plain, *more).returncode == 0
+    body, shares, none = stub.submissions
+    assert json.dumps({name: body[name] for name in expected}) == json.dumps(expected)
+    assert (shares["limit"], shares["batch_size"]) == (0.25, "auto:4")
+    assert not none.keys() & expected.keys()
+
+
+@pytest.mark.parametrize(
+    "option", ["--limit=inf", "--limit=-1", "--limit=true", "--batch-size=8.5", "--batch-size=x"]
+)
+def test_an_argument_that_is_none_is_refused(server: Live, option: str) -> None:
+    place = str(server.root / "run" / "checkpoint-5")
+    code, _, err = call(server, "submit", place, "--profile=script", "--tasks=score", option)
+    assert code == 2
+    assert option[2:].partition("=")[0].replace("-", "_") in err
+
+
+def test_jobs_are_retried(server: Live) -> None:
+    """Those before one that cannot be are printed, and queued."""
+    ids = []
+    for step in ("81", "82"):
+        _, jobs = submitted(server, "--tasks", "fails", "--step", step, "--wait")
+        ids.append(str(jobs[0]["id"]))
+    _, done = submitted(server, "--tasks", "score", "--step", "83", "--wait")
+    code, out, _ = call(server, "retry", ids[0][:8], ids[1], "--json")
+    assert (code, [job["id"] for job in json.loads(out)["jobs"]]) == (0, ids)
+    assert server.ended({"id": ids[1]}, "failed")["attempts"] == 2
+    code, out, err = call(server, "retry", ids[1], str(done[0]["id"]), ids[0])
+    assert (code, ids[1][:8] in out) == (2, True)
+    assert f"job {done[0]['id']} cannot be retried" in err
+    code, out, err = call(server, "retry", "ffffffff")
+    assert (code, out) == (2, "")
+    assert "does not exist" in err
+    assert server.ended({"id": ids[1]}, "failed")["attempts"] == 3
+
+
 def test_what_was_accepted_before_a_refusal_is_printed(server: Live) -> None:
     place = str(server.root / "run" / "checkpoint-5")
     given = ("submit", place, "--tasks", "score", "--profile", "script", "--weights", "model,none")

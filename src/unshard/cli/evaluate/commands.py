@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -136,6 +136,26 @@ def submit(
         str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
     ] = "model",
     base: BaseModel = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Documents of each task; below 1, a share of them."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Examples in each prompt.")
+    ] = None,
+    batch_size: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Batch size of the evaluator's model.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="How many GPUs the job gets.")
+    ] = None,
+    model_args: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=VALUE,...", help="Arguments of the evaluator's model."),
+    ] = None,
+    gen_kwargs: Annotated[
+        str | None, typer.Option(metavar="KEY=VALUE,...", help="Arguments of generation.")
+    ] = None,
     seed: RandomSeed = None,
     wait: Annotated[
         bool,
@@ -151,6 +171,7 @@ def submit(
 ) -> None:
     """Queue evaluations of a checkpoint."""
     from unshard.evaluate.jobs import BASE_STEP
+    from unshard.evaluate.server.config.arguments import parse_arguments, read_scalar
     from unshard.evaluate.trainer.base_model import find_base
     from unshard.evaluate.values import split_names
     from unshard.stores.remote_path import is_url, path_of
@@ -160,34 +181,68 @@ def submit(
         is_here = not is_url(checkpoint)
         path = os.path.realpath(checkpoint) if is_here else str(path_of(checkpoint))
         names = split_names(tasks)
+        chosen: dict[str, Any] = {  # which the server checks
+            "limit": limit and read_scalar(limit),
+            "batch_size": batch_size and read_scalar(batch_size),
+            "model_args": model_args and parse_arguments(model_args, what="--model-args"),
+            "num_fewshot": num_fewshot,
+            "num_gpus": num_gpus,
+            "gen_kwargs": gen_kwargs,
+            "seed": seed,
+        }
         base = None if base is None else find_base(base)
         jobs: list[dict[str, object]] = []
         try:
             for one in split_names(weights):
-                job = client.submit(path, step, profile, names, weights=one, run=run, seed=seed)
+                job = client.submit(path, step, profile, names, weights=one, run=run, **chosen)
                 jobs.append(job)
             if base is not None:
                 place = str(jobs[0]["run_directory"]) or None
                 job = client.submit(
-                    *(base, BASE_STEP, profile, names), run=run, directory=place, seed=seed
+                    *(base, BASE_STEP, profile, names), run=run, directory=place, **chosen
                 )
                 jobs.append(job)
         except UnshardError as error:
-            if not jobs:
-                raise
-            # The jobs that the server accepted come first, then why it refused the next one.
-            if as_json:
-                print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
-            else:
-                print_jobs(jobs, as_json=False)
             error.front = front_of(submit, {"checkpoint": checkpoint})
-            say(f"error: {error}")
-            raise typer.Exit(error.exit_code) from error
+            _print_refused(error, jobs, as_json=as_json)
         if wait:
             jobs = wait_for(client, [str(job["id"]) for job in jobs])
     print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
         raise typer.Exit(FAILED)
+
+
+def _print_refused(error: UnshardError, jobs: list[dict[str, object]], *, as_json: bool) -> None:
+    """Print the jobs that the server accepted, then why it refused the next one, and exit."""
+    if not jobs:
+        raise error
+    if as_json:
+        print(json.dumps({"jobs": jobs, "error": error_fields(error)}))
+    else:
+        print_jobs(jobs, as_json=False)
+    say(f"error: {error}")
+    raise typer.Exit(error.exit_code) from error
+
+
+@app.command()
+@guarded
+def retry(
+    jobs: Annotated[
+        list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or their beginnings.")
+    ],
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Queue jobs again that failed, were cancelled or skipped, or have expired."""
+    queued: list[dict[str, object]] = []
+    with connect(server, token_file) as client:
+        try:
+            for job in jobs:
+                queued.append(client.retry(job))  # noqa: PERF401  (some, if one is refused)
+        except UnshardError as error:
+            _print_refused(error, queued, as_json=as_json)
+    print_jobs(queued, as_json=as_json)
 
 
 @app.command()

@@ -76,11 +76,12 @@ def parse_arguments(text: str, *, what: str) -> dict[str, Scalar]:
                 expected="key=value, separated by commas, every key once",
                 found=repr(part),
             )
-        pairs[key] = _scalar(value)
+        pairs[key] = read_scalar(value)
     return pairs
 
 
-def _scalar(text: str) -> Scalar:
+def read_scalar(text: str) -> Scalar:
+    """Return a boolean or a finite number where a text is one."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     try:
