@@ -110,6 +110,7 @@ def make_service(config: ServerConfig) -> Service:
         work,
         keep_days=config.keep_days,
         keep_gb=config.keep_gb,
+        keep_samples_mb=config.keep_samples_mb,
         unknown=unknown,
         pass_at_most=config.pass_at_most,
     )

@@ -114,6 +114,8 @@ class ServerConfig(BaseModel):
     """How long the directories of ended jobs are kept, with their logs; None: for ever."""
     keep_gb: Annotated[int, whole(1)] | None = None
     """How many GB the directories of ended jobs may have together; None: any size."""
+    keep_samples_mb: Annotated[int, whole(0)] = 64
+    """How many MiB of a job's results and samples, compressed, are kept for as long as the job."""
     log_format: Annotated[
         str, expects(" or ".join(LOG_FORMATS), lambda value: value in LOG_FORMATS)
     ] = "text"

@@ -1,5 +1,7 @@
 """How long the server keeps what ended jobs leave on the disk: their directories, with the logs.
 
+The results and samples of completed jobs are kept longer, compressed: see `job_files`.
+
 The row of a job stays, whatever its end was: clients ask it whether they have submitted a
 checkpoint before, and an evaluation that failed or was cancelled is not to run again because time
 has passed. Only directories of jobs that the database has are removed, without following a link.
@@ -14,11 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.evaluate.run_folder import leave_alone, opened
+from unshard.evaluate.server.queue.job_files import JOBS, keep_files
 from unshard.evaluate.server.store.store import Store
 from unshard.write.dirfd import remove, status_of
-
-JOBS = "jobs"
-"""The directory, in the server's work directory, with a directory for each job."""
 
 _DAY_S = 24 * 3600.0
 _GB = 1e9
@@ -36,15 +36,22 @@ class Retention:
         work_dir: has their directories.
         keep_days: how long a directory stays after the end of its job; None: for ever.
         keep_gb: how many GB the directories of ended jobs have together; None: any number.
+        keep_samples_mb: how many MiB of a job's results and samples are kept afterwards.
     """
 
     def __init__(
-        self, store: Store, work_dir: Path, keep_days: float | None, keep_gb: float | None = None
+        self,
+        store: Store,
+        work_dir: Path,
+        keep_days: float | None,
+        keep_gb: float | None = None,
+        keep_samples_mb: int = 64,
     ) -> None:
         self._store = store
         self._work_dir = work_dir
         self._keep_days = keep_days
         self._keep_gb = keep_gb
+        self._keep_bytes = keep_samples_mb << 20
         self._next = float("-inf")
 
     def begin_turn(self) -> bool:
@@ -82,8 +89,23 @@ class Retention:
 
     def _forget(self, jobs: Sequence[str], before: float, is_stopped: Callable[[], bool]) -> None:
         for begin in range(0, len(jobs), _AT_ONCE):
-            if not is_stopped():
-                self._store.leftovers.forget(jobs[begin : begin + _AT_ONCE], before)
+            kept = [
+                job_id
+                for job_id in jobs[begin : begin + _AT_ONCE]
+                if not is_stopped() and self._are_files_kept(job_id)
+            ]
+            self._store.leftovers.forget(kept, before)
+
+    def _are_files_kept(self, job_id: str) -> bool:
+        """Keep the results and samples of a job; return false if its directory must stay."""
+        job = self._store.get(job_id)
+        try:
+            if job is not None:
+                keep_files(self._work_dir, job, self._keep_bytes)
+        except OSError as error:
+            _log.warning("job %s: its files cannot be kept, its directory stays: %s", job_id, error)
+            return False
+        return True
 
     def _list_excess(self, before: float, most: float) -> list[str]:
         """Return the jobs whose directories are to go for the others to have `most` bytes.

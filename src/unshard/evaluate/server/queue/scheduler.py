@@ -21,8 +21,9 @@ from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
 from unshard.evaluate.server.queue.choosing import Choice
+from unshard.evaluate.server.queue.job_files import JOBS
 from unshard.evaluate.server.queue.outcomes import Outcomes
-from unshard.evaluate.server.queue.retention import JOBS, Retention
+from unshard.evaluate.server.queue.retention import Retention
 from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
@@ -44,7 +45,7 @@ class SchedulerSettings:
         limits: of every attempt.
         backoff_s: how long after its first failure a job is tried again; doubled every time, an
             hour at most.
-        keep_days, keep_gb: see `retention.Retention`.
+        keep_days, keep_gb, keep_samples_mb: see `retention.Retention`.
         unknown: the tasks that an evaluator does not know.
         pass_at_most: how many jobs may pass a job that needs more GPUs than are free.
     """
@@ -54,8 +55,14 @@ class SchedulerSettings:
     backoff_s: float = 30.0
     keep_days: float | None = None
     keep_gb: float | None = None
+    keep_samples_mb: int = 64
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
     pass_at_most: int = 0
+
+    @property
+    def kept(self) -> tuple[float | None, float | None, int]:
+        """How long, and how much of, what ended jobs leave is kept."""
+        return self.keep_days, self.keep_gb, self.keep_samples_mb
 
 
 class Scheduler:
@@ -98,7 +105,7 @@ class Scheduler:
         self._allotment = Allotment(
             store, slots, profiles, engines, pass_at_most=most, retire=self._retire
         )
-        self._retention = Retention(store, self._work_dir, settings.keep_days, settings.keep_gb)
+        self._retention = Retention(store, self._work_dir, *settings.kept)
         self._halt: Halt | None = None
         self.is_draining = self.is_drained = False
         self._wake = threading.Event()

@@ -21,6 +21,7 @@ from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render,
 from unshard.evaluate.server.http.security import Rules
 from unshard.evaluate.server.processes.bounded_log import log_end
 from unshard.evaluate.server.processes.supervise import LOG_NAME
+from unshard.evaluate.server.queue.job_files import list_files
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import (
     last_event,
@@ -278,6 +279,7 @@ def job(views: Views, job_id: str) -> HTMLResponse:
         log_start=max(0, end - _TAIL_BYTES),
         model=service.merged_model(found),
         stamps=found.request.stamps,
+        files=list_files(service.work_dir, found),
     )
 
 
