@@ -195,6 +195,12 @@ def test_paths_that_mean_nothing(path: str) -> None:
         CommandProfile(command=("x",), metrics=(path,))
 
 
+@pytest.mark.parametrize("name", ["", "/a.json", "../a.json", "out/**.json/..", "**.json"])
+def test_results_that_are_not_below_the_output(name: str) -> None:
+    with pytest.raises(ValidationError):
+        CommandProfile(command=("x",), results=name)
+
+
 def test_the_newest_of_several_files_is_read(tmp_path: Path) -> None:
     profile = CommandProfile(command=("x",), results="*.json", metrics=("*",))
     work = work_at(tmp_path / "one", tmp_path, Request("/a", "own", ("t",)), profile)

@@ -1,5 +1,6 @@
 """What a profile chooses of its evaluator, what a submission may choose, and the revision."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,16 @@ def test_a_submission_chooses_over_its_profile() -> None:
     assert given["model_args"] == {"dtype": "float32", "max_length": 5}
     assert (given["apply_chat_template"], given["num_fewshot"]) == (False, 0)
     assert (given["limit"], given["num_gpus"]) == (5, 2)
+
+
+def test_without_its_template_a_profiles_turns_mean_nothing() -> None:
+    own = OwnArguments(apply_chat_template=True, fewshot_as_multiturn=True)
+    profile = LmEvalProfile(arguments=own)
+    without = Arguments(apply_chat_template=False)
+    assert profile.chosen(without).given() == {"apply_chat_template": False}
+    assert list(profile.list_unfitting(without)) == []
+    both = Arguments(apply_chat_template=False, fewshot_as_multiturn=True)
+    assert len(list(profile.list_unfitting(both))) == 1
 
 
 def test_arguments_reach_lm_eval_and_what_allows_code_only_from_the_profile(tmp_path: Path) -> None:
@@ -252,6 +263,8 @@ def test_a_revision_costs_nothing_if_nothing_changed(
 ) -> None:
     """No file is read, and no interpreter is started."""
     profile = LmEvalProfile(include_paths=(lm_eval_tasks(tmp_path / "tasks"),))
+    for path in (tmp_path / "tasks").iterdir():
+        os.utime(path, (1, 1))
     first = profile.revision()
 
     def refuse(*_: object, **__: object) -> None:
@@ -287,6 +300,21 @@ def test_the_version_of_an_installed_evaluator_is_found_and_its_change_noticed(
     install("0.5.0")
     assert revision.installed_version(sys.executable, "lm_eval", environment) == "0.5.0"
     assert profile.revision() != first
+
+
+def test_a_directory_with_much_data_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revision, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(revision, "_MOST_TOGETHER", 2500)
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl").write_bytes(bytes(900))
+    (tmp_path / "large.jsonl").write_bytes(bytes(2000))
+    found = dict(revision.digests_of({"tasks": tmp_path})["tasks"])
+    assert [len(found[f"{number}.jsonl"]) == 64 for number in range(5)] == [True] * 2 + [False] * 3
+    assert (found["4.jsonl"], found["large.jsonl"]) == ("900 bytes", "2000 bytes")
+    monkeypatch.setattr(revision, "_MOST_FILES", 3)
+    assert len(revision.digests_of({"tasks": tmp_path})["tasks"]) == 3
 
 
 def test_an_interpreter_elsewhere_with_the_same_version_is_the_same_revision(

@@ -5,6 +5,7 @@ It writes a JSON file with `{task: {metric: number}}`, or flat: `{"task/metric":
 other file, the profile says by `metrics` where its numbers are.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,11 @@ def _is_command(command: tuple[str, ...]) -> bool:
 
 
 def _is_below_output(text: str) -> bool:
-    return not Path(text).is_absolute() and ".." not in Path(text).parts
+    try:
+        next(Path(os.devnull).glob(text), None)
+    except (ValueError, NotImplementedError):  # not a pattern, or not below a directory
+        return False
+    return ".." not in Path(text).parts
 
 
 _FREE_TEXT = "{system_instruction}"
@@ -70,7 +75,8 @@ _OWN_ARGUMENT = re.compile(r"(?:--?[A-Za-z0-9][\w-]*=)?\{system_instruction\}", 
 def _named_file(part: str) -> Path | None:
     """Return the file that an argument, or what follows its equals sign, names."""
     for text in (part, part.partition("=")[2]):
-        if text.startswith("/") and not placeholders_in([text]) and Path(text).is_file():
+        is_fixed = text.startswith("/") and not placeholders_in([text])
+        if is_fixed and os.path.isfile(text):  # noqa: PTH113  (false where `is_file` would raise)
             return Path(text)
     return None
 
@@ -138,10 +144,6 @@ class CommandProfile(Profile):
             if name not in taken:
                 why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
                 yield not_accepted(name, value, expected=f"nothing: the profile's command {why}")
-
-    def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield the arguments of a request that the command would ignore silently."""
-        yield from self.list_untaken(chosen)
 
     def command_line(self, work: Work) -> list[str]:
         """Fill in the profile's arguments; each stays one argument, whatever is filled in."""

@@ -109,7 +109,7 @@ class HarnessKeys(Profile):
 
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield the arguments that are neither harmless nor allowed, or that the server sets."""
-        yield from self.list_untaken(self.chosen(chosen))
+        yield from super().list_unfitting(chosen)
         for key in chosen.metadata:
             if key not in METADATA and not matches(key, self.allowed_model_args):
                 yield not_accepted(

@@ -17,6 +17,8 @@ from unshard.evaluate.server.processes.launching import evaluator_environment
 
 _MOST_FILES = 10_000
 _MOST_BYTES = 16 << 20  # of a file; larger ones are data, and count by their size
+_MOST_TOGETHER = 1 << 30  # of a directory
+_COARSE_NS = 2 * 10**9  # a later change may have the same time
 _MOST_KNOWN = 100_000
 _PROBE_S = 30.0
 _AGAIN_S = 60.0  # then an interpreter that did not answer is asked again
@@ -56,10 +58,10 @@ def digests_of(files: Mapping[str, Path]) -> dict[str, list[list[str]]]:
 
 
 def _digests(path: Path) -> Iterator[list[str]]:
-    if not path.is_dir():
-        yield ["", _digest(path)]
+    if not os.path.isdir(path):  # noqa: PTH112  (false where `Path.is_dir` would raise)
+        yield ["", _digest(path, _MOST_BYTES)[0]]
         return
-    count = 0
+    count, room = 0, _MOST_TOGETHER
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not _NOT_TASKS.fullmatch(name))
         for name in sorted(names):
@@ -68,29 +70,34 @@ def _digests(path: Path) -> Iterator[list[str]]:
             if (count := count + 1) > _MOST_FILES:
                 return
             file = Path(folder, name)
-            yield [str(file.relative_to(path)), _digest(file)]
+            digest, size = _digest(file, min(room, _MOST_BYTES))
+            room -= size
+            yield [str(file.relative_to(path)), digest]
 
 
-def _digest(path: Path) -> str:
-    """Return the digest of a file's content, without the first line of a script."""
+def _digest(path: Path, most_bytes: int) -> tuple[str, int]:
+    """Return the digest of a file's content, and how many bytes count; of a large one, its size.
+
+    The first line of a script does not count: it names an interpreter.
+    """
     try:
         status = path.stat()
         stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev)
+        if status.st_size > most_bytes:
+            return f"{status.st_size} bytes", 0
         known = _contents.get(path)
         if known is not None and known[0] == stamp:
-            return known[1]
-        if status.st_size > _MOST_BYTES:
-            digest = f"{status.st_size} bytes"
-        else:
-            content = path.read_bytes()
-            script = content.partition(b"\n")[2] if content.startswith(b"#!") else content
-            digest = hashlib.sha256(script).hexdigest()
+            return known[1], status.st_size
+        content = path.read_bytes()
     except OSError as error:
-        return type(error).__name__
+        return type(error).__name__, 0
+    script = content.partition(b"\n")[2] if content.startswith(b"#!") else content
+    digest = hashlib.sha256(script).hexdigest()
     if len(_contents) > _MOST_KNOWN:
         _contents.clear()
-    _contents[path] = stamp, digest
-    return digest
+    if time.time_ns() - status.st_mtime_ns > _COARSE_NS:
+        _contents[path] = stamp, digest
+    return digest, status.st_size
 
 
 def installed_version(python: str, module: str, environment: Mapping[str, str]) -> str | None:

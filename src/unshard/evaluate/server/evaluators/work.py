@@ -261,6 +261,8 @@ class Profile(BaseModel):
         for name in ("model_args", "metadata"):
             over[name] = {**getattr(self.arguments, name), **getattr(given, name)}
         merged: dict[str, Any] = {**own, **over}
+        if not merged.get("apply_chat_template") and given.fewshot_as_multiturn is None:
+            merged.pop("fewshot_as_multiturn", None)  # of the template that is not applied
         # Not validated: an older server accepted what a waiting job has chosen.
         return Arguments.model_construct(**merged)
 
@@ -290,9 +292,9 @@ class Profile(BaseModel):
         """The version of its evaluator, as it is installed; None if that is not known."""
         return None
 
-    @abstractmethod
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield which arguments of a request it does not allow."""
+        yield from self.list_untaken(self.chosen(chosen))
 
     def check(self, where: str) -> None:
         """Raise if its keys do not fit together; `where` begins the error."""
