@@ -17,7 +17,8 @@ import pytest
 from evaluation.running import all_gone, request, whole_model
 from evaluation.servers import SCRIPT, live
 from unshard.errors import UsageError
-from unshard.evaluate.server.on_result import OnResult, running_on_result
+from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.queue.on_result import running_on_result
 from unshard.evaluate.server.server_yaml import read_server_yaml
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S, wait_until
@@ -207,7 +208,7 @@ def test_a_server_that_is_drained_runs_it_for_the_last_job(tmp_path: Path, place
 def test_the_script_of_the_docs_posts_the_json_also_after_an_error(tmp_path: Path) -> None:
     text = (EXAMPLE.parents[1] / "docs" / "async_eval.md").read_text()
     script = tmp_path / "post.sh"
-    script.write_text("#!/bin/sh\n" + text.partition("```bash\n#!/bin/sh\n")[2].partition("```")[0])
+    script.write_text("#!/bin/sh\n" + text.partition("```sh\n#!/bin/sh\n")[2].partition("```")[0])
     script.chmod(0o755)
     got: list[tuple[object, str | None]] = []
 

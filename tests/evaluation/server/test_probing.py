@@ -15,7 +15,8 @@ from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.installed import tell_missing, why_missing
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.work import Profile, UnknownTasks, UnknownTasksError
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks, UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import Service

@@ -19,11 +19,11 @@ from urllib.parse import quote
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
-from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
 from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service, slots_of

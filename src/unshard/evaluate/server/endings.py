@@ -12,7 +12,8 @@ from unshard.errors import UnshardError
 from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
-from unshard.evaluate.server.evaluators.work import Measured, UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 

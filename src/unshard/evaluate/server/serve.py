@@ -18,7 +18,7 @@ from uvicorn.config import LOGGING_CONFIG
 from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
 from unshard.evaluate.server.evaluators.installed import tell_missing
-from unshard.evaluate.server.evaluators.work import UnknownTasks
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app
@@ -28,9 +28,9 @@ from unshard.evaluate.server.http.connections import (
     raise_file_limit,
 )
 from unshard.evaluate.server.http.security import rules_for
-from unshard.evaluate.server.on_result import running_on_result
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.placing import RunFinder
+from unshard.evaluate.server.queue.on_result import running_on_result
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.server_yaml import (

@@ -21,11 +21,11 @@ from pydantic_core import ErrorDetails
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.config.keys import NonEmptyText, Place, Roots, drop_nulls
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
 from unshard.evaluate.server.evaluators.profiles import KINDS, ProfileKeys, default_profiles
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
 from unshard.evaluate.server.gpus import as_gpus, find_gpus, first_gpus, gpus_expected
-from unshard.evaluate.server.on_result import OnResult
 from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
 

@@ -80,10 +80,7 @@ class Watching:
         self._check_is_run()
         config = replace(config, run=config.run or RunFolder(self.run).name)
         self._folder = RunFolder(self.run if directory is None else directory.absolute())
-        held = self._folder.lock(WATCH_LOCK)
-        if held is None:
-            raise UsageError(f"{run}: another process watches this run")
-        self._lock = held
+        self._lock = self._hold()
         self._config = config
         self._every = config.eval_steps if config.eval_strategy == "steps" else None
         if config.eval_strategy == "no":
@@ -100,13 +97,7 @@ class Watching:
         left = (*self._spool.waiting(), *self._spool.refused())
         self._unanswered: dict[str, str | None] = {entry.key: None for entry in left}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
-        always = replace(config, eval_strategy="steps", eval_steps=None, save_steps=None)
-        if config.eval_strategy == "no":
-            always = replace(always, base=None)
-        # `decisions` returns the refusals.
-        self._submitter = Submitter(
-            always, self._folder.path, acts=True, logs_refusals=False, checkpoints=self.run
-        )
+        self._submitter = self._make_submitter()
         known = (config, self._client, self._spool, self._submitter, self._marks)
         self._served = ServedRun(*known, is_again=is_again)
         if (base := self._submitter.base_request()) is not None:
@@ -224,6 +215,21 @@ class Watching:
         self._submitter.stop()
         self._client.close()
         unlock(self._lock)
+
+    def _hold(self) -> int:
+        held = self._folder.lock(WATCH_LOCK)
+        if held is None:
+            raise UsageError(f"{self.run}: another process watches this run")
+        return held
+
+    def _make_submitter(self) -> Submitter:
+        """Return what submits each checkpoint that it gets; `decisions` returns the refusals."""
+        config = replace(self._config, eval_strategy="steps", eval_steps=None, save_steps=None)
+        if self._config.eval_strategy == "no":
+            config = replace(config, base=None)
+        return Submitter(
+            config, self._folder.path, acts=True, logs_refusals=False, checkpoints=self.run
+        )
 
     def _check_is_run(self) -> None:
         try:

@@ -30,7 +30,8 @@ from unshard.evaluate.server.config.keys import (
     find_program,
 )
 from unshard.evaluate.server.evaluators.revision import installed_version
-from unshard.evaluate.server.evaluators.work import Profile, UnknownTasksError, Work
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
+from unshard.evaluate.server.evaluators.work import Profile, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.roots import not_accepted

@@ -1,16 +1,9 @@
-"""What an evaluator is given, what it must be able to do, and which tasks it does not know.
-
-What an evaluator knows is only found out by running it: a list of its tasks would take half a
-minute and torch. The first job finds out, after its merge, and is not retried; later submissions
-with the same task are refused.
-"""
+"""What an evaluator is given, what it must be able to do, and what it is configured with."""
 
 import hashlib
 import json
-import threading
-import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -19,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, EvaluationError, Flag, Request
+from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, Flag, Request
 from unshard.evaluate.server.config.arguments import LAUNCH_PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.keys import (
     Environment,
@@ -30,9 +23,6 @@ from unshard.evaluate.server.config.keys import (
 )
 from unshard.evaluate.server.evaluators.revision import digests_of, is_setting
 from unshard.evaluate.values import expects, whole
-
-_MOST = 10_000
-_REMEMBERED_S = 600.0  # then the evaluator is asked again: it may have been given the task
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,45 +361,3 @@ class Profile(BaseModel):
         Raises:
             EvaluationError: what was asked for is not there.
         """
-
-
-class UnknownTasksError(EvaluationError):
-    """An evaluator does not know tasks that it was asked for; another attempt would not help."""
-
-    def __init__(self, program: str, tasks: Iterable[str], *, hint: str) -> None:
-        self.tasks = tuple(tasks)
-        super().__init__(f"{program} does not know the task {', '.join(self.tasks)}", hint=hint)
-
-
-class UnknownTasks:
-    """What evaluators did not know in the last ten minutes; for any number of threads."""
-
-    def __init__(self) -> None:
-        self._errors: dict[tuple[str, str], tuple[float, UnknownTasksError]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, profile: str, error: UnknownTasksError) -> None:
-        """Remember what the evaluator of a profile does not know."""
-        with self._lock:
-            for task in error.tasks:
-                self._errors.pop((profile, task), None)
-                self._errors[profile, task] = time.monotonic(), error
-            for oldest in list(self._errors)[: max(0, len(self._errors) - _MOST)]:
-                del self._errors[oldest]
-
-    def check(self, profile: str, tasks: Iterable[str]) -> None:
-        """Refuse tasks that the evaluator of a profile is known not to know.
-
-        Raises:
-            UsageError: names them.
-        """
-        since = time.monotonic() - _REMEMBERED_S
-        with self._lock:
-            found = {task: self._errors.get((profile, task), (since, None)) for task in tasks}
-        fresh = {task: error for task, (at, error) in found.items() if error and at > since}
-        for error in fresh.values():
-            raise UsageError(
-                f"profile {profile}: the evaluator does not know the task {', '.join(fresh)}",
-                found="a job failed because of that less than ten minutes ago",
-                hint=error.hint,
-            )

@@ -16,7 +16,8 @@ from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runn
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import Absent, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
-from unshard.evaluate.server.evaluators.work import Measured, Profile, UnknownTasks
+from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.work import Measured, Profile
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment

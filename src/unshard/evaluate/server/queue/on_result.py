@@ -14,19 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Annotated, Self
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import IO
 
 from unshard.evaluate.jobs import Job, JobEvent, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.config.keys import Environment, PlacedCommand, drop_nulls
+from unshard.evaluate.server.config.on_result import OnResult
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.evaluate.server.store.overview import last_event
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id
-from unshard.evaluate.values import expected, expects
 
 _POLL_S = 0.25
 _MARGIN_S = 5.0  # to end a command that takes too long
@@ -35,32 +32,6 @@ _REQUEST = ("run", "step", "weights", "profile", "tasks", "checkpoint")
 _ENDS = {Status.COMPLETED, Status.FAILED}
 _FINE = "exit code 0"
 _log = logging.getLogger(__name__)
-
-
-class OnResult(BaseModel):
-    """A command; a list is short for a mapping with the command alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    command: PlacedCommand = ()
-    """Run without a shell, in the work directory, with JSON on its stdin."""
-    environment: Environment = {}
-    """Variables that the command gets in addition to the server's."""
-    timeout: Annotated[float, Field(strict=True, gt=0, le=3600), expects("seconds, up to 3600")] = (
-        30.0
-    )
-    """Seconds after which the command is ended."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, value: object) -> object:
-        return drop_nulls({"command": value} if isinstance(value, list) else value)
-
-    @model_validator(mode="after")
-    def _has_command(self) -> Self:
-        if not self.command:
-            raise expected("a command: a list of arguments")
-        return self
 
 
 @contextmanager
