@@ -24,6 +24,7 @@ from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.processes.gpu_users import list_absent
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
 from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service, slots_of
@@ -136,10 +137,12 @@ def _look_at_root(root: Path) -> Finding:
 
 
 def _look_at_gpus(config: ServerConfig) -> Finding:
-    numbers = {name for name in config.gpus if name.isdecimal()}
-    there = set(find_gpus())
+    there = find_gpus()
     names = ", ".join(config.gpus) or "none"
-    if absent := sorted(numbers - there, key=int):
+    absent = list_absent(config.gpus)
+    if absent is None:
+        absent = [name for name in config.gpus if name.isdecimal() and name not in there]
+    if absent:
         text = f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus"
         return Finding(f"GPUs {names}", is_fine=False, text=text)
     return Finding(f"GPUs {names}", is_fine=True, text=f"{len(there)} on this machine")

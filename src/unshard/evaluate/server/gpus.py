@@ -174,6 +174,11 @@ class Slots:
             self._taken.update(names)
             return True
 
+    @property
+    def count(self) -> int:
+        """How many GPUs there are."""
+        return len(self._gpus)
+
     def free(self) -> frozenset[str]:
         """Return the GPUs that no job or engine has now."""
         with self._lock:

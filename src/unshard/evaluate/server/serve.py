@@ -30,6 +30,7 @@ from unshard.evaluate.server.http.connections import (
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.placing import RunFinder
+from unshard.evaluate.server.processes.gpu_users import list_absent
 from unshard.evaluate.server.queue.on_result import running_on_result
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
@@ -120,6 +121,28 @@ def make_service(config: ServerConfig) -> Service:
     return Service(store, scheduler, config, pins, health, unknown, slots, finder, work)
 
 
+def _check_gpus(config: ServerConfig) -> None:
+    """Refuse GPUs that were given and that this machine does not have, where that is known.
+
+    Raises:
+        UsageError: names them.
+    """
+    if "gpus" not in config.model_fields_set or not config.gpus:
+        return
+    if (absent := list_absent(config.gpus)) is None:
+        _log.warning(
+            "GPU %s: whether this machine has them is not known, without NVML (pynvml), nvidia-smi "
+            "and /proc/driver/nvidia",
+            ", ".join(config.gpus),
+        )
+    elif absent:
+        raise UsageError(
+            f"this machine has no GPU {', '.join(absent)}",
+            expected="numbers or ids that `nvidia-smi -L` shows",
+            hint="correct `gpus` or --gpus",
+        )
+
+
 def slots_of(config: ServerConfig) -> Slots:
     """Return the slots that jobs of a server may have."""
     launched = {name: one.slots for name, one in config.profiles.items() if one.launch}
@@ -180,6 +203,7 @@ def serve(given: Given) -> None:
     is_json = config.log_format == "json"
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s", as_json=is_json)
     raise_file_limit()
+    _check_gpus(config)
     rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.

@@ -93,7 +93,8 @@ class JobView(BaseModel):
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since;
     a superseded job without one was skipped, because newer steps wait (`max_lag`).
-    `waits_for`: what the server's configuration lacks of what a queued job needs.
+    `waits_for`: what a queued job waits for besides its turn: what the server's configuration
+    lacks, or GPUs that others use.
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
     `run` is told apart from others of its name; `run_id` stays when its directory is moved.
     `arguments` are those of the submission, `measured_with` what they became.

@@ -14,6 +14,7 @@ from unshard.evaluate.server.admission import list_unfitting
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import CPU, GPU, Gpus, Slots, gpus_of
+from unshard.evaluate.server.processes.gpu_users import GpuUsers
 from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
@@ -88,24 +89,36 @@ class Allotment:
         self._skipped = 0
         self._unfit: dict[str, float] = {}
         self._held: dict[str, tuple[float, str]] = {}
+        self._users = GpuUsers()
 
     def choose(self, now: float) -> Choice | None:
         """Return the job that begins next, if one can."""
-        needs = cache(self._needs)  # of a long queue most are alike
+        choice, wait_for_gpus = self._choose(now, frozenset())
+        free = self._slots.free()
+        if not (free and wait_for_gpus) or (choice is not None and not choice.job.gpus):
+            return choice
+        taken = self._users.ask(free)
+        return self._choose(now, taken)[0] if taken else choice
+
+    def _choose(self, now: float, taken: frozenset[str]) -> tuple[Choice | None, bool]:
+        """Return the job that begins next, and whether jobs wait for GPUs; others use `taken`."""
+        others, wait_for_gpus = self._users.count if taken else 0, False
+        needs = cache(partial(self._needs, others=others))  # of a long queue most are alike
         skipped, clock = 0, time.monotonic()
 
         def read() -> Iterator[Waiting]:
-            nonlocal skipped
+            nonlocal skipped, wait_for_gpus
             # Those that cannot begin do not count: the next look gets beyond them.
             for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
                 count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None
+                wait_for_gpus |= bool(count)
                 pool = self._slots.pool(base_of(name), count or 0)
                 yield Waiting(job_id, name, count if pool == GPU or count is None else 0, pool)
 
-        choice = choose(read(), self._free(), self._passed, self._pass_at_most)
+        choice = choose(read(), self._free(taken), self._passed, self._pass_at_most)
         self._skipped = max(self._skipped, skipped)
-        return choice
+        return choice, wait_for_gpus
 
     def count(self, choice: Choice) -> None:
         """Count the jobs that the chosen one has passed, now that it begins."""
@@ -144,6 +157,12 @@ class Allotment:
         """Return why a job cannot begin now, as the server is configured; None if it can."""
         return self._why_held(request.profile) or why_unfit(partial(self.find, request))
 
+    def why_gpus_wait(self, request: Request) -> str | None:
+        """Return that others use GPUs that a job could have; None if they do not."""
+        profile, count = self.find(request)
+        is_launched = bool(profile.launch)
+        return None if is_launched else self._users.describe(self._slots.free(), count)
+
     def take(self, name: str, profile: Profile, count: int) -> Gpus | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
 
@@ -156,7 +175,7 @@ class Allotment:
         if profile.engine:
             gpus = self._engines.take(name, 0 if on_cpu else count)
         if gpus is None:
-            gpus = self._slots.take(pool, count)
+            gpus = self._slots.take(pool, count, but_for=self._users.taken)
         if gpus is None and not are_ending and not profile.launch:
             idle = self._engines.take_longest_idle(on_cpu=on_cpu)
             if idle is not None:
@@ -168,7 +187,7 @@ class Allotment:
         if not self._engines.rest(gpus):
             self._slots.give_back(gpus)
 
-    def _needs(self, name: str, asked: int | None) -> int | None:
+    def _needs(self, name: str, asked: int | None, *, others: int) -> int | None:
         """Return how many GPUs a job needs; None if it cannot begin."""
         if self._why_held(name) is not None:
             return None
@@ -179,16 +198,18 @@ class Allotment:
                 self._slots.check(count)
         except UnshardError:
             return None
-        return count
+        # A job that needs what others use is not passed, and nothing is kept free for it.
+        needs_all = self._slots.pool(base_of(name), count) == GPU
+        return None if needs_all and count > self._slots.count - others else count
 
     def _why_held(self, name: str) -> str | None:
         until, why = self._held.get(base_of(name), (0.0, ""))
         return why if time.monotonic() < until else None
 
-    def _free(self) -> Free:
+    def _free(self, taken: frozenset[str]) -> Free:
         lent = [(name, gpus_of(slots) or ()) for name, slots in self._engines.list_lent()]
         return Free(
-            gpus=len(self._slots.free()),
+            gpus=len(self._slots.free() - taken),
             lent=sum(len(gpus) for _, gpus in lent),
             pools=self._slots.free_pools() | {CPU for _, gpus in lent if not gpus},
             engines=frozenset((name, len(gpus)) for name, gpus in lent if name is not None),

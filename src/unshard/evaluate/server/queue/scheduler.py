@@ -209,12 +209,15 @@ class Scheduler:
         return True
 
     def waits_for(self, job: Job) -> str | None:
-        """Return what a queued job waits for that the server lacks; None if it can begin.
+        """Return what a queued job waits for besides its turn; None if it can begin.
 
         The database does not have it, because the next server may be configured otherwise.
         """
-        why = self._allotment.why_not(job.request) if job.status is Status.QUEUED else None
-        return None if why is None else f"the server's configuration: {why}"
+        if job.status is not Status.QUEUED:
+            return None
+        if (why := self._allotment.why_not(job.request)) is not None:
+            return f"the server's configuration: {why}"
+        return self._allotment.why_gpus_wait(job.request)
 
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; it contains the log."""
