@@ -199,7 +199,7 @@ def make(tmp_path: Path) -> Iterator[Made]:
             script,
             gpus="0,1,2",
             profile=script_profile(),
-            pass_at_most=pass_at_most,
+            pass_at_most=most,
         )
         begun.append((store, server))
         model = whole_model(tmp_path / "model")

@@ -33,7 +33,7 @@ def server(tmp_path: Path) -> Iterator[Live]:
         "skipping": {**plain, "order": "newest", "max_lag": 2},
         "bounded": {**plain, "max_lag": 1},
     }
-    with live(tmp_path, profiles=profiles) as started:
+    with live(tmp_path, profiles=profiles, cpu_slots=1) as started:
         submit(started, 1, "waits", run="first", profile="script")
         started.began(1)
         yield started

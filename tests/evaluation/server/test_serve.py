@@ -211,6 +211,17 @@ def test_a_step_that_is_saved_twice_has_one_result_and_no_failure(
     assert pins(place.parent) == []
 
 
+def test_jobs_without_gpus_run_next_to_each_other(tmp_path: Path) -> None:
+    with live(tmp_path) as server:
+        place = checkpoint(server.root / "run", 5)
+        jobs = [server.submit(place, "waits", step=step, num_gpus=0) for step in range(3)]
+        assert [server.began(step)["gpus"] for step in range(2)] == ["", ""]
+        assert not (server.control / "began-2").exists()
+        server.go()
+        for job in jobs:
+            server.ended(job)
+
+
 def test_eight_jobs_share_four_gpus(tmp_path: Path) -> None:
     with live(tmp_path) as server:
         place = checkpoint(server.root / "run", 1)
