@@ -16,8 +16,11 @@ import pytest
 from evaluation.running import job_of, request, scheduler, script_profile, wait_for, whole_model
 from evaluation.servers import Live
 from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.server.endings import Cause, OutOfMemory, Postponed, judge
+from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.processes import gpu_users
 from unshard.evaluate.server.processes.gpu_users import GpuUsers, list_absent, read_devices
+from unshard.evaluate.server.processes.supervise import Exit
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store
 from waiting import wait_until
@@ -289,3 +292,78 @@ def test_a_server_says_at_its_start_that_a_gpu_is_not_there(driver: Driver, tmp_
     server.start()
     server.stop()
     assert server.told().count("GPU 2, 3: whether this machine has them is not known") == 1
+
+
+SAYS = """print({line!r}, flush=True)
+(model.parent / "began").open("a").write("x")
+while (model.parent / "holds").exists(): time.sleep(0.01)
+if (model.parent / "fits").exists(): done(acc=1)
+else: sys.exit(1)
+"""
+TORCH = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has a total"
+    " capacity of 139.80 GiB of which 139.29 GiB is free."
+)
+VLLM = (
+    "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`"
+)
+BUSY = (
+    "(EngineCore pid=7) ValueError: Free memory on device cuda:0 (1.2/139.8 GiB) on startup is less"
+    " than desired GPU memory utilization (0.9, 125.8 GiB)."
+)
+
+
+@pytest.mark.parametrize("line", [TORCH, VLLM, BUSY])
+def test_memory_that_ran_out_is_told_and_tried_again_as_a_failure_is(
+    tmp_path: Path, line: str
+) -> None:
+    profile = script_profile(retries=1)
+    store, server = scheduler(tmp_path / "work", SAYS.format(line=line), profile=profile)
+    job = store.submit(request(whole_model(tmp_path / "model")), pin=None)[0]
+    server.start()
+    try:
+        done = wait_for(store, job.id, Status.FAILED)
+    finally:
+        server.stop(end=True)
+        store.close()
+    assert (done.attempts, done.failures) == (2, 2)
+    assert str(done.error).startswith("script: out of GPU memory\n")
+    assert "hint:     choose a smaller batch_size" in str(done.error)
+    assert line[:100] in str(done.error)
+
+
+def test_memory_that_others_took_meanwhile_is_no_failure(driver: Driver, tmp_path: Path) -> None:
+    driver.show(FREE)
+    (tmp_path / "holds").touch()
+    profile = script_profile(retries=0)
+    store, server = scheduler(tmp_path / "work", SAYS.format(line=TORCH), profile=profile)
+    job = store.submit(request(whole_model(tmp_path / "model")), pin=None)[0]
+    server.start()
+    try:
+        wait_until((tmp_path / "began").exists, "the evaluator")
+        driver.show(TAKEN)
+        (tmp_path / "holds").unlink()
+        wait_until(lambda: job_of(store, job.id).status is Status.QUEUED, "its next turn")
+        error = str(job_of(store, job.id).error)
+        assert error.startswith("GPU 0 is used by others (12.3 GiB)\nscript: out of GPU memory")
+        wait_until(lambda: server.waits_for(job_of(store, job.id)) is not None, "what it waits for")
+        assert job_of(store, job.id).attempts == 1
+        (tmp_path / "fits").touch()
+        driver.show(FREE)
+        done = wait_for(store, job.id, Status.COMPLETED)
+        assert (done.attempts, done.failures) == (2, 0)
+    finally:
+        server.stop(end=True)
+        store.close()
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_killed_evaluator_has_not_run_out_of_gpu_memory(tmp_path: Path, code: int) -> None:
+    (tmp_path / "log.txt").write_text(f"{TORCH}\ntrying half the batch\n")
+    work = Work(tmp_path, tmp_path, tmp_path, request(tmp_path), script_profile())
+    outcome = judge(work, Exit("exited", code, "", 1.0))
+    assert isinstance(outcome, Postponed)
+    assert outcome.cause is Cause.KILLED
+    assert isinstance(judge(work, Exit("exited", 1, "", 1.0)), OutOfMemory)
+    (tmp_path / "metrics.json").write_text('{"task/acc": 1}')
+    assert isinstance(judge(work, Exit("exited", 0, "", 1.0)), Measured)

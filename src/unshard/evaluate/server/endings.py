@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from unshard.errors import UnshardError
+from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
@@ -17,6 +19,16 @@ from unshard.evaluate.server.evaluators.work import Measured, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 
+_MEMORY = re.compile(
+    r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError"
+    r"|No available memory for the cache blocks"  # vLLM's
+    r"|Free memory on device .* is less than desired"
+)
+_MEMORY_LINES = 300
+_MORE_MEMORY = (
+    "choose a smaller batch_size, or for lm-eval `auto`, more GPUs (num_gpus), or for vLLM another "
+    "gpu_memory_utilization"
+)
 SHOWN_LINES = 20
 """How many lines or names an error shows at most."""
 
@@ -54,11 +66,13 @@ class Cause(StrEnum):
         KILLED: a signal ended its evaluator that the server did not send, but perhaps the kernel.
         DIED: its processes ended together with the server that ran it; it may have ended the
             server.
+        MEMORY: others had a part of its GPUs' memory, and it had too little.
     """
 
     HINDERED = "postponed"
     KILLED = "killed"
     DIED = "died"
+    MEMORY = "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,14 @@ class Postponed:
 
     why: str
     cause: Cause = Cause.HINDERED
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The memory of its GPUs ran out; `used` says which of them others use, if they do."""
+
+    error: str
+    used: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +122,10 @@ class Left:
     """The attempt continues without this server; the next server adopts it."""
 
 
-Outcome = Measured | Failed | Postponed | Expired | Lost | Absent | Cancelled | Left
+Outcome = Measured | Failed | OutOfMemory | Postponed | Expired | Lost | Absent | Cancelled | Left
 
 
-def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
+def judge(work: Work, done: Exit) -> Outcome:
     """Return the outcome of an attempt whose evaluator ended like this."""
     match done.reason:
         case "timeout":
@@ -119,21 +141,33 @@ def judge(work: Work, done: Exit) -> Outcome:  # noqa: PLR0911 (a case each)
     try:
         return work.profile.measured(work, done.returncode)
     except (UnshardError, OSError) as error:
-        unknown = error if isinstance(error, UnknownTasksError) else None
-        why = add_log(str(error), work.directory)
-        failed = Failed(why, may_retry=unknown is None, unknown=unknown)
-    # A full disk or a signal from elsewhere is not the evaluator's mistake.
+        return _judge_failure(work, done, error)
+
+
+def _judge_failure(work: Work, done: Exit, error: Exception) -> Outcome:
+    """Return the outcome of an attempt without results: not all is the evaluator's mistake."""
+    unknown = error if isinstance(error, UnknownTasksError) else None
+    failed = Failed(add_log(str(error), work.directory), unknown is None, unknown)
     if full := _why_full(work.directory):
         return Postponed(f"{full}\n{failed.error}")
+    is_killed = is_ended_by(_KILLS, done.returncode) or (
+        bool(work.profile.launch) and done.returncode == _SLURMS_MEMORY
+    )
+    if not is_killed and (line := _find_memory(work.directory)):
+        lacks = EvaluationError(f"{work.program}: out of GPU memory", found=line, hint=_MORE_MEMORY)
+        return OutOfMemory(add_log(str(lacks), work.directory))
     if unknown is None:
         is_found = done.returncode != _NOT_FOUND
         absent = why_cannot_run(work.profile, work.directory) if is_found else failed.error
         if absent is not None:
             return _absent(failed.error if not is_found else f"{absent}\n{failed.error}", work)
-    is_killed = is_ended_by(_KILLS, done.returncode) or (
-        bool(work.profile.launch) and done.returncode == _SLURMS_MEMORY
-    )
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
+
+
+def _find_memory(directory: Path) -> str | None:
+    """Return the line of the log by which torch or vLLM says that a GPU's memory ran out."""
+    lines = last_lines(directory / LOG_NAME, _MEMORY_LINES).splitlines()
+    return next((line.strip()[:300] for line in lines if _MEMORY.search(line)), None)
 
 
 def _absent(why: str, work: Work) -> Outcome:

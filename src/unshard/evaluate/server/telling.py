@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.endings import Absent, Failed, Lost, Outcome, Postponed
+from unshard.evaluate.server.endings import Absent, Failed, Lost, Outcome, OutOfMemory, Postponed
 from unshard.evaluate.server.evaluators.work import Measured
 from unshard.stores.remote_path import is_url
 
@@ -64,7 +64,7 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
             tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}", outcome=how)
-        case Status.QUEUED, Postponed(why):
+        case Status.QUEUED, Postponed(why) | OutOfMemory(why):
             tell(job, f"postponed: {number}: {why}", outcome=how)
         case Status.QUEUED, Lost(why) | Absent(why):
             tell(job, f"queued again: {number}: {why}", outcome=how)

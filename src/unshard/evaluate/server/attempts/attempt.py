@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from unshard.evaluate.server.endings import (
     Left,
     Lost,
     Outcome,
+    OutOfMemory,
     Postponed,
     add_log,
     judge,
@@ -39,6 +40,7 @@ from unshard.evaluate.server.evaluators.work import Engine, Measured, Profile, W
 from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
+from unshard.evaluate.server.processes.gpu_users import read_use
 from unshard.evaluate.server.processes.launching import evaluator_environment, start_supervisor
 from unshard.evaluate.server.processes.supervise import Exit, Order, has_begun, read_exit
 from unshard.evaluate.server.processes.table import is_alive, kill_group
@@ -130,7 +132,7 @@ class Runner:
     def run(self, attempt: Attempt) -> Outcome:
         """Merge, evaluate, and read what was measured."""
         outcome = self._catch(attempt.job, lambda: self._run(attempt))
-        if isinstance(outcome, Failed | Expired):
+        if isinstance(outcome, Failed | OutOfMemory | Expired):
             now = self._store.get(attempt.job.id)
             if now is not None and now.pin not in {None, attempt.job.pin}:
                 return Lost("the checkpoint was saved again; its newer pin is evaluated")
@@ -303,6 +305,10 @@ class Runner:
                 break
             time.sleep(_LOOK_S)
             outcome = self._judge_once(work, done)
+        if isinstance(outcome, OutOfMemory):  # of an engine that is kept the rest is its own
+            gpus = None if attempt.profile.engine else gpus_of(attempt.gpus)
+            used = read_use(gpus or ())
+            return replace(outcome, error=f"{used}\n{outcome.error}".strip(), used=used)
         is_merged = work.model == self._merger.merged(attempt.job.id)
         if is_merged or not isinstance(outcome, Measured):
             return outcome

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -94,8 +94,7 @@ class GpuUsers:
             devices = read_devices()
             self._until = time.monotonic() + (_NOTHING_S if devices is None else _EVERY_S)
             self._known = None if devices is None else free
-            pairs = [(name, one) for name in free for one in devices or () if one.is_called(name)]
-            used = {name: one.used_by_others for name, one in pairs if one.used_by_others}
+            used = _used_by_others(free, devices or ())
             if used.keys() - self._used.keys():
                 _log.info("%s; jobs do not get it", describe_use(used))
             self._used = used
@@ -112,6 +111,16 @@ class GpuUsers:
         """Return that others use what a job for so many GPUs waits for; None if they do not."""
         used = self._used
         return describe_use(used) if used and len(free - used.keys()) < count else None
+
+
+def read_use(gpus: Collection[str]) -> str:
+    """Return which of these GPUs others use now, if this server uses none of them; or nothing."""
+    return describe_use(_used_by_others(gpus, read_devices() or ()))
+
+
+def _used_by_others(gpus: Collection[str], devices: Iterable[Device]) -> dict[str, int]:
+    pairs = [(name, one) for name in gpus for one in devices if one.is_called(name)]
+    return {name: one.used_by_others for name, one in pairs if one.used_by_others}
 
 
 def describe_use(used: Mapping[str, int]) -> str:

@@ -24,6 +24,7 @@ from unshard.evaluate.server.endings import (
     Left,
     Lost,
     Outcome,
+    OutOfMemory,
     Postponed,
 )
 from unshard.evaluate.server.evaluators.profiles import profile_named
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 _MOST_IN_A_ROW = {
     Cause.HINDERED: 20,
+    Cause.MEMORY: 20,
     Cause.KILLED: 2,  # an evaluator that takes all memory would be killed forever
     Cause.DIED: 10,  # not fewer: what ended the server may have been another job, or the machine
 }
@@ -137,7 +139,10 @@ class Outcomes:
         match outcome:
             case Measured():
                 self._complete(attempt, outcome)
-            case Failed(error, may_retry):
+            case OutOfMemory(why, used) if used:
+                self._postpone(job.id, Cause.MEMORY, why)
+            case Failed(error) | OutOfMemory(error):
+                may_retry = not isinstance(outcome, Failed) or outcome.may_retry
                 is_last = not may_retry or job.failures >= attempt.profile.retries
                 retry_at = self._due_at(job.failures)
                 store.fail(job.id, error, None if is_last else retry_at)
