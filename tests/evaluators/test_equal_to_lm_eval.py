@@ -279,3 +279,25 @@ def test_a_template_that_is_not_applied_is_reported_once(
         config.unlink()
         assert start("none", "third") == []
         config.write_text(text)
+
+
+@pytest.mark.slow
+def test_code_that_a_model_wrote_runs_only_if_the_profile_says_so(
+    place: Path, tmp_path: Path
+) -> None:
+    """lm-eval asks for it where a task says that it runs such code, as HumanEval does."""
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    text = (place / "tasks" / "surprise.yaml").read_text()
+    (tasks / "unsafe.yaml").write_text(
+        text.replace("task: surprise", "task: unsafe\nunsafe_code: true")
+    )
+    asked = Arguments(limit=2)
+    refusing = LmEvalProfile(include_paths=(tasks,))
+    with pytest.raises(AssertionError, match="confirm_run_unsafe_code"):
+        by_us(place, tmp_path / "no", refusing, "unsafe", asked)
+    own = OwnArguments(confirm_run_unsafe_code=True)
+    allowing = refusing.model_copy(update={"arguments": own})
+    measured = by_us(place, tmp_path / "yes", allowing, "unsafe", asked)
+    assert measured.metrics.keys() == {"unsafe/perplexity", "unsafe/acc"}
+    assert refusing.revision() == allowing.revision()
