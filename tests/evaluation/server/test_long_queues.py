@@ -86,7 +86,9 @@ def test_neither_a_submission_nor_an_end_looks_at_the_whole_queue(
         with closing(service.store):
             root = service.config.roots[0]
             checkpoint = whole_model(root / "run" / "model")
-            request = Request(str(checkpoint), "script", ("task",), step_of(LONG), "run")
+            step = step_of(LONG)
+            after = None if step is None else step + 1  # those of its own step are looked at
+            request = Request(str(checkpoint), "script", ("task",), after, "run")
             with counted_in(service, read) as cost:
                 job, _ = service.submit(request, None)
                 # The pin of the first is used again for the other.

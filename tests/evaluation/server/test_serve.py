@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from evaluation.runs import checkpoint, save_again
 from evaluation.servers import Fields, Live, cli, live
 from ranks import save_ranks, some_tensors
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint, unpin
+from unshard.evaluate.server import serve
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
@@ -111,7 +113,7 @@ def test_a_pin_that_is_gone_with_its_checkpoint_expires(server: Live) -> None:
     job = server.submit(pin.path, step=5, run="expired", pin=str(pin.path))
     error = str(server.ended(job, "expired")["error"])
     assert "does not exist" in error
-    assert "more pins: quota: {count: N, bytes: null}" in error
+    assert "if the trainer pins them, set quota: {count: N, bytes: null}" in error
     found = server.call("GET", f"/jobs/{job['id']}").json()
     assert (found["status"], "does not exist" in found["error"]) == ("failed", True)
 
@@ -134,8 +136,8 @@ def test_a_job_whose_pin_made_room_says_whose_quota_it_was(tmp_path: Path) -> No
         for jobs in (servers, clients):
             server.ended(jobs[1])
         assert "step 2 is no longer kept: the pin_quota of pins is used up" in server.told()
-    assert "keep more: pin_quota: {count: N} in server.yaml" in errors[0]
-    assert "keep more: quota: {count: N, bytes: null} in the YAML of the trainer" in errors[1]
+    assert "newer ones: set pin_quota: {count: N} in server.yaml" in errors[0]
+    assert "newer ones: set quota: {count: N, bytes: null} in the YAML of the trainer" in errors[1]
 
 
 def test_a_checkpoint_that_is_gone_before_it_is_pinned_expires(server: Live) -> None:
@@ -244,7 +246,8 @@ def test_a_server_without_any_configuration(tmp_path: Path) -> None:
     try:
         profiles = server.v1("GET", "/profiles")["profiles"]
         kinds = ("lm-eval", "lmms-eval", "command")
-        assert profiles == [{"name": kind, "kind": kind, "gpus": 0} for kind in kinds]
+        plain = {"gpus": 0, "order": "oldest", "max_lag": None}
+        assert profiles == [{"name": kind, "kind": kind, **plain} for kind in kinds]
         assert server.url.startswith("http://127.0.0.1:")
         job = server.submit(place, "size", "values", profile="command", weights="model")
         metrics = server.ended(job)["metrics"]
@@ -351,3 +354,14 @@ def test_a_server_ends_though_a_client_follows_its_events(server: Live, tmp_path
     assert "--port N" not in done.stderr  # no such address here: another port is no help
     done = cli("", "serve", "--port", "0", "--work-dir", str(server.work))
     assert (done.returncode, "another server is using it" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_answer_does_not_wait_for_its_clients_acknowledgement(host: str) -> None:
+    """asyncio leaves it to whoever listens; each answer has two packets, headers and body."""
+    with (
+        serve._listen(host, 0) as listening,
+        socket.create_connection(listening.getsockname()[:2]),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

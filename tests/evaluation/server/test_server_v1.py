@@ -16,7 +16,7 @@ from evaluation.servers import Fields, Live, live
 from unshard.evaluate.client.v1 import RefusedError
 from unshard.evaluate.jobs import Request
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
-from unshard.evaluate.server.http import v1 as views
+from unshard.evaluate.server.http import views
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
 from unshard.evaluate.server.store.store import Store
 from waiting import LIMIT_S

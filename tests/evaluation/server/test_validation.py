@@ -16,10 +16,10 @@ from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.http.v1 import Submission
+from unshard.evaluate.server.http.views import Submission
+from unshard.evaluate.server.placing import place
 from unshard.evaluate.server.roots import check_there, resolve_checkpoint
 from unshard.evaluate.server.server_yaml import ServerConfig
-from unshard.evaluate.server.service import _place
 
 CONFIG = ServerConfig(
     gpus=("0", "1"),
@@ -437,7 +437,7 @@ def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
         step.mkdir(parents=True)
         step.chmod(0o000)
         with another_user(), pytest.raises(UsageError, match="not allowed to read") as caught:
-            _place(Request(str(step), "lm", ("a",)))
+            place(Request(str(step), "lm", ("a",)))
         assert caught.value.found == f"{step}: Permission denied"
         step.parent.chmod(0o000)
         with another_user(), pytest.raises(UsageError, match="not allowed to read"):
@@ -450,10 +450,13 @@ def test_what_the_server_may_not_read_is_named_with_what_to_do() -> None:
 
 def test_a_checkpoint_that_is_gone_has_the_step_that_its_name_states(tmp_path: Path) -> None:
     """As it had while it was there: the same submission is the same job."""
-    for name in ("run/checkpoint-5", "run/checkpoint-5/actor"):
-        placed, folder = _place(Request(str(tmp_path / name), "lm", ("a",)))
-        assert (placed.step, placed.run, folder) == (5, "run", tmp_path / "run")
-    given, _ = _place(Request(str(tmp_path / "run" / "checkpoint-5"), "lm", ("a",), step=7))
-    assert given.step == 7
-    other, _ = _place(Request(str(tmp_path / "run" / "weights"), "lm", ("a",)))
-    assert (other.step, other.run) == (None, "run")
+    run = tmp_path / "run"
+    for name in ("checkpoint-5", "checkpoint-5/actor"):
+        placed = place(Request(str(run / name), "lm", ("a",)))
+        assert (placed.request.step, placed.run, placed.folder) == (5, run, run)
+    given = place(Request(str(run / "checkpoint-5"), "lm", ("a",), step=7))
+    assert given.request.step == 7
+    other = place(Request(str(run / "weights"), "lm", ("a",)))
+    assert (other.request.step, other.run) == (None, run / "weights")
+    named = place(Request(str(run / "weights"), "lm", ("a",), run="given"))
+    assert named.run is None

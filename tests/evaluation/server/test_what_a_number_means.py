@@ -60,7 +60,8 @@ def lines(server: Live, run: str) -> dict[tuple[str, str], dict[int, float]]:
 
 
 def values(server: Live, **wanted: object) -> list[float]:
-    return [one["value"] for one in server.v1("GET", "/results", params=wanted)["results"]]  # type: ignore[union-attr,index,call-overload]
+    answer = server.call("GET", "/api/v1/results", params=wanted).json()
+    return [one["value"] for one in answer["results"]]
 
 
 def evaluated(server: Live, place: Path, **more: object) -> Fields:
@@ -290,7 +291,8 @@ def test_what_training_went_back_from_is_left_out(
     anew = evaluated(server, checkpoint(run, restarts_at))
     kept = {10: 10.0, restarts_at: float(restarts_at)}
     assert lines(server, "run") == {("run", ""): kept}
-    left = [job for job in server.v1("GET", "/jobs")["jobs"] if job["hidden"]]  # type: ignore[union-attr,index]
+    jobs = server.call("GET", "/api/v1/jobs").json()["jobs"]
+    left = [job for job in jobs if job["hidden"]]
     assert {job["step"] for job in left} == {20, 30, 40}
     assert all("went back" in str(job["hidden"]) for job in left)
     server.submit(run / "checkpoint-40")  # an old checkpoint that is still there

@@ -130,7 +130,11 @@ def submit(
         int | None, typer.Option(help="The training step.  [default: from the directory's name]")
     ] = None,
     run: Annotated[
-        str, typer.Option(help="The training run.  [default: the run directory's name]")
+        str,
+        typer.Option(
+            help="The training run: a name for it, or for a model that is in no run's directory, "
+            "this directory.  [default: the run directory's name]"
+        ),
     ] = "",
     weights: Annotated[
         str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
@@ -157,6 +161,9 @@ def submit(
         str | None, typer.Option(metavar="KEY=VALUE,...", help="Arguments of generation.")
     ] = None,
     seed: RandomSeed = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Evaluate again what has been evaluated.")
+    ] = False,
     wait: Annotated[
         bool,
         typer.Option(
@@ -189,19 +196,19 @@ def submit(
             "num_gpus": num_gpus,
             "gen_kwargs": gen_kwargs,
             "seed": seed,
+            "again": again,
         }
+        run, place = ("", os.path.realpath(run)) if "/" in run else (run, None)
         base = None if base is None else find_base(base)
         jobs: list[dict[str, object]] = []
         try:
             for one in split_names(weights):
-                job = client.submit(path, step, profile, names, weights=one, run=run, **chosen)
-                jobs.append(job)
+                of_run: dict[str, Any] = {"run": run, "directory": place, "weights": one}
+                jobs.append(client.submit(path, step, profile, names, **of_run, **chosen))
             if base is not None:
                 place = str(jobs[0]["run_directory"]) or None
-                job = client.submit(
-                    *(base, BASE_STEP, profile, names), run=run, directory=place, **chosen
-                )
-                jobs.append(job)
+                of_run = {"run": run, "directory": place}
+                jobs.append(client.submit(base, BASE_STEP, profile, names, **of_run, **chosen))
         except UnshardError as error:
             error.front = front_of(submit, {"checkpoint": checkpoint})
             _print_refused(error, jobs, as_json=as_json)
@@ -234,7 +241,7 @@ def retry(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Queue jobs again that failed, were cancelled or skipped, or have expired."""
+    """Queue jobs again that have ended. A completed job stays, and a new one evaluates again."""
     queued: list[dict[str, object]] = []
     with connect(server, token_file) as client:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.jobs import Request, Run
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.server.roots import is_inside, not_readable, resolve_checkpoint
+from unshard.evaluate.server.roots import is_inside, not_readable
 from unshard.evaluate.server.store.run_records import RunRecords
 from unshard.evaluate.server.store.runs import new_run_id
 from unshard.read.finding.discover import find
@@ -87,11 +87,11 @@ class RunFinder:
         """
         request, directory = placed.request, placed.run
         if request.directory:
-            directory = resolve_checkpoint(request.directory, self._roots)
+            directory = path_of(request.directory).resolve()  # files are read below a root only
         with self._lock:
             if directory is None:
                 return replace(request, run_id=self._find_id(request.run))
-            is_model = directory.parent == placed.folder
+            is_model = not request.directory and directory != placed.folder
             run = self.at(directory, request.run, is_model=is_model)
         return replace(request, run=run.name, run_id=run.id)
 
@@ -131,9 +131,9 @@ class RunFinder:
             if is_open and not is_model:
                 with suppress(OSError):  # it is known by its path
                     folder.write_identity(run_id, copied=said)
-        known = self._runs.get(run_id)
-        if not name and known is not None and known.name != RunFolder(Path(known.directory)).name:
-            name = known.name  # which somebody gave it
+        before = self._runs.get(run_id)
+        if not name and before and before.name != RunFolder(path_of(before.directory)).name:
+            name = before.name  # which somebody gave it
         return self._runs.record(run_id, name or folder.name, str(directory))
 
     def _is_open(self, directory: Path) -> bool:

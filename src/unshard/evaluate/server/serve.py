@@ -187,6 +187,9 @@ def _listen(host: str, port: int) -> socket.socket:
             found=str(error),
             hint=hint if is_taken else "",
         ) from error
+    # asyncio does it only for sockets that name TCP, and an answer would wait 40 ms for its
+    # client's acknowledgement of the headers.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     give_up_silent_readers(listening)
     return listening
 

@@ -33,7 +33,6 @@ from unshard.stores.remote_path import path_of
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
 _SKIPPED = "skipped/"  # the beginning of marks
-_KNOWN = "submitted before"
 _MOST_NAMED = 5  # steps
 
 log = logging.getLogger(__name__)
@@ -64,6 +63,9 @@ class Watching:
         directory: of the submissions and results; None: the run, which must be on a disk then.
         is_again: whether to evaluate again what was measured before the profile changed.
 
+    Attributes:
+        held_back: how many complete checkpoints wait until the pins have room.
+
     Raises:
         UsageError: `run` is a checkpoint itself, or another process watches it.
     """
@@ -88,9 +90,10 @@ class Watching:
         self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
         self._complete: dict[Path, set[str]] = {}
         self._ready: dict[Path, Location] = {}  # neither submitted nor left out, lowest step first
-        self._asked: set[Path] = set()  # those of which the server, or the spool, had no job
+        self._asked: set[Path] = set()  # of those, which had no job when they became ready
+        self._unknown_now: dict[Path, tuple[str, ...]] = {}  # weights, as asked in this look
         self._left_out: dict[int, str] = {}  # why, by step
-        self._held_back = 0
+        self.held_back = 0
         self._marks = Marks(self._folder.state, WATCHED)
         self._spool = Spool(self._folder.path)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
@@ -127,32 +130,29 @@ class Watching:
 
     def _submit_ready(self, submitted: list[tuple[int, tuple[str, ...]]]) -> None:
         due = self._list_due()
-        self._held_back = len(due)
+        self.held_back = len(due)
         for location in due:
             checkpoint, step = _checkpoint(location), location.step or 0
             if not self._has_room(checkpoint):
                 break
-            weights: tuple[str, ...] | None = self._unknown(location)
+            # Another client may have submitted what has waited.
+            weights = self._unknown_now.get(location.path) or self._unknown(location)
+            is_gone = False
             again = self._served.again(step)
             if weights and not self._submitter.submit(checkpoint, step, weights, again=again):
                 if checkpoint.exists():
                     break  # it could not be spooled, so it is tried again
-                weights = None  # it is gone, and the log says so
-            self._held_back -= 1
-            self._leave_out(location, "it is gone" if weights is None else None)
-            if weights is not None:
+                is_gone = True  # which the log says
+            self.held_back -= 1
+            self._leave_out(location, "it is gone" if is_gone else None)
+            if not is_gone:
                 self._mark(location)
-            if weights:
+            if weights and not is_gone:
                 submitted.append((step, weights))
                 asked = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
                 asked |= {"again": again} if again else {}
                 keys = [request_key({**asked, "weights": one}) for one in weights]
                 self._unanswered |= dict.fromkeys(keys)
-
-    @property
-    def held_back(self) -> int:
-        """How many complete checkpoints wait until the pins have room."""
-        return self._held_back
 
     def completed(self) -> list[StepMetrics]:
         """Return the results that came since the last call: step, metrics by their own names."""
@@ -256,29 +256,32 @@ class Watching:
 
     def _list_due(self) -> list[Location]:
         """Return the checkpoints to submit, in the order of the profile."""
-        due: list[Location] = []
-        windows: set[str] = set()
+        due: dict[object, Location] = {}
         if self._ready:
             self._served.ask_for_profile()
+        self._unknown_now = {}
         for location in list(self._ready.values()):
-            window = self._window(location.step or 0)
+            window = self._window(location.step or 0) or location.path
             if (why := self._why_not_due(location)) is not None:
                 self._leave_out(location, why)
-            elif window is None or window not in windows:  # else a lower step has precedence
-                if location.path not in self._asked and not self._unknown(location):
-                    self._leave_out(location)
-                    self._mark(location)
-                    continue
+            elif window in due:
+                continue  # until the lower step of the window is submitted
+            elif location.path in self._asked:
+                due[window] = location
+            elif weights := self._unknown(location):
                 self._asked.add(location.path)
-                windows |= {window} if window else set()
-                due.append(location)
+                self._unknown_now[location.path] = weights
+                due[window] = location
+            else:
+                self._leave_out(location)
+                self._mark(location)
         self._served.say_kept()
-        due = self._skip_lagging(due)
-        return due[::-1] if self._served.is_newest_first else due
+        kept = self._skip_lagging([*due.values()])
+        return kept[::-1] if self._served.is_newest_first else kept
 
     def _why_not_due(self, location: Location) -> str | None:
         """Return why a step is not evaluated, as far as the configuration decides it."""
-        step, every = location.step, self._every
+        step = location.step
         if step is None:
             return "it has no step"
         if self._config.eval_strategy == "no":
@@ -289,32 +292,27 @@ class Watching:
         is_new = window is not None and f"{window}/{step}" not in self._marks
         # Of a window the first checkpoint is evaluated; of the window before `eval_steps` none is.
         if window is not None and is_new and (window.startswith("0/") or window in self._marks):
-            return f"not the first at or after a multiple of {every} (eval_steps)"
+            return f"not the first at or after a multiple of {self._every} (eval_steps)"
         return None
 
     def _leave_out(self, location: Location, why: str | None = None) -> None:
         step = location.step or 0
         del self._ready[location.path]
         is_skipped = self._marks.starting(f"{_SKIPPED}{step}/")
-        self._left_out[step] = why or ("skipped before (max_lag)" if is_skipped else _KNOWN)
+        self._left_out[step] = why or ("skipped before" if is_skipped else "submitted before")
 
     def _skip_lagging(self, due: list[Location]) -> list[Location]:
         """Leave out the steps that the server would skip, because `max_lag` higher ones wait."""
         most = self._served.max_lag
-        if most is None:
-            return due
-        steps = sorted({step for one in due if (step := one.step or 0) > BASE_STEP})
-        skipped = steps[:-most]
-        for location in [one for one in due if one.step in skipped]:
+        above = [one for one in due if one.step != BASE_STEP]
+        skipped = [] if most is None else above[:-most]
+        why = f"skipped, because newer steps wait (max_lag: {most})"
+        for location in skipped:
             self._mark(location, _SKIPPED)
-            self._leave_out(location, f"skipped, because newer steps waited (max_lag: {most})")
+            self._leave_out(location, why)
         if skipped:
-            log.warning(
-                "%s: skipped and not kept, because newer steps wait (max_lag: %s); to evaluate one "
-                "all the same: unshard eval submit",
-                name_steps(skipped),
-                most,
-            )
+            steps = name_steps([one.step or 0 for one in skipped])
+            log.warning("%s: %s; to evaluate one of them: unshard eval submit", steps, why)
         return [one for one in due if one.path in self._ready]
 
     def _unknown(self, location: Location) -> tuple[str, ...]:

@@ -36,8 +36,8 @@ _Answer = TypeVar("_Answer")
 
 _POLL_S = 0.05
 _LOG_NAME = "merge.log"
-_QUOTA = "quota: {count: N, bytes: null} in the YAML of the trainer or of watch (--config)"
-_PIN_QUOTA = "pin_quota: {count: N} in server.yaml"
+_QUOTA = "set quota: {count: N, bytes: null} in the YAML of the trainer or of watch (--config)"
+_PIN_QUOTA = "set pin_quota: {count: N} in server.yaml"
 _UNMERGED = "model"  # in the attempt's directory
 
 
@@ -261,9 +261,6 @@ def _hint_for_gone(source: str, pin: str | None) -> str:
     if is_url(source):
         return "check the address; an object store has no pins: let checkpoints stay for longer"
     if pin is None:  # a trainer's own may have gone before it could be submitted
-        return (
-            "check the path; let the trainer keep more checkpoints or, if it made a pin of this "
-            f"one, more pins: {_QUOTA}"
-        )
+        return f"check the path; let more checkpoints stay or, if the trainer pins them, {_QUOTA}"
     is_servers = Path(pin).parent.name.startswith(OF_SERVER)
-    return "its pin made room for newer ones; keep more: " + (_PIN_QUOTA if is_servers else _QUOTA)
+    return "its pin made room for newer ones: " + (_PIN_QUOTA if is_servers else _QUOTA)

@@ -37,8 +37,8 @@ class Submission(Arguments):
     run: BoundedText = ""
     weights: WeightsName = "model"
     pin: BoundedText | None = None
-    directory: BoundedText = ""
-    """Of the run, where the checkpoint is not in it."""
+    directory: Annotated[str, Field(pattern=r"^(?:(?:/|[a-z0-9]+://).{0,4095})?$")] = ""
+    """Of the run, where the checkpoint is not in it; an absolute path, or an address."""
     again: bool | Annotated[str, Field(pattern=r"^[0-9a-zA-Z_-]{1,64}$")] = False
     """Evaluate again what has been evaluated; a text makes the same request again the same job."""
 

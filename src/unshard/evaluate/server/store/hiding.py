@@ -41,7 +41,7 @@ class Hiding:
         with self._transaction() as connection:
             rows = connection.execute(
                 "UPDATE jobs SET hidden = ? WHERE run = ? AND created_at < ? AND hidden IS NULL"
-                " AND was_hidden IS NULL AND (step > ? OR step = ? AND id <> ?"
+                " AND was_hidden IS NULL AND step >= ? AND (step > ? OR id <> ?"
                 " AND json_extract(request, '$.fingerprint') <> ?) RETURNING id",
                 (why, job.run.id, written_at, step, step, job.id, own),
             ).fetchall()
