@@ -115,7 +115,7 @@ class GpuUsers:
 
 def read_use(gpus: Collection[str]) -> str:
     """Return which of these GPUs others use now, if this server uses none of them; or nothing."""
-    return describe_use(_used_by_others(gpus, read_devices() or ()))
+    return describe_use(_used_by_others(gpus, read_devices() or ())) if gpus else ""
 
 
 def _used_by_others(gpus: Collection[str], devices: Iterable[Device]) -> dict[str, int]:

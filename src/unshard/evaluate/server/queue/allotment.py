@@ -112,8 +112,8 @@ class Allotment:
             for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
                 count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None
-                wait_for_gpus |= bool(count)
                 pool = self._slots.pool(base_of(name), count or 0)
+                wait_for_gpus |= pool == GPU
                 yield Waiting(job_id, name, count if pool == GPU or count is None else 0, pool)
 
         choice = choose(read(), self._free(taken), self._passed, self._pass_at_most)
@@ -160,8 +160,7 @@ class Allotment:
     def why_gpus_wait(self, request: Request) -> str | None:
         """Return that others use GPUs that a job could have; None if they do not."""
         profile, count = self.find(request)
-        is_launched = bool(profile.launch)
-        return None if is_launched else self._users.describe(self._slots.free(), count)
+        return None if profile.launch else self._users.describe(self._slots.free(), count)
 
     def take(self, name: str, profile: Profile, count: int) -> Gpus | None:
         """Take slots for a job: those of an idle engine of its profile, or free ones.
