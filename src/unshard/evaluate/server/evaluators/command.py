@@ -52,7 +52,9 @@ def _folded(command: tuple[str, ...]) -> tuple[str, ...]:
         if has_lone_brace(part):
             raise expected(f"doubled braces, {{{{ and }}}}, where braces stay, in {part!r:.100}")
         if _FREE_TEXT in part and not _OWN_ARGUMENT.fullmatch(part):
-            raise expected(f"{_FREE_TEXT} as an argument of its own, or as --name={_FREE_TEXT}")
+            raise expected(
+                f"{_FREE_TEXT} as an argument of its own, or right after an option and `=`"
+            )
     return command
 
 
