@@ -1,12 +1,13 @@
 """Which step is the best, and how results differ: the arithmetic, without a server."""
 
 from math import hypot
+from typing import Any
 
 import pytest
 
 from unshard.errors import UsageError
-from unshard.evaluate.comparing import as_results, best_numbers, compare_runs
-from unshard.evaluate.jobs import Result
+from unshard.evaluate.comparing import as_results, best_numbers, compare_runs, describe_settings
+from unshard.evaluate.jobs import Result, Settings
 
 
 def result(
@@ -82,3 +83,54 @@ def test_differences_are_multiples_of_their_standard_error() -> None:
     assert (apart.last, apart.to_first) == (found[5], None)
     row = first.as_row()
     assert (row["best_step"], row["last_stderr"], row["common_step"]) == (10, 0.04, None)
+
+
+def test_only_numbers_of_the_same_settings_are_compared() -> None:
+    smoke: dict[str, Any] = {"settings": "s", "arguments": {"limit": 20}}
+    found = [result(1, 10, 0.2), result(2, 20, 0.3), result(3, 20, 0.9, **smoke)]
+    found += [result(4, 20, 0.1, run="other", **smoke)]
+    assert best_numbers(found, ["a/acc"], higher_is_better=True) == {2, 3, 4}
+    compared = compare_runs(["r", "other"], found, higher_is_better=True)
+    assert [(one.last.number, one.to_first and one.to_first.value) for one in compared] == [
+        (2, None),
+        (3, None),
+        (4, -0.8),
+    ]
+
+
+def test_settings_are_told_apart_by_what_differs_within_a_profile() -> None:
+    def line(
+        settings: str, revision: str = "r1", profile: str = "p", **arguments: object
+    ) -> Result:
+        more: dict[str, Any] = {"settings": settings, "revision": revision, "arguments": arguments}
+        return result(1, 1, 0.5, profile=profile, **more)
+
+    def told(*lines: Result) -> list[str]:
+        named = describe_settings(lines)
+        return [named[one.profile, one.settings] for one in lines]
+
+    assert told(line("a", num_fewshot=5)) == [""]
+    assert told(line("a", num_fewshot=5), line("b", num_fewshot=5, limit=20)) == ["", "limit=20"]
+    assert told(line("a", seed=1), line("b", seed=2)) == ["seed=1", "seed=2"]
+    assert told(line("a"), line("b", "r2"), line("c", "")) == [
+        "revision r1",
+        "revision r2",
+        "revision not recorded",
+    ]
+    assert told(line("a", limit=5), line("b", "r2"), line("c", "r2", limit=5)) == [
+        "limit=5, revision r1",
+        "",
+        "limit=5, revision r2",
+    ]
+    assert told(line("a"), line("b", "r2", "other")) == ["", ""]
+
+
+def test_what_changes_no_number_is_no_setting() -> None:
+    def of(**arguments: object) -> str:
+        return Settings(arguments, "r").id
+
+    assert of() == of(batch_size=8) == of(max_batch_size=64, num_gpus=2)
+    assert of() == of(apply_chat_template=False)
+    assert len({of(), of(limit=20), of(limit=0.2), of(num_fewshot=0), of(model_args={"x": 1})}) == 5
+    assert Settings({}, "r").id != Settings({}, "s").id
+    assert Settings({}, "r", "lm_eval 0.4.12").id == of()  # the revision has the version

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
 from unshard.evaluate.process import Process
@@ -32,7 +32,12 @@ BatchSize = Annotated[
     expects("a whole number above 0, auto, or auto:N"),
 ]
 Limit = Annotated[
-    Annotated[int, Field(gt=0, le=LARGEST)] | Annotated[float, Field(gt=0, le=LARGEST)],
+    Annotated[int, Field(gt=0, le=LARGEST)]
+    | Annotated[
+        float,
+        Field(gt=0, le=LARGEST),
+        AfterValidator(lambda one: int(one) if one.is_integer() else one),
+    ],
     expects("a number above 0; below 1 it is a share"),
 ]
 Seed = Annotated[  # of numpy, which takes the smallest
@@ -249,7 +254,7 @@ class Settings:
     def compared(self) -> dict[str, object]:
         """The arguments that can change a number; what says no changes none."""
         return {
-            key: one
+            key: int(one) if isinstance(one, float) and one.is_integer() else one
             for key, one in self.arguments.items()
             if key not in NOT_SETTINGS and one is not False
         }
@@ -294,7 +299,7 @@ class Job:
         results: the evaluator's own file, on the server.
         superseded_by: the id of the job that has come in its place; None if it was skipped.
         run: the training run.
-        settings: what it was measured with; None: it is not completed.
+        settings: what it is, or was, measured with; None: it has not begun.
         hidden: why its results are left out of curves and tables; None: they are shown.
         was_hidden: why they were, before somebody had them shown again.
     """

@@ -1,9 +1,10 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from evaluation.running import script_profile
-from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.jobs import Job, Request, Settings, Status
 from unshard.evaluate.server.attempts.best_link import link_best, link_of
 from unshard.evaluate.server.queue.outcomes import find_best, find_removable
 
@@ -32,6 +33,16 @@ def test_what_stays_is_what_the_profile_says(
     keep: str, metric: str | None, gone: list[str]
 ) -> None:
     assert find_removable(DONE[2], script_profile(keep=keep, best_metric=metric), DONE) == gone
+
+
+def test_each_setting_keeps_its_best_and_what_is_hidden_is_none() -> None:
+    smoke = replace(job("smoke", 4, acc=0.9), settings=Settings({"limit": 20}))
+    hidden = replace(job("hidden", 5, acc=0.8), hidden="wrong prompt")
+    profile = script_profile(keep="best", best_metric="task/acc")
+    assert find_removable(DONE[2], profile, [*DONE, smoke, hidden]) == [
+        "a",
+        "c",
+    ]  # it may be shown again
 
 
 def test_of_equals_the_lowest_step_is_the_best() -> None:

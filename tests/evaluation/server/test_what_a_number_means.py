@@ -13,7 +13,9 @@ import yaml
 from evaluation.running import whole_model
 from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, cli, started
+from unshard.evaluate.pins.pin import Quota, pin_checkpoint
 from unshard.evaluate.run_folder import RUN
+from waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("eval-meaning")]
 
@@ -64,8 +66,8 @@ def values(server: Live, **wanted: object) -> list[float]:
     return [one["value"] for one in answer["results"]]
 
 
-def evaluated(server: Live, place: Path, **more: object) -> Fields:
-    return server.ended(server.submit(place, **more))
+def evaluated(server: Live, place: Path, *tasks: str, **more: object) -> Fields:
+    return server.ended(server.submit(place, *tasks, **more))
 
 
 def test_a_smoke_test_makes_a_line_of_its_own(server: Live) -> None:
@@ -288,7 +290,9 @@ def test_what_training_went_back_from_is_left_out(
     time.sleep(0.05)
     if restarts_at == 20:
         shutil.rmtree(run / "checkpoint-20")
-    anew = evaluated(server, checkpoint(run, restarts_at))
+    place = checkpoint(run, restarts_at)
+    pin = pin_checkpoint(place, quota=Quota()).path  # as trainers and `watch` do
+    anew = evaluated(server, place, pin=str(pin)) if restarts_at == 15 else evaluated(server, place)
     kept = {10: 10.0, restarts_at: float(restarts_at)}
     assert lines(server, "run") == {("run", ""): kept}
     jobs = server.call("GET", "/api/v1/jobs").json()["jobs"]
@@ -310,6 +314,62 @@ def test_what_training_went_back_from_is_left_out(
     assert anew["hidden"] is None
 
 
+def test_an_old_checkpoint_that_somebody_submits_is_no_restart(server: Live) -> None:
+    """It was copied, restored or converted, so its files are newer than those of later steps."""
+    run = server.root / "run"
+    for step in (10, 20, 30):
+        evaluated(server, checkpoint(run, step))
+    whole_model(run / "export")
+    evaluated(server, run / "export", step=10, run="run")
+    evaluated(server, run / "checkpoint-10", limit=3)
+    evaluated(server, checkpoint(run, 15))
+    assert lines(server, "run")["run", ""] == {10: 10.0, 15: 15.0, 20: 20.0, 30: 30.0}
+
+
+def test_further_tasks_of_a_branch_that_was_left_are_hidden_like_the_others(server: Live) -> None:
+    run = server.root / "run"
+    jobs = {step: evaluated(server, checkpoint(run, step)) for step in (10, 20, 30)}
+    shutil.rmtree(run / "checkpoint-10")
+    evaluated(server, checkpoint(run, 10))
+    assert evaluated(server, run / "checkpoint-30", "more")["hidden"]
+    cli(server.url, "show", str(jobs[20]["id"]))
+    shutil.rmtree(run / "checkpoint-10")
+    evaluated(server, checkpoint(run, 10))
+    assert server.job(jobs[20])["hidden"] is None  # somebody has decided
+    cli(server.url, "hide", str(jobs[20]["id"]), "--reason", "for another reason")
+    assert server.job(jobs[20])["hidden"] == "for another reason"
+
+
+def test_a_profile_that_changes_during_a_job_is_what_it_began_with(server: Live) -> None:
+    place = checkpoint(server.root / "run", 10)
+    first = evaluated(server, place)
+    job = server.submit(place, "waits")
+    wait_until(lambda: server.job(job)["phase"] == "evaluating", "its evaluator")
+    running = server.job(job)["measured_with"]
+    (server.directory / "script.py").write_text("# another prompt\n" + SCRIPT)
+    later = evaluated(server, place, "later")
+    assert running == first["measured_with"] == server.job(job)["measured_with"]
+    assert later["measured_with"] != running
+    server.v1("DELETE", f"/jobs/{job['id']}")
+
+
+def test_watch_knows_a_run_by_links_and_after_a_move(server: Live) -> None:
+    run = server.root / "run"
+    evaluated(server, checkpoint(run, 10))
+    link = server.directory / "linked"
+    link.symlink_to(run)
+    moved = server.root / "moved"
+    for place in (link, moved):
+        if place == moved:
+            run.rename(moved)
+        done = cli(
+            *(server.url, "watch", str(place), "--tasks", "score", "--profile", "script", "--once")
+        )
+        assert "submitted (" not in done.stdout, done.stdout
+        assert "submitted before" in done.stderr
+    assert len(server.v1("GET", "/jobs")["jobs"]) == 1  # type: ignore[arg-type]
+
+
 def test_a_backlog_that_is_submitted_in_any_order_is_no_restart(server: Live) -> None:
     run = server.root / "run"
     places = {step: checkpoint(run, step) for step in (10, 20, 30)}
@@ -317,3 +377,22 @@ def test_a_backlog_that_is_submitted_in_any_order_is_no_restart(server: Live) ->
         evaluated(server, places[step])
     assert lines(server, "run") == {("run", ""): {10: 10.0, 20: 20.0, 30: 30.0}}
     assert (run / "_unshard" / RUN).is_file()
+
+
+def test_each_run_keeps_its_best_model_and_a_smoke_test_takes_none(tmp_path: Path) -> None:
+    server = Live(tmp_path)
+    configure(server, keep="best", best_metric="score/acc")
+    with started(server):
+        places = [checkpoint(server.root / name / "output", 10) for name in ("a", "b")]
+        jobs = [evaluated(server, place) for place in places]
+        names = ["output", f"output-{str(jobs[1]['run_id'])[:8]}"]
+        links = [server.work / "best" / name / "script" for name in names]
+        assert [link.resolve().name for link in links] == [str(job["id"]) for job in jobs]
+        evaluated(server, places[0], limit=20)  # its value is higher
+        assert links[0].resolve().name == jobs[0]["id"]
+        better = evaluated(server, checkpoint(server.root / "a" / "output", 20))
+        assert links[0].resolve().name == better["id"]
+        assert links[1].resolve().name == jobs[1]["id"]
+        cli(server.url, "hide", str(better["id"]), "--reason", "wrong")
+        last = evaluated(server, checkpoint(server.root / "a" / "output", 15))
+        assert links[0].resolve().name == last["id"]

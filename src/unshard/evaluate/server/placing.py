@@ -2,13 +2,12 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.jobs import Request, Run
-from unshard.evaluate.run_folder import RunFolder
+from unshard.evaluate.run_folder import RunFolder, RunIdentity
 from unshard.evaluate.server.roots import is_inside, not_readable
 from unshard.evaluate.server.store.run_records import RunRecords
 from unshard.evaluate.server.store.runs import new_run_id
@@ -26,11 +25,13 @@ class Placed:
         request: its checkpoint is the directory of the step, or the model.
         folder: the directory around that.
         run: the directory of the training run; None: the path states none.
+        states_step: whether the path states the step that the request has.
     """
 
     request: Request
     folder: Path
     run: Path | None
+    states_step: bool
 
 
 def place(request: Request) -> Placed:
@@ -63,7 +64,8 @@ def place(request: Request) -> Placed:
     folder = RunFolder.around(at).path
     run = folder if step is not None else None if request.run else at
     wanted = step if request.step is None else request.step
-    return Placed(replace(request, checkpoint=str(path), step=wanted), folder, run)
+    placed = replace(request, checkpoint=str(path), step=wanted)
+    return Placed(placed, folder, run, states_step=step is not None and step == wanted)
 
 
 class RunFinder:
@@ -86,7 +88,7 @@ class RunFinder:
             UsageError: several runs have the name that a request gives, which gives no directory.
         """
         request, directory = placed.request, placed.run
-        if request.directory:
+        if request.directory and not (placed.states_step and directory):
             directory = path_of(request.directory).resolve()  # files are read below a root only
         with self._lock:
             if directory is None:
@@ -121,25 +123,60 @@ class RunFinder:
         folder, is_open = RunFolder(directory), self._is_open(directory)
         said = folder.read_identity() if is_open else None
         known = self._runs.at(str(directory))
-        if said is not None and not said.is_copy:
+        is_own = (
+            said is not None and not said.is_copy and not self._is_elsewhere(said.id, directory)
+        )
+        if said is not None and is_own:
             run_id = said.id
             if said.joins and self._runs.get(said.joins) is not None:
                 self._runs.join(run_id, said.joins)
+        elif known is not None and self._is_same(known, said, is_open=is_open):
+            run_id = known.id
         else:
-            is_same = known is not None and (said is None or said.id != known.id)
-            run_id = known.id if known is not None and is_same else new_run_id()
-            if is_open and not is_model:
-                with suppress(OSError):  # it is known by its path
-                    folder.write_identity(run_id, copied=said)
+            run_id = new_run_id()
+        is_written = is_own or (not is_model and _write(folder, run_id, said)) if is_open else None
         before = self._runs.get(run_id)
         if not name and before and before.name != RunFolder(path_of(before.directory)).name:
             name = before.name  # which somebody gave it
-        return self._runs.record(run_id, name or folder.name, str(directory))
+        name = name or folder.name
+        return self._runs.record(run_id, name, str(directory), is_written=is_written)
+
+    def _is_same(self, known: Run, said: RunIdentity | None, *, is_open: bool) -> bool:
+        """Return whether a directory that has no id of its own is the run that is known there.
+
+        It is not if it had that run's id, or is a copy of it: another directory came in its place.
+        """
+        if said is None:
+            return not (is_open and self._runs.is_written(known.id))
+        return said.id != known.id
+
+    def _is_elsewhere(self, run_id: str, directory: Path) -> bool:
+        """Return whether another directory has a run's id, too, and was seen with it before."""
+        known = self._runs.get(run_id)
+        if known is None or known.directory in {"", str(directory)}:
+            return False
+        other = path_of(known.directory)
+        said = RunFolder(other).read_identity() if self._is_open(other) else None
+        return said is not None and said.id == run_id and not said.is_copy
+
+    def is_known(self, directory: Path) -> bool:
+        """Return whether a directory is, or says that it is, a run that was evaluated."""
+        said = RunFolder(directory).read_identity() if self._is_open(directory) else None
+        return said is not None or self._runs.at(str(directory)) is not None
 
     def _is_open(self, directory: Path) -> bool:
         """Return whether files of ours may be in a directory."""
         is_local = not isinstance(directory, RemotePath) and directory.is_dir()
         return is_local and is_inside(directory, self._roots)
+
+
+def _write(folder: RunFolder, run_id: str, copied: RunIdentity | None) -> bool:
+    """Give a run's directory its id; return whether that was possible."""
+    try:
+        folder.write_identity(run_id, copied=copied)
+    except OSError:
+        return False  # it is known by its path
+    return True
 
 
 def _find_step(run: Path, request: Request) -> Location:

@@ -147,14 +147,21 @@ class Service:
                     self.scheduler.supersede(other.id, job.id)
             self.scheduler.arrange(job)
         if is_new and job.request.step:
-            self._abandon(job)
+            self._abandon(job, is_from_training=pin is not None)
         self.scheduler.wake()
         return job, is_new
 
-    def _abandon(self, job: Job) -> None:
-        """Hide the results of the branch that training has left, if a job says that it has."""
-        written_at = time_written(job.request.stamps)
-        hidden = [] if written_at is None else self.store.hiding.abandon(job, written_at)
+    def _abandon(self, job: Job, *, is_from_training: bool) -> None:
+        """Hide the results of the branch that training has left, if a job says that it has.
+
+        Somebody may submit an old checkpoint that was copied, or a model that was made of one. So
+        it is believed of what a trainer or `watch` submits, which pin checkpoints, and of a
+        checkpoint that was submitted before and has been saved again since.
+        """
+        written_at, hiding = time_written(job.request.stamps), self.store.hiding
+        hidden = hiding.hide_with_others(job)
+        if written_at is not None and (is_from_training or hiding.is_saved_again(job)):
+            hidden += hiding.abandon(job, written_at)
         for job_id in hidden:
             if (other := self.store.get(job_id)) is not None:
                 tell(other, f"hidden: {other.hidden}")
@@ -184,11 +191,11 @@ class Service:
         """Return the run of a directory, which may have been moved or adopted.
 
         Raises:
-            UsageError: it does not exist, or is outside the roots.
+            UsageError: no run is known there, or it is outside the roots.
         """
         path = resolve_checkpoint(directory, self.config.roots)
-        if not path.is_dir():
-            raise UsageError(f"{path}: there is no such directory")
+        if not self.finder.is_known(path):
+            raise UsageError(f"{path}: no run is known there")
         return self.finder.at(path)
 
     def drain(self) -> int:

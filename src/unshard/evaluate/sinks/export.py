@@ -91,28 +91,34 @@ def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list
     to.check()
     done = list[Exported]()
     for run, rows in sorted(_group(results, "run").items()):
-        for name, part in _part_lines(rows).items():
+        for name, part in _part_lines(rows, _marks_of(run, to)).items():
             place = replace(to, is_for_one=to.is_for_one and not name)
             done.append(export(f"{run} {name}".rstrip(), part, place))
     return done
 
 
-def _part_lines(rows: Sequence[Mapping[str, object]]) -> dict[str, list[Mapping[str, object]]]:
-    """Return the results of a run by what distinguishes their lines; by nothing the usual ones."""
+def _part_lines(
+    rows: Sequence[Mapping[str, object]], written: Marks
+) -> dict[str, list[Mapping[str, object]]]:
+    """Return the results of a run by what distinguishes their lines; by nothing the usual ones.
+
+    A line that the run itself has got before stays there, whichever has more steps now.
+    """
     found = as_results(rows)
     named = describe_settings(found)
-    lines: dict[tuple[str, str], dict[tuple[str, str], set[int | None]]] = {}
+    lines: dict[tuple[str, str], dict[tuple[str, str], list[bool]]] = {}
     for one in found:
         of_metric = lines.setdefault((one.weights, f"{one.task}/{one.metric}"), {})
-        of_metric.setdefault((one.profile, one.settings), set()).add(one.step)
+        of_metric.setdefault((one.profile, one.settings), []).append(one.job_id in written)
     parts: dict[str, list[Mapping[str, object]]] = {}
     for row, one in zip(rows, found, strict=True):
         of_metric = lines[one.weights, f"{one.task}/{one.metric}"]
-        usual = max(of_metric, key=lambda line, of=of_metric: len(of[line]))  # type: ignore[misc]
+        usual = max(of_metric, key=lambda line, of=of_metric: (any(of[line]), len(of[line])))  # type: ignore[misc]
         own = one.profile, one.settings
         profile = one.profile if one.profile != usual[0] else ""
         told = " ".join(filter(None, [profile, named[own]]))
-        parts.setdefault("" if own == usual else told or one.settings, []).append(row)
+        told = told or f"settings {one.settings}"
+        parts.setdefault("" if own == usual else told, []).append(row)
     return parts
 
 
@@ -132,11 +138,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     run = run.replace("/", "_")  # a label may have a part of a path
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
-    # The same project of another owner or server is another place; a URL may contain a password.
-    owner = os.environ.get(_OWNERS.get(to.tracker, ""), "")
-    owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
-    named = filter(None, [to.tracker, owner, to.project, run])
-    marks = Marks(to.directory / _MARKS, "-".join(named))
+    marks = _marks_of(run, to)
     jobs = _group_by_job(results)
     fitting = [job for job in jobs if job.step is not None or to.tracker is Tracker.JSONL]
     new = [job for job in fitting if job.job_id not in marks]
@@ -152,6 +154,15 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
                 hint="is it set up for this user? (wandb login, MLFLOW_TRACKING_URI)",
             ) from error
     return Exported(run, len(new), len(fitting) - len(new), len(jobs) - len(fitting))
+
+
+def _marks_of(run: str, to: Destination) -> Marks:
+    """Return which jobs of a run were written to a tracker before."""
+    # The same project of another owner or server is another place; a URL may contain a password.
+    owner = os.environ.get(_OWNERS.get(to.tracker, ""), "")
+    owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
+    named = filter(None, [to.tracker, owner, to.project, run.replace("/", "_")])
+    return Marks(to.directory / _MARKS, "-".join(named))
 
 
 def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:

@@ -51,6 +51,7 @@ class ServedRun:
         self._marks = marks
         self._is_again = is_again
         self._revision = ""  # of the profile
+        self._run = config.served(str(submitter.checkpoints))  # its directory, or then its id
         self._outdated: set[int] = set()
         self._kept: set[int] = set()
         self.is_newest_first = False
@@ -65,6 +66,9 @@ class ServedRun:
             self.is_newest_first = profile.get("order") == "newest"
             self.max_lag = lag if isinstance(lag, int) else None
             self._revision = str(profile.get("revision") or "")
+            # It may have been moved since, and be reached by links here.
+            if self._run.startswith("/"):
+                self._run = str(self._client.see_run(self._run)["id"])
 
     def has_job(self, checkpoint: Path, step: int, version: str, weights: str) -> bool:
         """Return whether the spool or the server has the job of a checkpoint.
@@ -82,9 +86,8 @@ class ServedRun:
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
         if any(_plain(entry.request) == asked for entry in entries):
             return True
-        run = self._config.served(str(self._submitter.checkpoints))
         try:
-            jobs = self._client.jobs(run=run, step=step, weights=weights)
+            jobs = self._client.jobs(run=self._run, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
             return f"{step}/{version}/{self.mark_of(weights)}" in self._marks
         known = next((job for job in jobs if self._is_meant(job, version)), None)

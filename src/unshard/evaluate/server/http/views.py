@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from unshard.evaluate.jobs import Arguments, Job, Request, Run, Settings, Status, WeightsName
 from unshard.evaluate.server.http.answers import BoundedText, Tasks
-from unshard.evaluate.values import LARGEST, Whole
+from unshard.evaluate.values import LARGEST, Whole, expects
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 _OF_REQUEST = "step weights profile tasks checkpoint fingerprint again".split()
@@ -39,7 +39,11 @@ class Submission(Arguments):
     pin: BoundedText | None = None
     directory: Annotated[str, Field(pattern=r"^(?:(?:/|[a-z0-9]+://).{0,4095})?$")] = ""
     """Of the run, where the checkpoint is not in it; an absolute path, or an address."""
-    again: bool | Annotated[str, Field(pattern=r"^[0-9a-zA-Z_-]{1,64}$")] = False
+    again: Annotated[
+        Annotated[bool, Field(strict=True)]
+        | Annotated[str, Field(pattern=r"^[0-9a-zA-Z_-]{1,64}$")],
+        expects("true, false, or at most 64 letters, digits, `-` and `_`", or_boolean=True),
+    ] = False
     """Evaluate again what has been evaluated; a text makes the same request again the same job."""
 
     def request(self) -> Request:
@@ -70,12 +74,20 @@ class SettingsView(BaseModel):
         return cls.model_validate({"settings": settings.id, **asdict(settings)})
 
 
+def _is_line(text: str) -> bool:
+    return text.strip() != "" and text.isprintable()
+
+
 class Reason(BaseModel):
     """Why results are hidden."""
 
     model_config = ConfigDict(extra="forbid")
 
-    reason: Annotated[str, Field(min_length=1, max_length=1000)]
+    reason: Annotated[
+        str,
+        Field(max_length=1000),
+        expects("one line of text, at most 1,000 characters", _is_line),
+    ]
 
 
 class Place(BaseModel):

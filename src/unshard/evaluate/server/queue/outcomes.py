@@ -181,8 +181,7 @@ class Outcomes:
             others = set()
         for other in others:
             shutil.rmtree(other, ignore_errors=True)
-        chosen = attempt.profile.chosen(attempt.job.request.arguments)
-        settings = Settings(chosen.given(), attempt.profile.revision(), done.evaluator)
+        settings = replace(attempt.job.settings or Settings(), evaluator=done.evaluator)
         facts = {task: (of.version, of.n_shot, of.n_samples) for task, of in done.tasks.items()}
         found = done.metrics, done.file, done.errors, done.directions
         if self._store.complete(job_id, *found, settings=settings, facts=facts):
@@ -207,8 +206,9 @@ class Outcomes:
                 self._merger.remove(other)
 
     def _link_best(self, job: Job, metric: str, completed: Sequence[Job]) -> None:
-        """Link the best model of a run: by the settings that most of its steps have."""
-        counts = Counter(one.settings_id for one in completed if one.hidden is None)
+        """Link the best model of a run: of the settings that most of its jobs have."""
+        in_order = sorted(completed, key=lambda one: one.completed_at or 0)
+        counts = Counter(one.settings_id for one in in_order if one.hidden is None)
         # The base model is not merged: however good it is, no merged model goes for it.
         merged = set(self._merger.list_kept())
         usual = max(counts, key=counts.__getitem__, default=None)
@@ -251,7 +251,8 @@ def find_removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list
         line = [one for one in everyone if one.settings_id == settings]
         found = find_best(profile.best_metric, line)
         best |= set() if found is None else {found.id}
-    return [one.id for one in everyone if one.id not in best]
+    # Those that are hidden may be shown again.
+    return [one.id for one in everyone if one.id not in best and (one.hidden is None or one is job)]
 
 
 def find_best(best_metric: str, completed: Iterable[Job]) -> Job | None:

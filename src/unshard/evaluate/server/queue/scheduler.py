@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.jobs import Job, Settings, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
@@ -289,7 +289,8 @@ class Scheduler:
             return False
         claimed = None
         try:
-            claimed = self._store.claim(time.time(), job.id, gpus)
+            settings = Settings(profile.chosen(job.request.arguments).given(), profile.revision())
+            claimed = self._store.claim(time.time(), job.id, gpus, settings)
         finally:
             if claimed is None:
                 self._allotment.return_unused(gpus)

@@ -19,9 +19,13 @@ class RunRecords:
 
     def at(self, directory: str) -> Run | None:
         """Return the run that was seen last in a directory."""
-        query = f"{RUNS} WHERE directory = ? ORDER BY number DESC LIMIT 1"
-        found = self._connections.rows(query, directory)
+        found = self._connections.rows(f"{RUNS} WHERE directory = ? AND is_there", directory)
         return as_run(found[0]) if found else None
+
+    def is_written(self, run_id: str) -> bool:
+        """Return whether the directory of a run has its id."""
+        query = "SELECT 1 FROM runs WHERE id = ? AND is_written"
+        return bool(self._connections.rows(query, run_id))
 
     def named(self, name: str) -> list[Run]:
         """Return the runs of a name, that first which was known first."""
@@ -37,10 +41,24 @@ class RunRecords:
         """Return every run, by label."""
         return list(map(as_run, self._connections.rows(f"{RUNS} ORDER BY label")))
 
-    def record(self, run_id: str, name: str, directory: str) -> Run:
-        """Record where a run is now, and what it is called; return it."""
+    def record(
+        self, run_id: str, name: str, directory: str, *, is_written: bool | None = None
+    ) -> Run:
+        """Record where a run is now, what it is called, and if its id is there; return it.
+
+        None: whether its id is there cannot be seen, and stays as it was.
+        """
         with self._connections.transaction() as connection:
-            return record_run(connection, run_id, name, directory)
+            connection.execute(
+                "UPDATE runs SET is_there = FALSE WHERE directory = ? AND id <> ? AND ?1 <> ''",
+                (directory, run_id),
+            )
+            run = record_run(connection, run_id, name, directory)
+            connection.execute(
+                "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?, is_written) WHERE id = ?",
+                (is_written, run_id),
+            )
+            return run
 
     def join(self, run_id: str, other: str) -> None:
         """Have the jobs of another run belong to a run, which is the same one."""

@@ -152,7 +152,9 @@ CREATE TABLE runs (
     id TEXT NOT NULL UNIQUE,
     name TEXT NOT NULL,
     directory TEXT NOT NULL,
-    label TEXT NOT NULL
+    label TEXT NOT NULL,
+    is_there INTEGER NOT NULL DEFAULT 1,
+    is_written INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX runs_by_name ON runs (name);
 CREATE INDEX runs_by_directory ON runs (directory);

@@ -67,7 +67,7 @@ _PLAIN_FIELDS = tuple(
 )
 _OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _FILTERED = ("status", "step", "weights", "profile")
-IS_CALLED = "? IN (id, label, name, directory)"
+IS_CALLED = "? IN (id, label, name, IIF(is_there, directory, ''))"
 """Which runs a text means, which is its one value."""
 
 _RUN = f"jobs.run IN (SELECT id FROM runs WHERE {IS_CALLED})"  # noqa: S608

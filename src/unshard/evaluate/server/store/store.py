@@ -156,20 +156,25 @@ class Store:
     # What a scheduler does.
 
     def claim(
-        self, now: float, job_id: str | None = None, gpus: tuple[str, ...] = ()
+        self,
+        now: float,
+        job_id: str | None = None,
+        gpus: tuple[str, ...] = (),
+        settings: Settings | None = None,
     ) -> Job | None:
         """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
 
-        A concurrent call gets another job. `gpus` are those that the attempt has.
+        A concurrent call gets another job. `gpus` are those that the attempt has, and `settings`
+        what it measures with.
         """
         only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
         with self._transaction() as connection:
             row = connection.execute(
                 "UPDATE jobs SET status = 'running', phase = 'merging', started_at = ?,"  # noqa: S608
-                " attempts = attempts + 1 WHERE id = (SELECT id FROM jobs"
+                " settings = ?, attempts = attempts + 1 WHERE id = (SELECT id FROM jobs"
                 f" WHERE {CLAIMABLE} {only} ORDER BY queued_at, jobs.number LIMIT 1)"
                 " RETURNING id, attempts",
-                [now, now, *values],
+                [now, settings_as_json(settings or Settings()), now, *values],
             ).fetchone()
             if row is None:
                 return None
