@@ -21,7 +21,7 @@ COMMANDS = (
     *("merge", "inspect", "verify", "average", "reshard", "push", "vllm", "sglang", "env"),
     *("eval", "eval serve", "eval doctor", "eval drain", "eval submit"),
     *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
-    "eval compare",
+    *("eval compare", "eval retry", "eval hide", "eval show", "eval adopt"),
 )
 
 
