@@ -66,6 +66,7 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / venv / "bin" / "python").symlink_to(sys.executable)
     shutil.copytree(ROOT / "examples" / "checkpoint", tmp_path / "runs" / "my-run")
     shutil.copy(ROOT / "examples" / "server.yaml", tmp_path)
+    shutil.copy(ROOT / "examples" / "ray-job.sh", tmp_path)  # the mode, too
     return tmp_path
 
 
