@@ -74,7 +74,7 @@ class View:
 
     def _accept(self, dialog: Dialog) -> None:
         self.dialogs.append(dialog.message)
-        dialog.accept()
+        dialog.accept("for a reason" if dialog.type == "prompt" else None)
 
     def open(self, address: str) -> None:
         """Open an address of the server."""

@@ -179,9 +179,13 @@ def test_jobs_are_retried(server: Live) -> None:
     code, out, _ = call(server, "retry", ids[0][:8], ids[1], "--json")
     assert (code, [job["id"] for job in json.loads(out)["jobs"]]) == (0, ids)
     assert server.ended({"id": ids[1]}, "failed")["attempts"] == 2
-    code, out, err = call(server, "retry", ids[1], str(done[0]["id"]), ids[0])
-    assert (code, ids[1][:8] in out) == (2, True)
-    assert f"job {done[0]['id']} cannot be retried" in err
+    code, out, err = call(server, "retry", ids[1], "ffffffff", ids[0])
+    assert (code, ids[1][:8] in out, ids[0][:8] in out) == (2, True, False)
+    assert "ffffffff" in err
+    code, out, _ = call(server, "retry", str(done[0]["id"]), "--json")
+    (again,) = json.loads(out)["jobs"]
+    assert (code, again["status"], again["step"]) == (0, "queued", 83)
+    assert again["id"] != done[0]["id"]
     code, out, err = call(server, "retry", "ffffffff")
     assert (code, out) == (2, "")
     assert "does not exist" in err

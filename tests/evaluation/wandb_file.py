@@ -45,3 +45,13 @@ def definitions(file: Path) -> dict[str, str]:
 
 def run_record(file: Path) -> Record:
     return next(one for one in records(file) if one.WhichOneof("record_type") == "run")
+
+
+def config(file: Path) -> dict[str, str]:
+    """Return the run's config as it became: values as JSON, by key."""
+    return {
+        item.key or "/".join(item.nested_key): item.value_json
+        for record in records(file)
+        if record.WhichOneof("record_type") in {"run", "config"}
+        for item in (*record.run.config.update, *record.config.update)
+    }

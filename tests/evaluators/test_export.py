@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evaluation.running import whole_model
 from evaluation.servers import SCORE, Live, live, unshard
-from evaluation.wandb_file import history, run_record
+from evaluation.wandb_file import config, history, run_record
 from unshard.errors import UsageError
 from unshard.evaluate.sinks import export as exporting
 from unshard.evaluate.sinks.base import JsonlSink
@@ -79,6 +79,7 @@ def test_wandb_gets_a_run_of_its_own_in_the_group(
     assert exported(real, "wandb", *options) == {"a": (0, 2, 1)}
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert run_record(file).run.run_group == "a"
+    assert json.loads(config(file)["unshard_eval/script"])["arguments"] == {}
     rows = [row for row in history(file) if NAME in row]
     assert {(int(r["unshard_eval/step"]), float(r[NAME])) for r in rows} == POINTS
     assert len(rows) == 2
@@ -98,6 +99,7 @@ def test_mlflow_gets_a_run_in_the_experiment(
     points = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, NAME)]
     assert sorted(points) == sorted([*POINTS, *POINTS])
     assert run.info.run_name == "a-eval"
+    assert json.loads(run.data.tags["unshard_eval/script"])["arguments"] == {}
 
 
 def test_trackio_gets_a_run_of_its_own(
@@ -205,3 +207,35 @@ def test_the_later_of_two_results_of_a_step_is_written_last(tmp_path: Path) -> N
     assert export("a", rows, Destination(Tracker.JSONL, tmp_path)).written == 2
     lines = (tmp_path / "a.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["b", "a"]
+
+
+def line(job: str, step: int, value: float, **arguments: object) -> dict[str, object]:
+    settings = {"settings": str(sorted(arguments)), "arguments": arguments, "revision": "r"}
+    return {**ROW, "metric": "acc", "job_id": job, "step": step, "value": value, **settings}
+
+
+def read_lines(file: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(text) for text in file.read_text().splitlines()]
+    return [(row["step"], next(iter(row["metrics"].values()))) for row in rows]
+
+
+def test_each_line_of_a_metric_has_a_run_of_its_own(tmp_path: Path) -> None:
+    """And keeps it, whichever of them has more steps later."""
+    to = Destination(Tracker.JSONL, tmp_path)
+    smoke = [line("s1", 1, 0.9, limit=5), line("s2", 2, 0.9, limit=5)]
+    export_all([*smoke, line("1", 1, 0.1)], to)
+    later = [line(str(step), step, 0.1) for step in (1, 2, 3, 4)]
+    export_all([*smoke, *later], to)
+    files = {path.name: read_lines(path) for path in tmp_path.glob("*.jsonl")}
+    assert sorted(files.values()) == [
+        [(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.1)],
+        [(1, 0.9), (2, 0.9)],
+    ]
+    assert files["a.jsonl"] == [(1, 0.9), (2, 0.9)]  # which it got first
+
+
+def test_a_result_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    export_all([line("1", 1, 0.1, num_fewshot=5)], Destination(Tracker.JSONL, tmp_path))
+    (row,) = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    (measured,) = row["measured_with"].values()
+    assert (measured["arguments"], measured["revision"]) == ({"num_fewshot": 5}, "r")

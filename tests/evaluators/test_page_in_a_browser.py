@@ -172,9 +172,9 @@ def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:
     view.open(f"/view/runs?run={run}")
     expect(view.page.locator("#live-names")).to_contain_text("no results yet")
     view.mark()
-    view.server.submit(view.server.root / "a" / "checkpoint-20", run=run, step=20)
+    view.server.submit(checkpoint(view.server.root / run, 20))
     assert plotted(view) == [[20], [0.2]]
-    view.server.submit(view.server.root / "a" / "checkpoint-10", run=run, step=10)
+    view.server.submit(checkpoint(view.server.root / run, 10))
     view.until("document.querySelector('figure').plot.data[0].length === 2")
     assert view.is_marked()
 
@@ -246,6 +246,34 @@ def test_a_job_is_cancelled_and_retried_by_keyboard(view: View, waiting: dict[st
     view.page.keyboard.press("Enter")
     expect(state).to_have_text("running")
     view.until("document.activeElement?.matches('[data-action=cancel]')")
+
+
+def test_results_are_hidden_shown_and_measured_again(view: View) -> None:
+    place = checkpoint(view.server.root / "corrected", 5)
+    job = view.server.ended(view.server.submit(place))
+    view.open(f"/view/jobs/{job['id']}")
+    box = view.page.locator("#live-job")
+    expect(box).to_contain_text("Measured with")
+    view.page.get_by_role("button", name="Hide").click()
+    expect(box).to_contain_text("Left out of curves and tables: for a reason")
+    view.page.get_by_role("button", name="Show again").click()
+    expect(box).to_contain_text("was hidden: for a reason")
+    view.page.get_by_role("button", name="Evaluate again").click()
+    view.page.wait_for_url(lambda url: str(job["id"]) not in url)
+    expect(view.page.locator("#live-job .state")).to_have_text("completed")
+
+
+def test_runs_of_one_name_are_told_apart(view: View) -> None:
+    for name in ("one", "two"):
+        place = checkpoint(view.server.root / name / "output", 5)
+        view.server.ended(view.server.submit(place))
+    view.open("/?q=output")
+    for label in ("output (one)", "output (two)"):
+        expect(view.page.locator("#live-runs").get_by_role("link", name=label)).to_be_visible()
+    view.open("/view/runs?run=output")
+    legend = view.page.locator(".legend").first
+    expect(legend).to_contain_text("output (one)")
+    expect(legend).to_contain_text("output (two)")
 
 
 def test_a_checkpoint_is_submitted_by_the_form(view: View) -> None:

@@ -12,9 +12,11 @@ from itertools import groupby
 from math import hypot
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Result, Settings
+from unshard.evaluate.jobs import Result
+from unshard.evaluate.settings import Settings
 
 _BASE_STEP = 0
+_LEAST = {"number": 0, "profile": "", "completed_at": 0.0}
 Line = tuple[str, str, str, str]
 """What can be compared step by step: run, weights, profile, settings."""
 
@@ -92,7 +94,7 @@ def as_results(answers: Iterable[Mapping[str, object]]) -> list[Result]:
     """Return the results that a server answered; an older one leaves fields out."""
     known = {one.name for one in fields(Result)}
     return [
-        Result(**{key: one[key] for key in known & one.keys()})  # type: ignore[arg-type]  # as the protocol says
+        Result(**{**_LEAST, **{key: one[key] for key in known & one.keys()}})  # type: ignore[arg-type]  # as the protocol says
         for one in answers
     ]
 
@@ -101,7 +103,7 @@ def describe_settings(results: Iterable[Result]) -> dict[tuple[str, str], str]:
     """Return what distinguishes the settings of each profile, by its name and their ids.
 
     It is what differs of their arguments and, where these are equal, of the profile's revision. A
-    single one has nothing to be distinguished by.
+    limit is always said: such a number is one of a part of the task.
     """
     found = sorted({(one.profile, one.settings): one for one in results}.items())
     named: dict[tuple[str, str], str] = {}
@@ -115,7 +117,9 @@ def _tell_apart(lines: Mapping[tuple[str, str], Result]) -> dict[tuple[str, str]
     names = sorted({name for of in arguments.values() for name in of})
     values = {name: {_shown(of.get(name)) for of in arguments.values()} for name in names}
     texts = {
-        key: ", ".join(f"{name}={_shown(of[name])}" for name in of if len(values[name]) > 1)
+        key: ", ".join(
+            f"{name}={_shown(of[name])}" for name in of if name == "limit" or len(values[name]) > 1
+        )
         for key, of in arguments.items()
     }
     counts = Counter(texts.values())

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
 from unshard.evaluate.process import Process
+from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
 BASE_STEP = 0
@@ -152,9 +153,6 @@ class Arguments(BaseModel):
 OPTIONS = frozenset(Arguments.model_fields) - {"model_args", "gen_kwargs", "num_gpus", "metadata"}
 """The arguments that are one plain value, which evaluators and commands take as it is."""
 
-NOT_SETTINGS = frozenset({"batch_size", "max_batch_size", "num_gpus"})
-"""The arguments that are recorded, but do not distinguish one number from another."""
-
 
 class ArgumentFields(TypedDict, total=False):
     """The fields of `Arguments`, as keywords of a function."""
@@ -236,37 +234,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a number was measured with.
-
-    Attributes:
-        arguments: of the evaluator: the profile's, and over them the submission's.
-        revision: a digest of what else of the profile can change a number; empty where an earlier
-            version measured, which did not record it.
-        evaluator: its name and version, if its results have them.
-    """
-
-    arguments: Mapping[str, object] = field(default_factory=dict)
-    revision: str = ""
-    evaluator: str | None = None
-
-    @property
-    def compared(self) -> dict[str, object]:
-        """The arguments that can change a number; what says no changes none."""
-        return {
-            key: int(one) if isinstance(one, float) and one.is_integer() else one
-            for key, one in self.arguments.items()
-            if key not in NOT_SETTINGS and one is not False
-        }
-
-    @property
-    def id(self) -> str:
-        """What is equal for numbers that can be compared."""
-        parts = json.dumps([self.compared, self.revision], sort_keys=True)
-        return hashlib.sha256(parts.encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """A training run: its directory.
 
@@ -335,7 +302,7 @@ class Job:
 class Filters:
     """Which jobs or results are meant; None means any.
 
-    `run` is a run's id, label, name or directory; of a name all runs are meant that have it.
+    `run` is a run's id, label or directory, or else a name: of all that are, or were, called so.
     """
 
     status: Status | None = None

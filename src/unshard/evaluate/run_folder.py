@@ -79,7 +79,7 @@ class RunFolder:
     @classmethod
     def around(cls, step_dir: Path) -> "RunFolder":
         """Return the run of a step's directory, which may be a pin."""
-        return cls.of_pin(step_dir) or cls(step_dir.parent)
+        return cls.of_pin(step_dir.parent) or cls(step_dir.parent)
 
     def read_identity(self) -> "RunIdentity | None":
         """Return what the run's `run.json` says; None if there is none, or it cannot be read."""

@@ -91,7 +91,10 @@ def test_a_command_gets_each_end_once_in_order(
         again, _ = store.submit(request(Path("/run/checkpoint-1"), 51), pin=None)
         store.claim(0.0, again.id)
         store.fail(again.id, "not yet", time.time() + 600)
-        ids = [ended(store, 1), ended(store, 2, "no\x1b memory"), ended(store, 3)]
+        ids = [ended(store, 1), ended(store, 2, "no\x1b memory")]
+        store.hiding.hide(ids[0], "no end of it")
+        store.hiding.show(ids[0])
+        ids.append(ended(store, 3))
         wait_until(lambda: len(notes(place)) == 3, "three ends")
         found = [store.get(job_id) for job_id in ids]
     assert len(notes(place)) == 3

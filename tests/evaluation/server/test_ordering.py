@@ -48,7 +48,7 @@ def submit(server: Live, step: int, *tasks: str, **more: object) -> dict[str, ob
 def queued(server: Live) -> list[dict[str, object]]:
     found = server.v1("GET", "/jobs?status=queued")["jobs"]
     assert isinstance(found, list)
-    return sorted(found, key=lambda job: int(job["position"]))
+    return sorted(found, key=lambda job: int(job["position"] or 0))  # it may have begun meanwhile
 
 
 def order_of(server: Live) -> list[object]:

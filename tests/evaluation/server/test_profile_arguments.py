@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, work_at
+from evaluation.running import script_profile
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, Request
 from unshard.evaluate.server.admission import list_unfitting
@@ -18,6 +19,7 @@ from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
 from unshard.evaluate.server.server_yaml import read_server_yaml
+from unshard.evaluate.settings import Settings
 
 OWN = OwnArguments(
     apply_chat_template=True,
@@ -351,3 +353,18 @@ def test_a_commands_own_files_count_by_their_content_not_by_their_place(tmp_path
     plain = CommandProfile(command=("evaluate", "x"))
     assert plain.revision() != plain.model_copy(update={"metrics": ("scores.*",)}).revision()
     assert plain.revision() != plain.model_copy(update={"results": "other.json"}).revision()
+
+
+def test_what_a_submission_chooses_is_not_in_the_basis_of_its_settings() -> None:
+    """The same limit by the profile and by the submission is one line."""
+
+    def of(own: OwnArguments, asked: Arguments) -> str:
+        profile = script_profile(arguments=own)
+        basis = profile.revision(with_arguments=False)
+        return Settings(profile.chosen(asked).given(), profile.revision(), basis=basis).id
+
+    five, nine = Arguments(limit=5), Arguments(limit=9)
+    assert of(OwnArguments(limit=5), Arguments()) == of(OwnArguments(), five)
+    assert of(OwnArguments(limit=9), five) == of(OwnArguments(), Arguments(limit=5.0))
+    assert of(OwnArguments(limit=9), Arguments()) == of(OwnArguments(limit=5), nine)
+    assert of(OwnArguments(), five) != of(OwnArguments(), nine)

@@ -144,7 +144,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
             r"server\.yaml has the unknown key 'rots'\n  expected: cpu_slots, gpus, host, ",
         ),
         ("executor: embedded", r"'executor' no longer exists[^$]*profile `launch`"),
-        ("executor: ray\nray_address: auto", r"'executor' no longer exists[^$]*\[srun, --g"),
+        ("executor: ray\nray_address: auto", r"'executor' no longer exists[^$]*\[srun, "),
         ("ray_address: 10.0.0.1:6379\nrots: [a]", "'ray_address' no longer[^$]*`slots: N`"),
         ("[1]", "server.yaml cannot be read\n  expected: a mapping"),
         ("a: [", "cannot be read"),

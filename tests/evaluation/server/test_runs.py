@@ -22,9 +22,11 @@ from unshard.evaluate.server.store.store import Store
         (["/x/a/output", "/x/b/output"], ["a", "b"]),
         (["/e/1/run/output", "/e/2/run/output"], ["1", "2"]),
         (["/x/output", "/x/y/output"], ["x", "y"]),
-        (["/x/a/1/output", "/x/b/1/output", "/x/a/2/output"], ["a/1", "b/1", "a/2"]),
+        (["/x/a/1/output", "/x/b/1/output", "/x/a/2/output"], ["a-1", "b-1", "a-2"]),
         (["/x/a", "/x/b"], ["a", "b"]),  # named alike by the user
         (["s3://one/run", "/x/run"], ["one", "x"]),
+        (["/x-y/run", "/x/y/run"], ["x-y", "y"]),
+        (["/run", "/x/run"], ["run", "x-run"]),
         (["", "/x/run"], ["", "run"]),  # known by its name alone
     ],
 )
@@ -145,18 +147,22 @@ def test_a_model_without_a_step_in_its_name_is_of_the_run_that_is_named(
         assert run_of(store, root, base, **named, directory=place_of) == other
 
 
-def test_a_name_that_somebody_gave_stays_and_a_directorys_own_follows_it(
-    tmp_path: Path, root: Path
-) -> None:
+def test_a_run_keeps_its_first_name_and_is_found_by_all(tmp_path: Path, root: Path) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
-        model = whole_model(root / "run" / "checkpoint-1")
+        whole_model(root / "run" / "checkpoint-1")
         finder = RunFinder(store.runs, [root])
         assert finder.at(root / "run").name == "run"
         (root / "run").rename(root / "better")
-        assert finder.at(root / "better").name == "better"
-        assert finder.at(root / "better", "mine").name == "mine"
-        assert finder.at(root / "better").name == "mine"
-        assert not model.exists()
+        assert finder.at(root / "better").name == "better"  # nobody gave it the other name
+        assert finder.at(root / "better", "mine").name == "better"
+        assert (
+            finder.at(whole_model(root / "other" / "checkpoint-1").parent, "given").name == "given"
+        )
+        (root / "other").rename(root / "again")
+        assert finder.at(root / "again").name == "given"
+        for text in ("run", "better", "mine", str(root / "better")):
+            assert [run.name for run in store.runs.called(text)] == ["better"], text
+        assert [run.name for run in store.runs.called("given")] == ["given"]
 
 
 def test_a_run_is_only_adopted_if_it_was_moved(tmp_path: Path) -> None:

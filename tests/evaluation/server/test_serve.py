@@ -247,6 +247,8 @@ def test_a_server_without_any_configuration(tmp_path: Path) -> None:
         profiles = server.v1("GET", "/profiles")["profiles"]
         kinds = ("lm-eval", "lmms-eval", "command")
         plain = {"gpus": 0, "order": "oldest", "max_lag": None}
+        assert isinstance(profiles, list)
+        assert len({one.pop("revision") for one in profiles}) == 3
         assert profiles == [{"name": kind, "kind": kind, **plain} for kind in kinds]
         assert server.url.startswith("http://127.0.0.1:")
         job = server.submit(place, "size", "values", profile="command", weights="model")

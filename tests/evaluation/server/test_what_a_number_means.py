@@ -161,7 +161,7 @@ def test_a_run_is_known_wherever_it_is_moved_and_a_copy_is_another(server: Live,
     second = evaluated(server, checkpoint(place, 20))
     is_same = how in {"moved", "renamed"}
     assert (second["run_id"] == first["run_id"]) is is_same
-    name = str(second["run"])
+    name = str(second["run_label"])
     assert values(server, run=name) == ([10.0, 20.0] if is_same else [20.0])
     again = server.submit(place / "checkpoint-10")
     assert (again["id"] == first["id"]) is is_same

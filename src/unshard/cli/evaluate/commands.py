@@ -379,7 +379,8 @@ def results(
             found, marked = client.results(run=run, hidden=hidden), None
             if best:
                 better = higher_is_better
-                marked = best_numbers(as_results(found), best, higher_is_better=better)
+                shown = [one for one in as_results(found) if one.hidden is None]
+                marked = best_numbers(shown, best, higher_is_better=better)
             return result_lines(found, run=run, as_csv=as_csv, as_json=as_json, best=marked)
 
         _show(read, interval if watch else None)

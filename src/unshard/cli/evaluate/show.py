@@ -57,7 +57,8 @@ def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[st
         {
             "job": _shorten(job["id"]),
             "status": _describe_state(job),
-            **{name: job[name] for name in ("run", "step", "weights", "profile")},
+            "run": job.get("run_label") or job["run"],
+            **{name: job[name] for name in ("step", "weights", "profile")},
             "tasks": ",".join(map(str, tasks))
             if isinstance(tasks := job["tasks"], Sequence)
             else tasks,

@@ -61,8 +61,8 @@ def place(request: Request) -> Placed:
                 found = _find_step(path, request)
             path = found.step_dir
         at, step = found.step_dir, found.step
-    folder = RunFolder.around(at).path
-    run = folder if step is not None else None if request.run else at
+    folder = at.parent
+    run = RunFolder.around(at).path if step is not None else None if request.run else at
     wanted = step if request.step is None else request.step
     placed = replace(request, checkpoint=str(path), step=wanted)
     return Placed(placed, folder, run, states_step=step is not None and step == wanted)
@@ -93,9 +93,9 @@ class RunFinder:
         with self._lock:
             if directory is None:
                 return replace(request, run_id=self._find_id(request.run))
-            is_model = not request.directory and directory != placed.folder
+            is_model = str(directory) == request.checkpoint
             run = self.at(directory, request.run, is_model=is_model)
-        return replace(request, run=run.name, run_id=run.id)
+        return replace(request, run=request.run or run.name, run_id=run.id)
 
     def _find_id(self, name: str) -> str:
         """Return the id of the run of a name; empty if there is none."""
@@ -117,7 +117,8 @@ class RunFinder:
 
         Args:
             directory: of the run.
-            name: what the run is called from now on; empty: as before, or like the directory.
+            name: what the client calls the run, which counts if it is new; empty: it is called like
+                its directory.
             is_model: whether it is the directory of a model, in which nothing is written.
         """
         folder, is_open = RunFolder(directory), self._is_open(directory)
@@ -136,10 +137,13 @@ class RunFinder:
             run_id = new_run_id()
         is_written = is_own or (not is_model and _write(folder, run_id, said)) if is_open else None
         before = self._runs.get(run_id)
-        if not name and before and before.name != RunFolder(path_of(before.directory)).name:
-            name = before.name  # which somebody gave it
-        name = name or folder.name
-        return self._runs.record(run_id, name, str(directory), is_written=is_written)
+        own = name or folder.name
+        if before and (name or before.name != RunFolder(path_of(before.directory)).name):
+            own = before.name  # the first that it got; the others mean it, too
+        run = self._runs.record(run_id, own, str(directory), is_written=is_written)
+        if name not in {"", own}:
+            self._runs.call(run_id, name)
+        return run
 
     def _is_same(self, known: Run, said: RunIdentity | None, *, is_open: bool) -> bool:
         """Return whether a directory that has no id of its own is the run that is known there.

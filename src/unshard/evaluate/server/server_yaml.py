@@ -32,7 +32,7 @@ from unshard.evaluate.yaml_files import read_yaml
 LOG_FORMATS = ("text", "json")
 _LAUNCH = (
     "the server places no evaluators on Ray: give a profile `launch`, such as "
-    "[srun, --gres=gpu:{gpus}] or [ray, job, submit, --], and `slots: N`"
+    "[srun, ...] or [ray, job, submit, ...], and `slots: N`"
 )
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"

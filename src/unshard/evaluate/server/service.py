@@ -160,8 +160,9 @@ class Service:
         """
         written_at, hiding = time_written(job.request.stamps), self.store.hiding
         hidden = hiding.hide_with_others(job)
-        if written_at is not None and (is_from_training or hiding.is_saved_again(job)):
-            hidden += hiding.abandon(job, written_at)
+        is_sure = hiding.is_saved_again(job)
+        if written_at is not None and (is_from_training or is_sure):
+            hidden += hiding.abandon(job, written_at, is_sure=is_sure)
         for job_id in hidden:
             if (other := self.store.get(job_id)) is not None:
                 tell(other, f"hidden: {other.hidden}")

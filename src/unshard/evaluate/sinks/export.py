@@ -135,7 +135,6 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
     Raises:
         UsageError: the tracker is not installed, or not set up.
     """
-    run = run.replace("/", "_")  # a label may have a part of a path
     if run in {"", ".", ".."} or Path(run).name != run:
         raise UsageError(f"run {run!r}: cannot name a file")
     marks = _marks_of(run, to)
@@ -161,7 +160,7 @@ def _marks_of(run: str, to: Destination) -> Marks:
     # The same project of another owner or server is another place; a URL may contain a password.
     owner = os.environ.get(_OWNERS.get(to.tracker, ""), "")
     owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
-    named = filter(None, [to.tracker, owner, to.project, run.replace("/", "_")])
+    named = filter(None, [to.tracker, owner, to.project, run])
     return Marks(to.directory / _MARKS, "-".join(named))
 
 
@@ -172,7 +171,7 @@ def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
         step, weights = rows[-1]["step"], str(rows[-1]["weights"])
         metrics = {f"{row['task']}/{row['metric']}": float(str(row["value"])) for row in rows}
         named = name_metrics(metrics, weights=weights)
-        settings = {str(rows[-1]["profile"]): {key: rows[-1].get(key) for key in _SETTINGS}}
+        settings = {str(rows[-1].get("profile", "")): {key: rows[-1].get(key) for key in _SETTINGS}}
         jobs.append(_Measured(job, step if isinstance(step, int) else None, named, settings))
     return sorted(jobs, key=lambda one: (one.step is None, one.step or 0))
 

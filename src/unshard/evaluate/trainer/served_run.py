@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
-from unshard.evaluate.jobs import NOT_SETTINGS, EvaluationError, Status
+from unshard.evaluate.jobs import EvaluationError, Status
+from unshard.evaluate.settings import NOT_SETTINGS
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool, request_key
@@ -86,13 +87,17 @@ class ServedRun:
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
         if any(_plain(entry.request) == asked for entry in entries):
             return True
+        mark = f"{step}/{version}/{self.mark_of(weights)}"
         try:
             jobs = self._client.jobs(run=self._run, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):
-            return f"{step}/{version}/{self.mark_of(weights)}" in self._marks
+            return mark in self._marks
         known = next((job for job in jobs if self._is_meant(job, version)), None)
         if known is None:
             return False
+        # The answer of an older server does not have a job's arguments, but our own marks have.
+        if "arguments" not in known and self._marks.starting(f"{step}/{version}/"):
+            return mark in self._marks
         with_what = known.get("measured_with")
         revision = with_what.get("revision") if isinstance(with_what, dict) else None
         if known.get("status") == Status.COMPLETED and self._revision not in {"", revision}:
@@ -111,7 +116,7 @@ class ServedRun:
             and isinstance(tasks, list)
             and {*map(str, tasks)} == set(self._config.tasks)
             and job.get("fingerprint") == version
-            and _settings(given if isinstance(given, dict) else {}) == _settings(chosen)
+            and (not isinstance(given, dict) or _settings(given) == _settings(chosen))
         )
 
     def again(self, step: int) -> str:

@@ -302,7 +302,7 @@ class Submitter:
             "step": step,
             "profile": config.profile,
             "tasks": list(config.tasks),
-            **({"run": config.run} if config.run else {}),
+            "run": config.run or self._folder.name,
             **config.arguments.given(),
         }
 

@@ -80,6 +80,7 @@ class Watching:
     ) -> None:
         self.run = path_of(run).absolute()
         self._check_is_run()
+        config = replace(config, run=config.run or RunFolder(self.run).name)
         self._folder = RunFolder(self.run if directory is None else directory.absolute())
         self._lock = self._hold()
         self._config = config

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, Flag, Request
+from unshard.evaluate.jobs import Arguments, Flag, Request
 from unshard.evaluate.server.config.arguments import LAUNCH_PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.keys import (
     Environment,
@@ -22,6 +22,7 @@ from unshard.evaluate.server.config.keys import (
     find_program,
 )
 from unshard.evaluate.server.evaluators.revision import digests_of, is_setting
+from unshard.evaluate.settings import NOT_SETTINGS
 from unshard.evaluate.values import expects, whole
 
 
@@ -256,16 +257,19 @@ class Profile(BaseModel):
         # Not validated: an older server accepted what a waiting job has chosen.
         return Arguments.model_construct(**merged)
 
-    def revision(self) -> str:
+    def revision(self, *, with_arguments: bool = True) -> str:
         """Return a digest of all that can change a number that the profile measures.
 
         That is how it is measured: what is run, with which arguments, and the contents of local
-        files, but neither where these are nor when, how often and on how many GPUs it runs.
+        files, but neither where these are nor when, how often and on how many GPUs it runs. A
+        submission may choose the arguments: then what is left is said without them.
         """
         own = self.list_settings()
         left_out = {*NOT_SETTINGS, "confirm_run_unsafe_code"}
         own["arguments"] = {
-            name: value for name, value in self.arguments.given().items() if name not in left_out
+            name: value
+            for name, value in self.arguments.given().items()
+            if name not in left_out and with_arguments
         }
         own["environment"] = {
             name: value for name, value in self.environment.items() if is_setting(name, value)

@@ -6,12 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from unshard.evaluate.jobs import Arguments, Job, Request, Run, Settings, Status, WeightsName
+from unshard.evaluate.jobs import Arguments, Job, Request, Run, Status, WeightsName
 from unshard.evaluate.server.http.answers import BoundedText, Tasks
+from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Whole, expects
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
-_OF_REQUEST = "step weights profile tasks checkpoint fingerprint again".split()
+_OF_REQUEST = "run step weights profile tasks checkpoint fingerprint again".split()
 _OF_JOB = (
     "id status phase created_at started_at completed_at attempts error superseded_by metrics"
     " stderr hidden was_hidden"
@@ -108,7 +109,8 @@ class JobView(BaseModel):
     `waits_for`: what a queued job waits for besides its turn: what the server's configuration
     lacks, or GPUs that others use.
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
-    `run` is told apart from others of its name; `run_id` stays when its directory is moved.
+    `run` is as it was submitted; `run_label` is told apart from other runs of this name, and
+    `run_id` stays when the run's directory is moved.
     `arguments` are those of the submission, `measured_with` what they became.
     `hidden`: why its results are left out of curves and tables; `was_hidden`: why they were.
     """
@@ -135,6 +137,7 @@ class JobView(BaseModel):
     metrics: dict[str, float]
     stderr: dict[str, float]
     run_id: str
+    run_label: str
     run_directory: str
     arguments: dict[str, JsonValue]
     again: str
@@ -149,7 +152,8 @@ class JobView(BaseModel):
         given["waits_for"] = waits_for
         given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
         given |= {name: getattr(job, name) for name in _OF_JOB}
-        given |= {"run": job.run.label, "run_id": job.run.id, "run_directory": job.run.directory}
+        given |= {"run_id": job.run.id, "run_label": job.run.label}
+        given["run_directory"] = job.run.directory
         settings = None if job.settings is None else SettingsView.of(job.settings)
         given |= {"arguments": job.request.arguments.given(), "measured_with": settings}
         return cls.model_validate(given)

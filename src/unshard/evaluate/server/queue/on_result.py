@@ -69,7 +69,8 @@ class _Follower:
                 for event in self._store.events(self._since):
                     self._since = event.number
                     job = self._store.get(event.job_id) if event.status in _ENDS else None
-                    if job is not None:
+                    # Later events of the same status say that its results were hidden, or shown.
+                    if job is not None and event.at == job.completed_at:
                         self._tell(job, event)
             except Exception:  # noqa: BLE001  such as a database that does not answer
                 _log.exception("on_result")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import assert_never
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Filters, Job, Settings, Status, backoff
+from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import (
@@ -33,6 +33,7 @@ from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
+from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -183,8 +184,8 @@ class Outcomes:
             shutil.rmtree(other, ignore_errors=True)
         settings = replace(attempt.job.settings or Settings(), evaluator=done.evaluator)
         facts = {task: (of.version, of.n_shot, of.n_samples) for task, of in done.tasks.items()}
-        found = done.metrics, done.file, done.errors, done.directions
-        if self._store.complete(job_id, *found, settings=settings, facts=facts):
+        self._store.describe(job_id, settings, facts)
+        if self._store.complete(job_id, done.metrics, done.file, done.errors, done.directions):
             return
         now = self._store.get(job_id)
         if now is None or now.status in {Status.CANCELLED, Status.SUPERSEDED}:
@@ -201,22 +202,26 @@ class Outcomes:
             # With "none" the others have nothing to lose, and they may be thousands.
             completed = [] if profile.keep == "none" else self._store.jobs(alike)
             if profile.keep != "none" and profile.best_metric is not None:  # before others go
-                self._link_best(job, profile.best_metric, completed)
+                # The base model is not merged: however good it is, no merged model goes for it.
+                merged, every = set(self._merger.list_kept()), completed
+                completed = [one for one in every if one.id in merged]
+                self._link_best(job, profile.best_metric, every, completed)
             for other in find_removable(job, profile, completed):
                 self._merger.remove(other)
 
-    def _link_best(self, job: Job, metric: str, completed: Sequence[Job]) -> None:
-        """Link the best model of a run: of the settings that most of its jobs have."""
-        in_order = sorted(completed, key=lambda one: one.completed_at or 0)
-        counts = Counter(one.settings_id for one in in_order if one.hidden is None)
-        # The base model is not merged: however good it is, no merged model goes for it.
-        merged = set(self._merger.list_kept())
+    def _link_best(
+        self, job: Job, metric: str, completed: Sequence[Job], merged: Sequence[Job]
+    ) -> None:
+        """Link the best merged model of a run, of the settings that most of its steps have."""
+        name = metric.removeprefix("-")
+        shown = [one for one in completed if one.hidden is None and name in one.metrics]
+        in_order = sorted(shown, key=lambda one: one.completed_at or 0)
+        steps = {(one.settings_id, one.request.step): None for one in in_order}
+        counts = Counter(settings for settings, _ in steps)
         usual = max(counts, key=counts.__getitem__, default=None)
-        lined = [one for one in completed if one.id in merged and one.settings_id == usual]
-        best = find_best(metric, lined)
-        first = self._store.runs.named(job.run.name)[0].id
-        name = job.run.name if job.run.id == first else f"{job.run.name}-{job.run.id[:8]}"
-        self._merger.link_best(name, job.request, None if best is None else best.id)
+        best = find_best(metric, [one for one in merged if one.settings_id == usual])
+        place = self._store.runs.place_of(job.run.id)
+        self._merger.link_best(place, job.request, None if best is None else best.id)
 
     def _persist(self, record: Callable[[], object]) -> None:
         """Try until the database accepts it; after a stop the next server finds out by itself."""

@@ -5,11 +5,11 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Job, Settings, Status
+from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
@@ -30,6 +30,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
 from unshard.evaluate.server.warm.record import Worker
+from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
 
@@ -289,8 +290,7 @@ class Scheduler:
             return False
         claimed = None
         try:
-            settings = Settings(profile.chosen(job.request.arguments).given(), profile.revision())
-            claimed = self._store.claim(time.time(), job.id, gpus, settings)
+            claimed = self._store.claim(time.time(), job.id, gpus)
         finally:
             if claimed is None:
                 self._allotment.return_unused(gpus)
@@ -305,6 +305,14 @@ class Scheduler:
             self._close(attempt, Postponed(f"its thread could not be started: {error}"))
             return False
         return True
+
+    def _with_settings(self, attempt: Attempt) -> Attempt:
+        """Record what an attempt measures with, as its profile is when it begins."""
+        job, of = attempt.job, attempt.profile
+        chosen, basis = of.chosen(job.request.arguments), of.revision(with_arguments=False)
+        settings = Settings(chosen.given(), of.revision(), basis=basis)
+        self._store.describe(job.id, settings, {})
+        return replace(attempt, job=replace(job, settings=settings))
 
     def _retire(self, gpus: tuple[str, ...], *, has_slots: bool = True) -> None:
         """End an engine that no job uses, and give its slots back."""
@@ -359,6 +367,7 @@ class Scheduler:
         """Run an attempt, or the rest of one, to its end, and record it."""
         try:
             if process is None:
+                attempt = self._with_settings(attempt)
                 outcome = self._runner.run(attempt)
             else:
                 outcome = self._runner.resume(attempt, process)

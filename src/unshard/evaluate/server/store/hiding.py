@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from unshard.evaluate.jobs import Job
+from unshard.evaluate.pins.files import time_written
 from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.statements import add_event, storable
+from unshard.evaluate.server.store.statements import add_event, as_request, storable
 
 _WENT_BACK = "training went back:"
 
@@ -32,20 +34,30 @@ class Hiding:
             )
             add_event(connection, job_id, time.time())
 
-    def abandon(self, job: Job, written_at: float) -> list[str]:
+    def abandon(self, job: Job, written_at: float, *, is_sure: bool) -> list[str]:
         """Hide the jobs of the branch that training has left; return their ids.
 
-        Training went back to before a job's step if that was written after a higher step was
-        submitted: jobs of higher steps that were submitted earlier are of that branch, and so are
-        those of its own step that evaluate other files. What was shown again stays.
+        Training went back to before a job's step if that was written after a higher step was:
+        jobs of higher steps whose files are older are of that branch, and so are those of its own
+        step that evaluate other files. Copied files have other times: unless it `is_sure` that the
+        step was saved again, they must have been written after those jobs were submitted, and into
+        the same directory. What was shown again stays.
         """
-        step, own = job.request.step, job.request.fingerprint
-        return self._hide(
-            "run = ? AND created_at < ? AND step >= ? AND (step > ? OR id <> ?"
-            " AND json_extract(request, '$.fingerprint') <> ?)",
-            (job.run.id, written_at, step, step, job.id, own),
-            f"{_WENT_BACK} step {step} was saved after it",
+        own, folder = job.request, PurePath(job.request.checkpoint).parent
+        rows = self._connections.rows(
+            "SELECT id, step, request FROM jobs WHERE run = ? AND step >= ? AND id <> ?"
+            " AND created_at < ? AND hidden IS NULL",
+            *(job.run.id, own.step, job.id, time.time() if is_sure else written_at),
         )
+        left = list[str]()
+        for row in rows:
+            other = as_request(row["request"])
+            is_other = row["step"] != own.step or other.fingerprint != own.fingerprint
+            before = time_written(other.stamps)
+            is_older = before is not None and before < written_at
+            if is_other and is_older and PurePath(other.checkpoint).parent == folder:
+                left.append(row["id"])
+        return self._hide(left, f"{_WENT_BACK} step {own.step} was saved after it")
 
     def is_saved_again(self, job: Job) -> bool:
         """Return whether an older job has evaluated other files at the place of its checkpoint."""
@@ -65,15 +77,18 @@ class Hiding:
             " AND json_extract(request, '$.fingerprint') = ? LIMIT 1",
             *(job.run.id, job.request.step, f"{_WENT_BACK}%", job.request.fingerprint),
         )
-        return self._hide("id = ?", (job.id,), rows[0][0]) if rows else []
+        return self._hide([job.id], rows[0][0]) if rows else []
 
-    def _hide(self, where: str, values: Sequence[str | float | None], why: str) -> list[str]:
+    def _hide(self, job_ids: Sequence[str], why: str) -> list[str]:
+        hidden = list[str]()
         with self._connections.transaction() as connection:
-            rows = connection.execute(
-                f"UPDATE jobs SET hidden = ? WHERE {where} AND hidden IS NULL"  # noqa: S608
-                f" AND COALESCE(was_hidden, '') NOT LIKE '{_WENT_BACK}%' RETURNING id",
-                (why, *values),
-            ).fetchall()
-            for row in rows:
-                add_event(connection, row["id"], time.time())
-        return [str(row["id"]) for row in rows]
+            for job_id in job_ids:
+                done = connection.execute(
+                    "UPDATE jobs SET hidden = ? WHERE id = ? AND hidden IS NULL"
+                    " AND COALESCE(was_hidden, '') NOT LIKE ?",
+                    (why, job_id, f"{_WENT_BACK}%"),
+                )
+                if done.rowcount:
+                    add_event(connection, job_id, time.time())
+                    hidden.append(job_id)
+        return hidden

@@ -2,7 +2,14 @@
 
 from unshard.evaluate.jobs import Run
 from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.runs import RUNS, as_run, place_job, record_run
+from unshard.evaluate.server.store.runs import (
+    RUNS,
+    add_name,
+    as_run,
+    name_apart,
+    place_job,
+    record_run,
+)
 from unshard.evaluate.server.store.statements import IS_CALLED
 
 
@@ -22,6 +29,10 @@ class RunRecords:
         found = self._connections.rows(f"{RUNS} WHERE directory = ? AND is_there", directory)
         return as_run(found[0]) if found else None
 
+    def place_of(self, run_id: str) -> str:
+        """Return what a run's directory is called: a name that no other run has, and that stays."""
+        return self._connections.texts("SELECT place FROM runs WHERE id = ?", run_id)[0]
+
     def is_written(self, run_id: str) -> bool:
         """Return whether the directory of a run has its id."""
         query = "SELECT 1 FROM runs WHERE id = ? AND is_written"
@@ -34,17 +45,22 @@ class RunRecords:
 
     def called(self, text: str) -> list[Run]:
         """Return the runs that a text means; see `Filters`."""
-        query = f"{RUNS} WHERE {IS_CALLED} ORDER BY number"
-        return list(map(as_run, self._connections.rows(query, text)))
+        query = f"{RUNS} WHERE id IN {IS_CALLED} ORDER BY number"
+        return list(map(as_run, self._connections.rows(query, text, text)))
 
     def all(self) -> list[Run]:
         """Return every run, by label."""
         return list(map(as_run, self._connections.rows(f"{RUNS} ORDER BY label")))
 
+    def call(self, run_id: str, name: str) -> None:
+        """Record another name by which somebody calls a run."""
+        with self._connections.transaction() as connection:
+            add_name(connection, run_id, name)
+
     def record(
         self, run_id: str, name: str, directory: str, *, is_written: bool | None = None
     ) -> Run:
-        """Record where a run is now, what it is called, and if its id is there; return it.
+        """Record where a run is, what it is called, and if its id is there; return it.
 
         None: whether its id is there cannot be seen, and stays as it was.
         """
@@ -55,7 +71,8 @@ class RunRecords:
             )
             run = record_run(connection, run_id, name, directory)
             connection.execute(
-                "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?, is_written) WHERE id = ?",
+                "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?, is_written)"
+                " WHERE id = ?",
                 (is_written, run_id),
             )
             return run
@@ -66,4 +83,9 @@ class RunRecords:
             query = "SELECT number, request FROM jobs WHERE run = ?"
             for row in connection.execute(query, (other,)).fetchall():
                 place_job(connection, row["number"], row["request"], run_id)
-            connection.execute("DELETE FROM runs WHERE id = ?", (other,))
+            connection.execute(
+                "UPDATE OR IGNORE run_names SET run = ? WHERE run = ?", (run_id, other)
+            )
+            names = connection.execute("DELETE FROM runs WHERE id = ? RETURNING name", (other,))
+            for row in names.fetchall():
+                name_apart(connection, row["name"])

@@ -2,7 +2,6 @@
 
 import secrets
 import sqlite3
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -50,16 +49,28 @@ def record_run(connection: sqlite3.Connection, run_id: str, name: str, directory
     before = None if found is None else as_run(found)
     if before is None or (before.name, before.directory) != (name, directory):
         connection.execute(
-            "INSERT INTO runs (id, name, directory, label) VALUES (?, ?, ?, '')"
+            "INSERT INTO runs (id, name, directory, label, place) VALUES (?1, ?2, ?3, '',"
+            " IIF(EXISTS (SELECT 1 FROM runs WHERE place = ?2), ?2 || '-' || substr(?1, 1, 8), ?2))"
             " ON CONFLICT (id) DO UPDATE SET name = excluded.name, directory = excluded.directory",
             (run_id, name, directory),
         )
+        add_name(connection, run_id, name)
         for one in {name, name if before is None else before.name}:
-            query = "SELECT id, directory FROM runs WHERE name = ? ORDER BY number"
-            parts = tell_apart(dict(map(tuple, connection.execute(query, (one,)))))
-            labels = [(f"{one} ({part})" if part else one, key) for key, part in parts.items()]
-            connection.executemany("UPDATE runs SET label = ? WHERE id = ?", labels)
+            name_apart(connection, one)
     return as_run(connection.execute(f"{RUNS} WHERE id = ?", (run_id,)).fetchone())
+
+
+def add_name(connection: sqlite3.Connection, run_id: str, name: str) -> None:
+    """Write a name by which a run is called; it is found by all that it ever had."""
+    connection.execute("INSERT OR IGNORE INTO run_names VALUES (?, ?)", (name, run_id))
+
+
+def name_apart(connection: sqlite3.Connection, name: str) -> None:
+    """Write the labels of the runs of a name."""
+    query = "SELECT id, directory FROM runs WHERE name = ? ORDER BY number"
+    parts = tell_apart(dict(map(tuple, connection.execute(query, (name,)))))
+    labels = [(f"{name} ({part})" if part else name, key) for key, part in parts.items()]
+    connection.executemany("UPDATE runs SET label = ? WHERE id = ?", labels)
 
 
 def place_job(connection: sqlite3.Connection, number: int, request: str, run_id: str) -> None:
@@ -78,21 +89,18 @@ def tell_apart(directories: Mapping[str, str]) -> dict[str, str]:
     """Return what distinguishes directories, by the ids of their runs; nothing for a single one.
 
     It is the end of what comes before the names that all have in common, as long as is needed:
-    "a" and "b" for `/x/a/output` and `/x/b/output`. Of equal directories it is the id.
+    "a" and "b" for `/x/a/output` and `/x/b/output`, without slashes. Of equal directories it is the
+    id.
     """
     if len(directories) < 2:
         return dict.fromkeys(directories, "")
-    paths = {key: PurePath(one).parts for key, one in directories.items()}
+    paths = {key: PurePath(one.lstrip("/")).parts for key, one in directories.items()}
     shortest, shared = min(map(len, paths.values())), 0
     while shared < shortest - 1 and len({parts[-1 - shared] for parts in paths.values()}) == 1:
         shared += 1
     heads = {key: parts[: len(parts) - shared] for key, parts in paths.items()}
     for length in range(1, max(map(len, heads.values())) + 1):
-        found = {key: "/".join(parts[-length:]).replace("//", "/") for key, parts in heads.items()}
+        found = {key: "-".join(parts[-length:]) for key, parts in heads.items()}
         if len(set(found.values())) == len(found):
             return found
-    counts = Counter(directories.values())
-    return {
-        key: key[:_SHORT] if counts[one] > 1 else "/".join(heads[key]).replace("//", "/")
-        for key, one in directories.items()
-    }
+    return {key: key[:_SHORT] for key in directories}

@@ -16,10 +16,17 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Settings, Status
+from unshard.evaluate.jobs import Status
 from unshard.evaluate.run_folder import PINS
-from unshard.evaluate.server.store.runs import directory_of, new_run_id, place_job, record_run
+from unshard.evaluate.server.store.runs import (
+    add_name,
+    directory_of,
+    new_run_id,
+    place_job,
+    record_run,
+)
 from unshard.evaluate.server.store.statements import as_request, settings_as_json
+from unshard.evaluate.settings import Settings
 from unshard.read.step_names import STATE_FOLDER
 
 _log = logging.getLogger(__name__)
@@ -153,61 +160,38 @@ CREATE TABLE runs (
     name TEXT NOT NULL,
     directory TEXT NOT NULL,
     label TEXT NOT NULL,
+    place TEXT NOT NULL,
     is_there INTEGER NOT NULL DEFAULT 1,
     is_written INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE run_names (name TEXT NOT NULL, run TEXT NOT NULL, PRIMARY KEY (name, run));
+CREATE VIEW run_calls AS SELECT id AS text, id AS run, 1 AS rank FROM runs UNION ALL
+    SELECT label, id, 1 FROM runs UNION ALL SELECT directory, id, 1 FROM runs WHERE is_there
+    UNION ALL SELECT name, run, 2 FROM run_names;
 CREATE INDEX runs_by_name ON runs (name);
 CREATE INDEX runs_by_directory ON runs (directory);
 CREATE INDEX runs_by_label ON runs (label);
-CREATE TABLE new_jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    key TEXT NOT NULL,
-    again TEXT NOT NULL DEFAULT '',
-    request TEXT NOT NULL,
-    run TEXT NOT NULL,
-    step INTEGER,
-    weights TEXT NOT NULL,
-    profile TEXT NOT NULL,
-    status TEXT NOT NULL,
-    phase TEXT,
-    created_at REAL NOT NULL,
-    queued_at REAL NOT NULL,
-    not_before REAL NOT NULL DEFAULT 0,
-    started_at REAL,
-    completed_at REAL,
-    pin TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0,
-    failures INTEGER NOT NULL DEFAULT 0,
-    error TEXT,
-    results TEXT,
-    superseded_by TEXT,
-    attempts_before INTEGER NOT NULL DEFAULT 0,
-    alike TEXT,
-    settings TEXT,
-    hidden TEXT,
-    was_hidden TEXT
-);
-INSERT INTO new_jobs (number, id, key, request, run, step, weights, profile, status, phase,
-    created_at, queued_at, not_before, started_at, completed_at, pin, attempts, failures, error,
-    results, superseded_by, attempts_before, alike)
-    SELECT number, id, key, request, run, step, weights, profile, status, phase, created_at,
-    queued_at, not_before, started_at, completed_at, pin, attempts, failures, error, results,
-    superseded_by, attempts_before, alike FROM jobs;
-DROP TABLE jobs;
-ALTER TABLE new_jobs RENAME TO jobs;
+ALTER TABLE jobs ADD COLUMN again TEXT NOT NULL DEFAULT '';
+ALTER TABLE jobs ADD COLUMN settings TEXT;
+ALTER TABLE jobs ADD COLUMN hidden TEXT;
+ALTER TABLE jobs ADD COLUMN was_hidden TEXT;
 CREATE UNIQUE INDEX jobs_by_key ON jobs (key, again);
-CREATE INDEX jobs_by_status ON jobs (status, queued_at, number);
-CREATE INDEX jobs_by_step ON jobs (run, step);
-CREATE INDEX jobs_by_pin ON jobs (pin);
-CREATE INDEX jobs_alike ON jobs (alike);
-CREATE INDEX jobs_of_status ON jobs (status, number);
-CREATE INDEX jobs_of_runs ON jobs (run, status, step);
-ALTER TABLE results ADD COLUMN task_version TEXT;
-ALTER TABLE results ADD COLUMN n_shot INTEGER;
-ALTER TABLE results ADD COLUMN n_samples INTEGER;
+ALTER TABLE jobs ADD COLUMN facts TEXT;
 DROP TABLE IF EXISTS deliveries
 """
+
+
+def _let_keys_be_equal(connection: sqlite3.Connection) -> None:
+    """Make the table of jobs anew without its unique key: SQLite cannot drop that."""
+    query = "SELECT name, sql FROM sqlite_master WHERE tbl_name = 'jobs' AND sql IS NOT NULL"
+    made = dict(connection.execute(query).fetchall())
+    table = made.pop("jobs").replace("jobs", "new_jobs", 1)
+    connection.execute(table.replace("key TEXT NOT NULL UNIQUE", "key TEXT NOT NULL"))
+    connection.execute("INSERT INTO new_jobs SELECT * FROM jobs")
+    connection.execute("DROP TABLE jobs")
+    connection.execute("ALTER TABLE new_jobs RENAME TO jobs")
+    for index in made.values():
+        connection.execute(index)
 
 
 def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
@@ -216,6 +200,7 @@ def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
     Of what was measured before, only the arguments of its submission are known. A base model, which
     is in no run's directory, belongs to the run of its name that began after it.
     """
+    _let_keys_be_equal(connection)
     for statement in _NUMBERS_THAT_SAY_MORE.split(";"):
         connection.execute(statement)
     rows = connection.execute("SELECT number, request, status FROM jobs ORDER BY number DESC")
@@ -229,6 +214,7 @@ def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
         place = (path, "" if path else request.run)
         if place not in known:
             known[place] = record_run(connection, new_run_id(), request.run, path).id
+        add_name(connection, known[place], request.run)
         place_job(connection, number, text, known[place])
         if status == Status.COMPLETED:
             settings = settings_as_json(Settings(request.arguments.given()))

@@ -18,10 +18,10 @@ from unshard.evaluate.jobs import (
     Request,
     Result,
     Run,
-    Settings,
     Status,
 )
 from unshard.evaluate.process import Process
+from unshard.evaluate.settings import Settings
 
 _EVENTS = 100_000
 _LONGEST_ERROR = 20_000  # characters
@@ -56,8 +56,7 @@ _JOB_COLUMNS = """
 
 RESULT_COLUMNS = """
     results.rowid AS number, jobs.id AS job_id, runs.label AS run, step, weights, profile, metric,
-    value, completed_at, stderr, higher_is_better, jobs.run AS run_id, settings, task_version,
-    n_shot, n_samples, hidden
+    value, completed_at, stderr, higher_is_better, jobs.run AS run_id, settings, facts, hidden
 """
 """What `as_result` reads of `results`, `jobs` and `runs`."""
 
@@ -67,19 +66,16 @@ _PLAIN_FIELDS = tuple(
 )
 _OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _FILTERED = ("status", "step", "weights", "profile")
-IS_CALLED = "? IN (id, label, name, IIF(is_there, directory, ''))"
-"""Which runs a text means, which is its one value."""
-
-_RUN = f"jobs.run IN (SELECT id FROM runs WHERE {IS_CALLED})"  # noqa: S608
+IS_CALLED = """(SELECT run FROM run_calls WHERE text = ? AND rank =
+    (SELECT MIN(rank) FROM run_calls WHERE text = ?))"""
+"""The runs that a text means, which is both of its values: a name only if it is no run's label."""
 
 
 Facts = tuple[str | None, int | None, int | None]
 """What is known of a task: its version, its few-shot examples, its samples."""
 
-NO_FACTS: Facts = (None, None, None)
-
-Numbers = tuple[float, float | None, bool | None, str | None, int | None, int | None]
-"""What is kept of a metric: value, standard error, whether higher is better; and of its task."""
+Numbers = tuple[float, float | None, bool | None]
+"""What is kept of a metric: its value, its standard error, whether higher is better."""
 
 
 def request_as_json(request: Request) -> str:
@@ -112,8 +108,15 @@ def settings_as_json(settings: Settings) -> str:
 
 
 @lru_cache(maxsize=512)
-def _as_settings(text: str) -> Settings:
-    return Settings(**json.loads(text))
+def _as_settings(text: str) -> tuple[Settings, str]:
+    """Return settings, and their id, which is not made anew for each of many numbers."""
+    settings = Settings(**json.loads(text))
+    return settings, settings.id
+
+
+@lru_cache(maxsize=512)
+def _as_facts(text: str) -> dict[str, Facts]:
+    return {task: (facts[0], facts[1], facts[2]) for task, facts in json.loads(text).items()}
 
 
 def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
@@ -135,7 +138,7 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
         metrics=metrics,
         stderr=errors,
         run=Run(row["run"], row["run_name"], row["run_directory"], row["run_label"]),
-        settings=None if row["settings"] is None else _as_settings(row["settings"]),
+        settings=None if row["settings"] is None else _as_settings(row["settings"])[0],
         **{name: row[name] for name in _PLAIN_FIELDS},
     )
 
@@ -160,16 +163,20 @@ def as_result(row: sqlite3.Row) -> Result:
     values = dict(row)
     task, _, metric = values.pop("metric").partition("/")
     better = values.pop("higher_is_better")
-    settings = _as_settings(values.pop("settings"))
+    settings, settings_id = _as_settings(values.pop("settings") or "{}")
+    facts = _as_facts(values.pop("facts") or "{}").get(task, (None, None, None))
     return Result(
         **values,
         task=task,
         metric=metric,
         higher_is_better=None if better is None else bool(better),
-        settings=settings.id,
+        settings=settings_id,
         arguments=settings.arguments,
         revision=settings.revision,
         evaluator=settings.evaluator,
+        task_version=facts[0],
+        n_shot=facts[1],
+        n_samples=facts[2],
     )
 
 
@@ -177,9 +184,11 @@ def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
     """Return the condition on jobs that filters mean, and its values."""
     given = {name: getattr(filters, name) for name in _FILTERED}
     kept = {f"jobs.{name} = ?": value for name, value in given.items() if value is not None}
+    where, values = ["TRUE", *kept], list(kept.values())
     if filters.run is not None:
-        kept[_RUN] = filters.run
-    return " AND ".join(["TRUE", *kept]), list(kept.values())
+        where.append(f"jobs.run IN {IS_CALLED}")
+        values += [filters.run, filters.run]
+    return " AND ".join(where), values
 
 
 def read_job(connection: sqlite3.Connection, job_id: str) -> Job | None:
@@ -275,8 +284,8 @@ def replace_results(
             found[next(one for one in chain([fit], others) if one not in found)] = value
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
-        "INSERT INTO results (job_id, metric, value, stderr, higher_is_better, task_version,"
-        " n_shot, n_samples) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO results (job_id, metric, value, stderr, higher_is_better)"
+        " VALUES (?, ?, ?, ?, ?)",
         [(job_id, name, *numbers) for name, numbers in found.items()],
     )
 

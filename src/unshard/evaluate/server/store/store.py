@@ -4,22 +4,14 @@ Every method is one transaction: a process that is killed at any statement leave
 or after it. Any number of threads and processes may use one database; each thread has a connection.
 """
 
+import json
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from unshard.evaluate.jobs import (
-    Filters,
-    Job,
-    JobEvent,
-    Phase,
-    Request,
-    Result,
-    Settings,
-    Status,
-)
+from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.hiding import Hiding
@@ -31,7 +23,6 @@ from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
-    NO_FACTS,
     RESULT_COLUMNS,
     Facts,
     Numbers,
@@ -49,6 +40,7 @@ from unshard.evaluate.server.store.statements import (
     replace_results,
     settings_as_json,
 )
+from unshard.evaluate.settings import Settings
 
 _NEWEST = """SELECT id, status FROM jobs WHERE key = ?1 AND (?2 = '' OR again = ?2)
     ORDER BY number DESC LIMIT 1"""
@@ -156,25 +148,20 @@ class Store:
     # What a scheduler does.
 
     def claim(
-        self,
-        now: float,
-        job_id: str | None = None,
-        gpus: tuple[str, ...] = (),
-        settings: Settings | None = None,
+        self, now: float, job_id: str | None = None, gpus: tuple[str, ...] = ()
     ) -> Job | None:
         """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
 
-        A concurrent call gets another job. `gpus` are those that the attempt has, and `settings`
-        what it measures with.
+        A concurrent call gets another job. `gpus` are those that the attempt has.
         """
         only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
         with self._transaction() as connection:
             row = connection.execute(
                 "UPDATE jobs SET status = 'running', phase = 'merging', started_at = ?,"  # noqa: S608
-                " settings = ?, attempts = attempts + 1 WHERE id = (SELECT id FROM jobs"
+                " attempts = attempts + 1 WHERE id = (SELECT id FROM jobs"
                 f" WHERE {CLAIMABLE} {only} ORDER BY queued_at, jobs.number LIMIT 1)"
                 " RETURNING id, attempts",
-                [now, settings_as_json(settings or Settings()), now, *values],
+                [now, now, *values],
             ).fetchone()
             if row is None:
                 return None
@@ -205,34 +192,32 @@ class Store:
             if done.rowcount:
                 add_event(connection, job_id, time.time())
 
-    def complete(  # noqa: PLR0913  (what is known of a number)
+    def describe(self, job_id: str, settings: Settings, facts: Mapping[str, Facts]) -> None:
+        """Record what a running job's numbers are measured with, and what is known of its tasks."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE jobs SET settings = ?, facts = ? WHERE id = ?",
+                (settings_as_json(settings), json.dumps(facts), job_id),
+            )
+
+    def complete(
         self,
         job_id: str,
         metrics: Mapping[str, float],
         results: Path | None,
         errors: Mapping[str, float] | None = None,
         directions: Mapping[str, bool] | None = None,
-        *,
-        settings: Settings | None = None,
-        facts: Mapping[str, Facts] | None = None,
     ) -> bool:
         """End the open attempt with what was measured; return whether the job was still running.
 
         `errors` are the standard errors of those metrics that have one, and `directions` whether
-        higher is better, where that is known. `facts` are those of tasks.
+        higher is better, where that is known.
         """
-        errors, directions, facts = errors or {}, directions or {}, facts or {}
-        changes = {
-            **change_to_final(Status.COMPLETED),
-            "results": None if results is None else str(results),
-            "settings": settings_as_json(settings or Settings()),
-        }
+        errors, directions = errors or {}, directions or {}
+        file = None if results is None else str(results)
+        changes = {**change_to_final(Status.COMPLETED), "results": file}
         found = {
-            name: (
-                *(value, errors.get(name), directions.get(name)),
-                *facts.get(name.partition("/")[0], NO_FACTS),
-            )
-            for name, value in metrics.items()
+            name: (value, errors.get(name), directions.get(name)) for name, value in metrics.items()
         }
         return self._end(job_id, Status.COMPLETED, changes, found)
 
@@ -286,7 +271,8 @@ class Store:
                 )
                 if metrics is not None:
                     replace_results(connection, job_id, metrics)
-                add_event(connection, job_id, now)
+                ended_at = changes.get("completed_at")
+                add_event(connection, job_id, ended_at if isinstance(ended_at, float) else now)
         return is_running
 
     # What is read.

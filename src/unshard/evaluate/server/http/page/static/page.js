@@ -171,7 +171,7 @@ document.addEventListener("click", async (event) => {
   const { action, job } = button.dataset;
   if (action === "cancel" && !confirm(`Cancel job ${job.slice(0, 8)}?`)) return;
   const reason = action === "hide" ? prompt("Why are these results left out of curves and tables?") : "";
-  if (reason === null) return;
+  if (action === "hide" && !reason) return;
   button.ariaBusy = "true"; // a button that is disabled would lose the focus
   try {
     if (action === "cancel") await ask("DELETE", `/api/v1/jobs/${job}`);
