@@ -215,7 +215,11 @@ def test_a_database_of_an_earlier_version_gets_what_it_lacks(store: Store, work:
     store.close()
     with closing(sqlite3.connect(work / "jobs.sqlite")) as connection, connection:
         connection.execute("PRAGMA user_version = 1")
-        connection.execute("DROP TABLE forgotten")
+        for what in ("VIEW run_calls", "TABLE run_names", "TABLE runs", "TABLE forgotten"):
+            connection.execute(f"DROP {what}")
+        connection.execute("DROP INDEX jobs_by_key")
+        for column in ("again", "settings", "hidden", "was_hidden", "facts"):
+            connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute("ALTER TABLE results DROP COLUMN higher_is_better")
     grow_older(work)
     assert sweep(Store(work / "jobs.sqlite"), work) == 1
