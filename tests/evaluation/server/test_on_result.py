@@ -137,7 +137,7 @@ def test_a_command_that_fails_is_logged_and_not_run_again(
         job = store.get(job_id)
     assert job is not None
     assert job.status == "completed"
-    assert [note[0]["step"] for note in notes(place)] == [1, 2]  # type: ignore[index,call-overload]
+    assert [note[0]["step"] for note in notes(place)] == [1, 2]  # type: ignore[index]
     assert why in caplog.text
     assert "cannot reach the chat" in caplog.text
     assert len(caplog.text) < 5_000
@@ -161,7 +161,7 @@ def test_a_stop_waits_for_the_commands_of_what_has_ended(tmp_path: Path, place: 
     assert len(notes(place)) == 2
     with told_store(tmp_path, told) as store:  # the next server begins with what ends then
         ended(store, 3)
-    assert notes(place)[2][0]["step"] == 3  # type: ignore[index,call-overload]
+    assert notes(place)[2][0]["step"] == 3  # type: ignore[index]
     assert len(notes(place)) == 3
 
 
@@ -204,7 +204,7 @@ def test_a_server_that_is_drained_runs_it_for_the_last_job(tmp_path: Path, place
         wait_until(lambda: ": started: " in server.told(), "the job")
         server.process.send_signal(signal.SIGUSR1)
         assert server.process.wait(LIMIT_S) == 0
-    assert [note[0]["status"] for note in notes(place)] == ["completed"]  # type: ignore[index,call-overload]
+    assert [note[0]["status"] for note in notes(place)] == ["completed"]  # type: ignore[index]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")

@@ -30,7 +30,7 @@ class TrainerWandbSink:
 
     def describe(self, config: Mapping[str, object]) -> None:
         """Add what results are measured with to the run's config."""
-        self._run.config.update(dict(config), allow_val_change=True)
+        self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Add a result to the row that the trainer commits next."""
@@ -83,7 +83,7 @@ class WandbSink:
 
     def describe(self, config: Mapping[str, object]) -> None:
         """Add what results are measured with to the run's config."""
-        self._run.config.update(dict(config), allow_val_change=True)
+        self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
         """Write a row."""
