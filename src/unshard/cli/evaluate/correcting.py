@@ -23,7 +23,10 @@ def hide(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Leave the results of jobs out of curves, tables and exports; nothing is removed."""
+    """Leave results out of curves, tables and exports.
+
+    Nothing is removed, and `unshard eval show` brings them back.
+    """
     with connect(server, token_file) as client:
         hidden = [client.hide(job, reason) for job in jobs]
     print_jobs(hidden, as_json=as_json)
@@ -32,7 +35,10 @@ def hide(
 def show(
     jobs: JobIds, server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False
 ) -> None:
-    """Show hidden results again, also those of a branch that training has left."""
+    """Show hidden results again.
+
+    Also those of a branch that training has left when it went back to an older step.
+    """
     with connect(server, token_file) as client:
         shown = [client.show(job) for job in jobs]
     print_jobs(shown, as_json=as_json)
@@ -43,7 +49,10 @@ def adopt(
     server: ServerUrl = URL,
     token_file: TokenFile = None,
 ) -> None:
-    """Continue the curves of a run that was moved to another disk, where it seems to be a copy."""
+    """Continue the curves of a run that was moved.
+
+    On another disk it seems to be a copy, and gets curves of its own.
+    """
     from unshard.evaluate.client.v1 import ServerAwayError
     from unshard.evaluate.run_folder import RunFolder
 
