@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import Depends, Response
+from fastapi import Depends, HTTPException, Response
 from pydantic import BaseModel, Field
 from starlette.requests import HTTPConnection
 
 from unshard.errors import UnshardError
+from unshard.evaluate.jobs import Job
 from unshard.evaluate.server.admission import MOST_TASKS
 from unshard.evaluate.server.service import Service
 
@@ -31,6 +32,19 @@ async def _service_of(connection: HTTPConnection) -> Service:  # async: it needs
 
 Served = Annotated[Service, Depends(_service_of)]
 """The service of the application that got a request."""
+
+
+def find_job(service: Service, job_id: str) -> Job:
+    """Return a job, by its id or the beginning of it.
+
+    Raises:
+        HTTPException: 404: there is none.
+        UsageError: several ids begin like this.
+    """
+    job = service.job(job_id)
+    if job is None:
+        raise HTTPException(404, f"job {job_id} does not exist")
+    return job
 
 
 class ErrorFields(BaseModel):

@@ -8,11 +8,9 @@ from fastapi import APIRouter, HTTPException
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from unshard.evaluate.jobs import Job
-from unshard.evaluate.server.http.answers import ErrorBody, Served
+from unshard.evaluate.server.http.answers import ErrorBody, Served, find_job
 from unshard.evaluate.server.http.page.rendering import HEADERS
 from unshard.evaluate.server.queue.job_files import JobFile, list_files, open_file
-from unshard.evaluate.server.service import Service
 
 router = APIRouter(prefix="/api/v1/jobs", tags=["v1"], responses={"4XX": {"model": ErrorBody}})
 _PIECE = 1 << 18
@@ -27,7 +25,7 @@ class FileList(BaseModel):
 @router.get("/{job_id}/files")
 def files(service: Served, job_id: str) -> FileList:
     """List the results and samples that the evaluator wrote about a completed job."""
-    return FileList(files=list_files(service.work_dir, _find(service, job_id)))
+    return FileList(files=list_files(service.work_dir, find_job(service, job_id)))
 
 
 _FILE = {"content": {"text/plain": {"schema": {"type": "string", "format": "binary"}}}}
@@ -36,7 +34,7 @@ _FILE = {"content": {"text/plain": {"schema": {"type": "string", "format": "bina
 @router.get("/{job_id}/files/{name:path}", response_model=None, responses={200: _FILE})
 def file(service: Served, job_id: str, name: str) -> StreamingResponse:
     """Return one of these files as it was written."""
-    found = open_file(service.work_dir, _find(service, job_id), name)
+    found = open_file(service.work_dir, find_job(service, job_id), name)
     if found is None:
         raise HTTPException(404, f"job {job_id} has no file of this name")
     kept_as = quote(name.rpartition("/")[2], safe="")
@@ -51,10 +49,3 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while piece := file.read(_PIECE):
             yield piece
-
-
-def _find(service: Service, job_id: str) -> Job:
-    job = service.job(job_id)
-    if job is None:
-        raise HTTPException(404, f"job {job_id} does not exist")
-    return job

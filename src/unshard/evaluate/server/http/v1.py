@@ -24,6 +24,7 @@ from unshard.evaluate.server.http.answers import (
     Served,
     answer,
     answer_page,
+    find_job,
 )
 from unshard.evaluate.server.http.security import refused
 from unshard.evaluate.server.http.views import (
@@ -56,13 +57,6 @@ _EVENTS = 100  # read at once, and held for a client that reads slowly
 _RESULT = TypeAdapter(Result)  # it has the fields of a view, which need not be made for each
 
 
-def _find(service: Service, job_id: str) -> Job:
-    job = service.job(job_id)
-    if job is None:
-        raise HTTPException(404, f"job {job_id} does not exist")
-    return job
-
-
 def _view(service: Service, job: Job) -> JobView:
     return JobView.of(job, service.store.position(job.id), service.scheduler.waits_for(job))
 
@@ -79,7 +73,7 @@ def submit(service: Served, response: Response, submission: Submission) -> JobVi
 @router.get("/jobs", response_model=JobList)
 def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
     """List jobs, the newest first, page by page."""
-    before = None if wanted.before is None else _find(service, wanted.before).id
+    before = None if wanted.before is None else find_job(service, wanted.before).id
     filters = Filters(**wanted.model_dump(exclude={"before", "limit"}))
     places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
 
@@ -96,37 +90,37 @@ def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
 @router.get("/jobs/{job_id}", response_model=JobView)
 def job(service: Served, job_id: str) -> Response:
     """Show a job."""
-    return answer(_view(service, _find(service, job_id)))
+    return answer(_view(service, find_job(service, job_id)))
 
 
 @router.delete("/jobs/{job_id}")
 def cancel(service: Served, job_id: str) -> JobView:
     """Cancel a job that is queued or running; a job that has ended stays as it is."""
-    found = _find(service, job_id)
+    found = find_job(service, job_id)
     service.scheduler.cancel(found.id)
-    return _view(service, _find(service, found.id))
+    return _view(service, find_job(service, found.id))
 
 
 @router.post("/jobs/{job_id}/retry")
 def retry(service: Served, job_id: str) -> JobView:
     """Queue a job again that has ended; one that is completed stays, and gets a new one beside."""
-    return _view(service, service.retry(_find(service, job_id)))
+    return _view(service, service.retry(find_job(service, job_id)))
 
 
 @router.post("/jobs/{job_id}/hide")
 def hide(service: Served, job_id: str, why: Reason) -> JobView:
     """Leave a job's results out of curves and tables."""
-    found = _find(service, job_id)
+    found = find_job(service, job_id)
     service.store.hiding.hide(found.id, why.reason)
-    return _view(service, _find(service, found.id))
+    return _view(service, find_job(service, found.id))
 
 
 @router.post("/jobs/{job_id}/show")
 def show(service: Served, job_id: str) -> JobView:
     """Show a job's results again; the reason why they were hidden is kept."""
-    found = _find(service, job_id)
+    found = find_job(service, job_id)
     service.store.hiding.show(found.id)
-    return _view(service, _find(service, found.id))
+    return _view(service, find_job(service, found.id))
 
 
 @router.post("/drain")
@@ -139,7 +133,7 @@ def drain(service: Served) -> Drain:
 @router.get("/jobs/{job_id}/log", response_model=LogPart)
 def log(service: Served, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt, from a byte offset."""
-    found, days = _find(service, job_id), service.config.keep_days
+    found, days = find_job(service, job_id), service.config.keep_days
     has_begun = found.status.is_final and found.attempts > 0
     if has_begun and not service.scheduler.directory_of(found).exists():
         kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""

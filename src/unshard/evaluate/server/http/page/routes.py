@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 
 from unshard.evaluate.jobs import Filters, Job, Run, Status
 from unshard.evaluate.pins.pin import Pin
-from unshard.evaluate.server.http.answers import BoundedText, Served, answer
+from unshard.evaluate.server.http.answers import BoundedText, Served, answer, find_job
 from unshard.evaluate.server.http.page.plots import PlotList, as_csv, make_plots
 from unshard.evaluate.server.http.page.progress import Progress, progress_of
 from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render, version_of
@@ -146,13 +146,6 @@ def _progress(service: Service, job: Job) -> Progress | None:
     return progress_of(service.scheduler.directory_of(job) / LOG_NAME)
 
 
-def _found(service: Service, job_id: str) -> Job:
-    job = service.job(job_id)
-    if job is None:
-        raise HTTPException(404, f"job {job_id} does not exist")
-    return job
-
-
 @router.get("/")
 def overview(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
     """Show what runs, what waits, who has the GPUs, and all runs."""
@@ -252,7 +245,7 @@ def plot_csv(service: Served, wanted: Annotated[OnePlot, Query()]) -> Response:
 def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
     """List jobs, the newest first."""
     service = views.service
-    before = _found(service, wanted.before).id if wanted.before else None
+    before = find_job(service, wanted.before).id if wanted.before else None
     found = list(islice(service.store.newest(wanted.filters(), before), _JOBS + 1))
     return views.show(
         "jobs.html",
@@ -269,7 +262,7 @@ def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
 def job(views: Views, job_id: str) -> HTMLResponse:
     """Show a job: its state, its numbers, what it was made from, and the end of its log."""
     service = views.service
-    found = _found(service, job_id)
+    found = find_job(service, job_id)
     end = log_end(service.scheduler.directory_of(found) / LOG_NAME)
     return views.show(
         "job.html",
@@ -286,7 +279,7 @@ def job(views: Views, job_id: str) -> HTMLResponse:
 @router.get("/view/jobs/{job_id}/log.txt")
 def whole_log(service: Served, job_id: str) -> StreamingResponse:
     """Return the log of a job's last attempt as plain text, as it was written."""
-    found = _found(service, job_id)
+    found = find_job(service, job_id)
     return StreamingResponse(_log_parts(service, found), media_type=_TEXT, headers=HEADERS)
 
 
