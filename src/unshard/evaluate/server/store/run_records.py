@@ -66,13 +66,15 @@ class RunRecords:
         """
         with self._connections.transaction() as connection:
             connection.execute(
-                "UPDATE runs SET is_there = FALSE WHERE directory = ? AND id <> ? AND ?1 <> ''",
+                "UPDATE runs SET is_there = FALSE WHERE directory = ? AND id <> ? AND ?1 <> ''"
+                " AND is_there",
                 (directory, run_id),
             )
             run = record_run(connection, run_id, name, directory)
             connection.execute(
-                "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?, is_written)"
-                " WHERE id = ?",
+                # Each submission comes here: what changes nothing must not wait for the disk.
+                "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?1, is_written)"
+                " WHERE id = ?2 AND NOT (is_there AND is_written = COALESCE(?1, is_written))",
                 (is_written, run_id),
             )
             return run
