@@ -136,8 +136,9 @@ class EvalConfig:
         save_steps: steps between checkpoints, if known.
         checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
             because the server sets it.
-        model_args, num_fewshot, batch_size, limit, gen_kwargs, num_gpus, seed, apply_chat_template,
-            system_instruction, fewshot_as_multiturn, max_batch_size, metadata: see `Arguments`.
+        model_args: see `Arguments`, as for num_fewshot, batch_size, limit, gen_kwargs, num_gpus,
+            seed, apply_chat_template, system_instruction, fewshot_as_multiturn, max_batch_size
+            and metadata.
         run: the name of the training run; None: the name of its directory.
         base: the model that training began with, which is evaluated once, as step 0: see
             `find_base`.
