@@ -101,8 +101,8 @@ def shown_in(page: str) -> list[tuple[str, str]]:
 
 
 def timeless(text: str) -> str:
-    """Return a report without its time, rate and memory."""
-    text = re.sub(r"[\d.]+ s \([\d.]+ \w+/s\), peak memory [\d.]+ \w+", "SPEED", text)
+    """Return a report without its time and memory."""
+    text = re.sub(r"[\d.]+ s, peak memory [\d.]+ \w+", "SPEED", text)
     return text.replace(f"{ROOT}/", "")
 
 
@@ -112,19 +112,48 @@ def test_a_first_session_prints_what_the_readme_shows(
 ) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    inspected, merged, loaded = shown_in("README.md")
-    for command, output in (inspected, merged):
-        name, *arguments = command.split()
-        assert name == "unshard"
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        printed = capsys.readouterr()
-        assert ended.value.code == 0
-        assert timeless(printed.err + printed.out).strip() == timeless(output)
+    (command, output), loaded = shown_in("README.md")
+    name, *arguments = command.split()
+    assert name == "unshard"
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    printed = capsys.readouterr()
+    assert ended.value.code == 0
+    assert timeless(printed.err + printed.out).strip() == timeless(output)
     python, *arguments = shlex.split(loaded[0])
     assert python == "python"
     shown = subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
     assert shown.stdout.decode().strip() == loaded[1]
+
+
+def test_the_readmes_python_runs_as_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    run = [sys.executable, "-c", code]
+    shown = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert shown == "51 496508 ()\n(66,)\n"
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def merge_line_of(text: str) -> tuple[Path, set[str]]:
+    """Return the checkpoint and the options of the first `unshard merge` in a text."""
+    found = re.search(r"unshard merge (\S+) \S+([^\n`]*)", text)
+    assert found is not None, text
+    return Path(found[1]), set(re.findall(r"--[a-z-]+", found[2]))
+
+
+def test_the_readmes_line_of_a_trainer_is_that_of_its_page() -> None:
+    """That line is run on trees of the real trainers: `tests/oracle/test_pages_of_trainers.py`."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## By trainer")[2]
+    rows = re.findall(r"^\| \[[^\]]+\]\((docs/trainers/\S+\.md)\).*$", table, re.MULTILINE)
+    pages = {str(one.relative_to(ROOT)) for one in (ROOT / "docs" / "trainers").iterdir()}
+    assert set(rows) == pages
+    lines = [line for line in table.splitlines() if "](docs/trainers/" in line]
+    for page, line in zip(rows, lines, strict=True):
+        text = (ROOT / page).read_text(encoding="utf-8").partition("## Merge")[2]
+        (short, options), (whole, more) = merge_line_of(line), merge_line_of(text)
+        assert whole.parts[-len(short.parts) :] == short.parts, page
+        assert options <= more <= options | {"--dtype"}, page
 
 
 def test_the_figures_beside_other_tools_are_those_that_were_recorded(

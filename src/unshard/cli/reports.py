@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unshard.api.merging import StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
+_RATED = 100_000_000  # bytes
 _SHOWN = 20
 _TITLE = 13  # characters of the first column of the table of `inspect`
 
@@ -92,7 +93,9 @@ def _step_fields(one: "StepResult") -> dict[str, object]:
 
 
 def _print_merge(report: "Report") -> None:
-    rate = report.bytes_written / max(report.seconds, 1e-3)
+    rate = ""
+    if report.bytes_written >= _RATED:  # of less, it would be the rate of the start
+        rate = f" ({human_size(report.bytes_written / max(report.seconds, 1e-3))}/s)"
     done = "wrote" if report.output else "uploaded"
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")
@@ -100,8 +103,7 @@ def _print_merge(report: "Report") -> None:
     print(f"merged {tensors} of {ranks}: {_list_dtypes(report)}")
     print(
         f"{done} {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
-        f"{report.seconds:.2f} s ({human_size(rate)}/s), "
-        f"peak memory {human_size(report.peak_memory_bytes)}"
+        f"{report.seconds:.2f} s{rate}, peak memory {human_size(report.peak_memory_bytes)}"
     )
     if report.bytes_copied:
         print(f"the store copied {human_size(report.bytes_copied)} of it itself")
