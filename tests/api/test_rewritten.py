@@ -30,7 +30,7 @@ from unshard.tensors.catalog import Catalog
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
-MOMENTS, FEW = 200, 5
+MOMENTS, FEW = 100, 5  # for each of the two levels of `--verify`
 STEPS = 2
 STATE = "extra_state_world_size_2_rank_{}.pt"
 
