@@ -168,8 +168,9 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         ),
         "role": Option(
             "Whose weights, where a step has several sets: actor (or policy), critic, or the name "
-            "of their folder (ref, reward).  [default: actor, policy, model, trainer, the first "
-            "there is]",
+            "of their folder (ref, reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model, "
+            "if it has none); of all steps, into OUTPUT/STEP-ROLE.  [default: actor, policy, "
+            "model, trainer, the first there is]",
             "NAME",
         ),
         "step": Option("Which step of a run.  [default: the highest complete one]", "N", kind=int),

@@ -1,7 +1,7 @@
 """`merge`: a checkpoint in, a Hugging Face directory out; and `merge_all`: every step of a run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -33,7 +33,8 @@ from unshard.errors import (
 )
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned, warn
-from unshard.read.finding.discover import all_steps
+from unshard.read.finding.discover import all_steps, find
+from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
@@ -226,7 +227,7 @@ def merge_with(
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of one step of a run.
+    """What became of one step of a run, or of one model of a step.
 
     Attributes:
         step: its number.
@@ -234,6 +235,7 @@ class StepResult:
         report: of the merge, if it was made.
         error: why it was not made; an IncompleteError for a step that was passed over.
             Neither report nor error: its output was there already.
+        role: what the model is called, if every role was asked for.
     """
 
     step: int | None
@@ -241,11 +243,18 @@ class StepResult:
     output: str
     report: Report | None = None
     error: UnshardError | None = None
+    role: str | None = None
 
     @property
     def has_failed(self) -> bool:
-        """Whether the step could not be merged although it is complete."""
-        return self.error is not None and not isinstance(self.error, IncompleteError)
+        """Whether the step could not be merged although it is complete, as all models must be."""
+        passed_over = self.role is None and isinstance(self.error, IncompleteError)
+        return self.error is not None and not passed_over
+
+    @property
+    def title(self) -> str:
+        """Which step this is, and which model of it."""
+        return f"step {self.step}" + (f", {self.role}" if self.role else "")
 
 
 @accepting(MergeKeywords)
@@ -263,14 +272,15 @@ def merge_all(
     A step that cannot be merged does not prevent the merge of the others.
 
     Args:
-        run: a directory that has several steps.
+        run: a directory that has several steps; for `role="all"`, also one of them.
         output: the directory to make one output per step in; default `merged` next to the steps.
         skip_existing: leave out the steps whose output an earlier merge with the same options made.
         listener: as for `merge`; steps that are incomplete are named.
-        options: as for `merge`, except `step` and `push_to_hub`.
+        options: as for `merge`, except `step` and `push_to_hub`; and role="all" merges every model
+            of a step: into `<step>`, `<step>-critic` and so on.
 
     Returns:
-        A report for each step that was merged now.
+        A report for each model that was merged now.
 
     Raises:
         UnshardError: there is no such run; or, after all steps were tried, what those that failed
@@ -282,7 +292,8 @@ def merge_all(
     failed = [one.error for one in results if one.error is not None and one.has_failed]
     kinds = {type(error) for error in failed}
     kind = kinds.pop() if len(kinds) == 1 else UnshardError
-    raise_all(kind, f"{run}: {len(failed)} of {len(results)} steps failed", failed)
+    what = "steps" if chosen.role != EVERY_ROLE else "models"
+    raise_all(kind, f"{run}: {len(failed)} of {len(results)} {what} failed", failed)
     return [one.report for one in results if one.report is not None]
 
 
@@ -293,40 +304,71 @@ def merge_steps(
     listener: Listener,
     *,
     skip_existing: bool,
+    is_run: bool = True,
 ) -> list[StepResult]:
     """Merge as `merge_all` does; return what became of each step.
+
+    With `is_run` False, every model of one step is merged, each into a directory of its role.
 
     Raises:
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
-    if options.push_to_hub is not None:
-        raise UsageError(
-            "⟦--all-steps⟧ with ⟦--push-to-hub⟧: one repository cannot hold all of them"
-        )
-    if options.step is not None:
-        raise UsageError(f"⟦--all-steps⟧ and ⟦--step {options.step}⟧ exclude each other")
-    steps = all_steps(given_path(run, "the run"), options.choice)
-    if not steps:
-        raise UnknownFormatError(
-            f"{run} is one checkpoint, not a directory of several",
-            hint="give the directory that has the steps, or merge this checkpoint alone",
-        )
-    results = []
-    for location in steps:
-        target = location.default_output
+    results, is_every = [], options.role == EVERY_ROLE
+    for at in _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run):
+        role, target = at.role or "model", at.default_output
         if output is not None:
-            target = given_output(output) / target.name
-        report, error = None, None
-        if skip_existing and is_made_from(target, location, options.recorded):
-            listener(Chosen(f"skipping step {location.step}: {target} was made from it already"))
+            target = given_output(output) / (target.name if is_run else role)
+        chosen = replace(options, role=at.role) if is_every else options
+        one = StepResult(at.step, str(at.weights_dir), str(target), role=role if is_every else None)
+        if skip_existing and is_made_from(target, at, options.recorded):
+            listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
         else:
             try:
-                report = merge_checkpoint(location.path, target, options, listener)
-            except UnshardError as raised:
-                error, what = raised, f"step {location.step} could not be merged"
-                if isinstance(error, IncompleteError):
+                one = replace(one, report=merge_checkpoint(at.path, target, chosen, listener))
+            except UnshardError as error:
+                one = replace(one, error=error)
+                what = f"{one.title} could not be merged"
+                if not one.has_failed:
                     what = "passed over an incomplete step"
                 listener(Warned(f"{what}: " + error.text))
-        source = str(location.weights_dir)
-        results.append(StepResult(location.step, source, str(target), report, error))
+        results.append(one)
     return results
+
+
+def _sets_meant(
+    run: Path, options: MergeOptions, listener: Listener, *, is_run: bool
+) -> list[Location]:
+    """Return the sets of weights to merge: one of each step, or every one of a step or of each."""
+    if options.push_to_hub is not None:
+        what = "⟦--all-steps⟧" if is_run else "⟦--role all⟧"
+        raise UsageError(f"{what} with ⟦--push-to-hub⟧: one repository cannot hold all of them")
+    if is_run and options.step is not None:
+        raise UsageError(f"⟦--all-steps⟧ and ⟦--step {options.step}⟧ exclude each other")
+    if options.role == EVERY_ROLE:
+        steps = _complete(run, replace(options, role=None).choice, listener, is_run=is_run)
+        return [one for step in steps for one in (step, *step.others)]
+    if steps := all_steps(run, options.choice):
+        return steps
+    raise UnknownFormatError(
+        f"{run} is one checkpoint, not a directory of several",
+        hint="give the directory that has the steps, or merge this checkpoint alone",
+    )
+
+
+def _complete(run: Path, choice: Choice, listener: Listener, *, is_run: bool) -> list[Location]:
+    """Return the steps that lack nothing of any role, the lowest first; at least the highest."""
+    every = replace(choice, role=EVERY_ROLE)
+    found, passed = list[Location](), list[tuple[Location, str]]()
+    with blaming(run):
+        for step in (all_steps(run, every)[::-1] if is_run else ()) or find(run, every):
+            sets = (step, *step.others)
+            why = next(filter(None, (at.format.missing(at) for at in sets)), None)
+            if why is not None:
+                passed.append((step, why))
+                continue
+            found.append(step)
+            if not is_run:
+                break
+    for step, why in passed if found else ():
+        listener(Warned(f"passed over an incomplete step: {step.step_dir}: {why}"))
+    return found[::-1] or [passed[0][0]]

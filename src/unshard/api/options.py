@@ -25,7 +25,7 @@ from unshard.keywords import (
     Weights,
 )
 from unshard.plan.layout import size_in_bytes
-from unshard.read.format import ROLES, Choice, ReadOptions
+from unshard.read.format import EVERY_ROLE, ROLES, Choice, ReadOptions
 from unshard.stores.remote_path import path_of
 
 P = ParamSpec("P")
@@ -195,6 +195,12 @@ class MergeOptions:
     @property
     def choice(self) -> Choice:
         """Which checkpoint of several is meant."""
+        if self.role == EVERY_ROLE:
+            raise UsageError(
+                "⟦--role all⟧ means several models, and one is needed here",
+                hint="choose one of them, or merge each: `unshard merge` and unshard.merge_all "
+                "take ⟦--role all⟧",
+            )
         role = None if self.role is None else ROLES.get(self.role, self.role)
         return Choice(self.step, role, self.weights)
 

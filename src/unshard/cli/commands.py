@@ -98,26 +98,28 @@ def merge(
     """Merge a sharded checkpoint into a Hugging Face directory."""
     from unshard import api
     from unshard.api.merging import merge_checkpoint, merge_steps
+    from unshard.read.format import EVERY_ROLE
 
     if None not in (output, output_option):
         two = f"two outputs: {output} and --output {output_option}"
         raise UsageError(two, hint="leave one out")
     options = api.MergeOptions(**keywords_of(MergeKeywords, given))
     what = (checkpoint, output or output_option, options)
-    if skip_existing and not all_steps:
+    several = "--all-steps" if all_steps else "--role all" if options.role == EVERY_ROLE else ""
+    if skip_existing and not several:
         raise UsageError("--skip-existing needs --all-steps")
-    repo = _repo_without_output(options, what[1], all_steps=all_steps) if no_local else None
+    repo = _repo_without_output(options, what[1], several) if no_local else None
     with _working(quiet=quiet, front=front_of(merge)) as listener:
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(
                 checkpoint, repo, private=options.private, listener=listener, **keywords
             )
-        elif not all_steps:
+        elif not several:
             report = merge_checkpoint(*what, listener)
         else:
-            steps = merge_steps(*what, listener, skip_existing=skip_existing)
-    if not all_steps:
+            steps = merge_steps(*what, listener, skip_existing=skip_existing, is_run=all_steps)
+    if not several:
         print_report(report, as_json=as_json, quiet=quiet)
         return
     print_steps(steps, as_json=as_json, quiet=quiet)
@@ -126,12 +128,12 @@ def merge(
             raise typer.Exit(one.error.exit_code)
 
 
-def _repo_without_output(options: "MergeOptions", output: Path | None, *, all_steps: bool) -> str:
+def _repo_without_output(options: "MergeOptions", output: Path | None, several: str) -> str:
     """Return where `--no-local` uploads to; refuse what it would have to ignore."""
     if options.push_to_hub is None:
         raise UsageError("--no-local needs --push-to-hub")
     kept = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
-    local = ["--all-steps"] if all_steps else []
+    local = [several] if several else []
     local += [f"--{spell(name)}" for name in options.chosen if name not in kept]
     local += [] if output is None else [f"the output {as_given(output)}"]
     if local:

@@ -75,18 +75,20 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
         print_report(report, as_json=False, quiet=False)
     for one in steps:
         if one.report is None and one.error is None:
-            print(f"step {one.step}: skipped, {one.output} was made from it already")
+            print(f"{one.title}: skipped, {one.output} was made from it already")
         elif one.error is not None:
             why = "failed" if one.has_failed else "passed over"
-            print(f"step {one.step}: {why}: {one.error.subject}")
+            print(f"{one.title}: {why}: {one.error.subject}")
     failed = sum(one.has_failed for one in steps)
-    print(f"{len(reports)} of {len(steps)} steps merged" + (f", {failed} failed" * bool(failed)))
+    what = "steps" if steps[0].role is None else "models"
+    print(f"{len(reports)} of {len(steps)} {what} merged" + (f", {failed} failed" * bool(failed)))
 
 
 def _step_fields(one: "StepResult") -> dict[str, object]:
     if one.report is not None:
         return fields_of(one.report)
     fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
+    fields |= {} if one.role is None else {"role": one.role}
     if one.error is None:
         return fields | {"skipped": "its output was made from it already"}
     return fields | {"failed" if one.has_failed else "passed_over": one.error.text}

@@ -49,6 +49,7 @@ _MORE_ROLES = {
 }
 
 Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
+EVERY_ROLE = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Location:
             other weights.
         empty: higher steps of the run, which have no weights and were passed over.
         also: directories that hold more files of the same checkpoint (of other nodes).
+        others: the other sets of weights of the step, if every role was asked for.
     """
 
     weights_dir: Path
@@ -130,6 +132,7 @@ class Location:
     file: Path | None = None
     empty: tuple[Path, ...] = ()
     also: tuple[Path, ...] = ()
+    others: tuple["Location", ...] = ()
 
     @property
     def roots(self) -> tuple[Path, ...]:

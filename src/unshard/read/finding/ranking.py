@@ -18,7 +18,7 @@ from unshard.read.finding.candidates import (
     sets_within,
     steps_in,
 )
-from unshard.read.format import Choice, Location, Role, role_in
+from unshard.read.format import EVERY_ROLE, Choice, Location, Role, role_in
 from unshard.read.step_names import count_steps, family, step_of
 from unshard.read.tree import Tree
 from unshard.read.zero.reader import ZERO
@@ -56,7 +56,7 @@ def sets_near(
 def choose(
     tree: Tree, place: Path, found: list[Location], choice: Choice, *, start: Path
 ) -> Location:
-    """Return the one set of weights that is meant.
+    """Return the one set of weights that is meant; of every role, the first, with the others.
 
     Args:
         tree: what is there.
@@ -73,6 +73,8 @@ def choose(
             hint="give the directory that has all steps, or leave ⟦--step⟧ out",
         )
     kept = _of_weights(place, found, choice, start)
+    if choice.role == EVERY_ROLE and (every := _each(kept)):
+        return replace(every[0], others=tuple(every[1:]))
     location = _of_role(tree, place, kept, choice.role, start)
     if not tree.inside(location.weights_dir):
         raise IncompleteError(
@@ -109,7 +111,7 @@ def _of_role(
     tree: Tree, place: Path, found: list[Location], role: Role | None, start: Path
 ) -> Location:
     """Return the weights of a role; a critic is never taken unless it is named."""
-    kept = [at for at in found if role is None or at.is_called(role)]
+    kept = [at for at in found if role in (None, EVERY_ROLE) or at.is_called(role)]
     if not kept:
         raise UnknownFormatError(f"{place} has no {role}", found=_listed(tree, place, found))
     if len(kept) > 1 and role is None:
@@ -142,6 +144,16 @@ def _called(place: Path, at: Location, found: list[Location]) -> str:
     inner = (place.name,) if is_place else at.weights_dir.relative_to(place).parts
     shared = {part for one in found if one != at for part in one.weights_dir.parts}
     return at.role or next((part for part in inner if part not in shared), inner[0])
+
+
+def _each(found: list[Location]) -> list[Location]:
+    """Return all sets, those without a role by their folders; none if two are called the same."""
+    every = [one for at in found for one in (at, *at.others)]
+    if len(every) == 1:
+        return every
+    named = {_called(at.step_dir, at, every): at for at in every}
+    roles = [replace(at, role=name if at.is_called(name) else None) for name, at in named.items()]
+    return roles if len(roles) == len(every) else []
 
 
 def _listed(tree: Tree, place: Path, found: list[Location]) -> str:
