@@ -7,40 +7,62 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from inspect import cleandoc
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import typer
 
 from unshard import errors
+from unshard.cli.examples import EXAMPLES
 from unshard.cli.main import app, main
 from unshard.errors import how_to_install
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = (
-    *("merge", "inspect", "verify", "average", "reshard", "push", "vllm", "sglang", "env"),
-    *("eval", "eval serve", "eval doctor", "eval drain", "eval submit"),
-    *("eval status", "eval cancel", "eval logs", "eval results", "eval watch", "eval export"),
-    *("eval compare", "eval retry", "eval hide", "eval show", "eval adopt"),
-)
+PREFACE = """# The command line
 
-
-def help_of(command: str) -> str:
-    """Return a command's help page; all are made in this process, because each start takes time."""
-    words = [*command.split(), "--help"]
-    shown = CliRunner().invoke(app, words, prog_name="unshard", terminal_width=78)
-    assert shown.exit_code == 0
-    return shown.stdout.strip()
+Made from the commands' own parameters; a test keeps it up to date. `--help` of each command prints
+the same. Of `merge` and `average`, `-h` prints the options that are used most.
+"""
 
 
 def help_page() -> str:
-    parts = [
-        "# The command line\n",
-        "This page is generated from `unshard --help`; a test keeps it up to date.\n",
-    ]
-    parts += [f"## unshard {one}\n\n```\n{help_of(one)}\n```\n" for one in COMMANDS]
-    parts.append(EXIT_CODES)
-    return "\n".join(parts)
+    """Return the page: lists, whose lines a phone can break, not the columns of a terminal."""
+    group = typer.main.get_command(app)
+    context = group.context_class(group, info_name="unshard", **group.context_settings)
+    return "\n".join([PREFACE, *sections_of(context), EXIT_CODES])
+
+
+def sections_of(parent: Any) -> Iterator[str]:
+    """Yield a section for each command of a group, and for those of a group in it."""
+    for name, command in parent.command.commands.items():
+        context = command.context_class(command, info_name=name, parent=parent)
+        usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+        parts = [f"## {context.command_path}", cleandoc(command.help), f"Usage: `{usage}`"]
+        inner = getattr(command, "commands", {})
+        if inner:
+            rows = [(one, each.help.partition("\n")[0]) for one, each in inner.items()]
+            lists = {"Commands": rows}
+        else:
+            start = f"{context.command_path} "
+            lines = [line for line in EXAMPLES.splitlines() if f"{line} ".startswith(start)]
+            parts.append("\n".join(["```sh", *lines, "```"]))
+            lists = command.sections(context)
+        for title, rows in lists.items():
+            shown = [f"- `{one}`: {plain(text)}" for one, text in rows if one != "-h, --help"]
+            parts += [f"**{title}**", "\n".join(shown)] if shown else []
+        yield "\n\n".join(parts) + "\n"
+        if inner:
+            yield from sections_of(context)
+
+
+def plain(text: str) -> str:
+    """Return a text for Markdown, of which nothing is a tag or emphasis; `code` stays code."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    parts[::2] = [one.replace("<", "&lt;").replace("*", r"\*") for one in parts[::2]]
+    return "".join(parts)
 
 
 EXIT_CODES = """## Exit codes
@@ -75,6 +97,7 @@ def test_the_command_line_page_has_the_exit_code_of_every_error() -> None:
 
 def test_every_command_that_a_page_shows_has_the_options_it_is_shown_with() -> None:
     page = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    page = re.sub(r"```.*?```", "", page, flags=re.DOTALL)  # the examples, which the rest is for
     sections = re.split(r"^## unshard (.*)$", page, flags=re.MULTILINE)
     options = dict(zip(sections[1::2], sections[2::2], strict=True))
     shown = re.compile(r"(?:^(?:\$ )?|`)unshard ((?:eval )?[a-z]+)\b([^`\n#]*)", re.MULTILINE)
@@ -87,7 +110,8 @@ def test_every_command_that_a_page_shows_has_the_options_it_is_shown_with() -> N
     ]
     assert len(found) > 80
     theirs = {"vllm", "sglang"}  # take the options of another program, too
-    unknown = [one for one in found if one[2] not in options[one[1]] and one[1] not in theirs]
+    known = {name: section + "--help" for name, section in options.items()}
+    unknown = [one for one in found if one[2] not in known[one[1]] and one[1] not in theirs]
     assert unknown == []
 
 

@@ -167,10 +167,10 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             f"Which weights.  [default: {get_args(Weights)[0]}]", choices=get_args(Weights)
         ),
         "role": Option(
-            "Whose weights, where a step has several sets: actor (or policy), critic, or the name "
-            "of their folder (ref, reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model, "
-            "if it has none); of all steps, into OUTPUT/STEP-ROLE.  [default: actor, policy, "
-            "model, trainer, the first there is]",
+            "Which model of a step with several. actor (or policy), critic, or the name of its "
+            "folder (ref, reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model, if it has "
+            "none); of all steps, into OUTPUT/STEP-ROLE.  [default: actor, policy, model, trainer, "
+            "the first there is]",
             "NAME",
         ),
         "step": Option("Which step of a run.  [default: the highest complete one]", "N", kind=int),
@@ -217,9 +217,9 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "include": Option("Write only tensors with these names.", "REGEX", shapes=True),
         "exclude": Option("Leave out tensors with these names.", "REGEX", shapes=True),
         "lora": Option(
-            "Fuse adapters into the weights, write the adapter alone, or both, keep its matrices, "
-            "or ignore an adapter that is next to the weights.  [default: fuse, but an adapter "
-            "next to the weights is an error]",
+            "Fuse adapters, write them alone, or both. keep: leave their matrices among the "
+            "weights; ignore: leave out an adapter next to the weights.  [default: fuse, but an "
+            "adapter next to the weights is an error]",
             choices=get_args(Lora),
             shapes=True,
         ),
@@ -232,7 +232,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "Base model": {
         "base": Option(
-            "The model that training started from, a directory or hub id. It determines which "
+            "The model that training started from. A directory or hub id: it determines which "
             "tensors are expected, their names, dtypes and files, and completes config and "
             "tokenizer.",
             "MODEL",
@@ -245,7 +245,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "Output": {
         "config": Option(
-            "A config.json to use instead, or a directory with config, tokenizer and the like.",
+            "A config.json to use instead. Or a directory with config, tokenizer and the like.",
             "FILE|DIR",
             kind=Path,
         ),
@@ -257,7 +257,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
         ),
         "overwrite": Option(
-            "Replace an earlier output of unshard; keep other files there. all: also remove "
+            "Replace an earlier output of unshard. Other files there stay. all: also remove "
             "weights, adapters and other files in the way that unshard did not write.",
             "[=all]",
         ),
@@ -266,13 +266,14 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             "them if this one is interrupted.",
             kind=bool,
         ),
-        "push_to_hub": Option("Upload the output to this repository afterwards.", "REPO"),
+        "push_to_hub": Option("Upload the output to this repository, too.", "REPO"),
         "private": Option("Make that repository private if it is new.", kind=bool),
         "dry_run": Option("Show the plan and write nothing.", kind=bool),
     },
     "Running": {
         "verify": Option(
-            "light: reopen the output; full: also compare every byte, replicas and checksums.",
+            "How the output is checked. light: it is reopened; full: also every byte, replicas and "
+            "checksums are compared.",
             choices=get_args(Verify),
         ),
         "workers": Option("Number of threads.  [default: one per core, at most 8]", "N", kind=int),
@@ -287,3 +288,8 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
 OPTIONS = {name: one for group in GROUPS.values() for name, one in group.items()}
 CHOICES = {name: one.choices for name, one in OPTIONS.items() if one.choices}
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
+MOST_USED = (
+    *("weights", "role", "step", "dtype", "lora", "base", "config", "overwrite", "push_to_hub"),
+    *("dry_run", "verify", "all_steps", "quiet", "coefficients", "ema_decay", "last", "every"),
+)
+"""The options that `-h` shows of a command with many."""

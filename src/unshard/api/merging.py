@@ -236,6 +236,7 @@ class StepResult:
         error: why it was not made; an IncompleteError for a step that was passed over.
             Neither report nor error: its output was there already.
         role: what the model is called, if every role was asked for.
+        is_meant: whether this step was asked for, and so is not passed over.
     """
 
     step: int | None
@@ -244,11 +245,12 @@ class StepResult:
     report: Report | None = None
     error: UnshardError | None = None
     role: str | None = None
+    is_meant: bool = False
 
     @property
     def has_failed(self) -> bool:
-        """Whether the step could not be merged although it is complete, as all models must be."""
-        passed_over = self.role is None and isinstance(self.error, IncompleteError)
+        """Whether the step could not be merged although it is complete, or was asked for."""
+        passed_over = isinstance(self.error, IncompleteError) and not self.is_meant
         return self.error is not None and not passed_over
 
     @property
@@ -313,13 +315,14 @@ def merge_steps(
     Raises:
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
-    results, is_every = [], options.role == EVERY_ROLE
+    results, is_every = list[StepResult](), options.role == EVERY_ROLE
     for at in _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run):
         role, target = at.role or "model", at.default_output
         if output is not None:
             target = given_output(output) / (target.name if is_run else role)
         chosen = replace(options, role=at.role) if is_every else options
-        one = StepResult(at.step, str(at.weights_dir), str(target), role=role if is_every else None)
+        one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=not is_run)
+        one = replace(one, role=role) if is_every else one
         if skip_existing and is_made_from(target, at, options.recorded):
             listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
         else:
@@ -345,7 +348,8 @@ def _sets_meant(
     if is_run and options.step is not None:
         raise UsageError(f"⟦--all-steps⟧ and ⟦--step {options.step}⟧ exclude each other")
     if options.role == EVERY_ROLE:
-        steps = _complete(run, replace(options, role=None).choice, listener, is_run=is_run)
+        every = replace(replace(options, role=None).choice, role=EVERY_ROLE)
+        steps = (all_steps(run, every) if is_run else []) or [_complete(run, every, listener)]
         return [one for step in steps for one in (step, *step.others)]
     if steps := all_steps(run, options.choice):
         return steps
@@ -355,20 +359,14 @@ def _sets_meant(
     )
 
 
-def _complete(run: Path, choice: Choice, listener: Listener, *, is_run: bool) -> list[Location]:
-    """Return the steps that lack nothing of any role, the lowest first; at least the highest."""
-    every = replace(choice, role=EVERY_ROLE)
-    found, passed = list[Location](), list[tuple[Location, str]]()
+def _complete(run: Path, choice: Choice, listener: Listener) -> Location:
+    """Return the highest step of which no set of weights lacks a file; without one, the highest."""
+    steps = list[Location]()
     with blaming(run):
-        for step in (all_steps(run, every)[::-1] if is_run else ()) or find(run, every):
-            sets = (step, *step.others)
-            why = next(filter(None, (at.format.missing(at) for at in sets)), None)
-            if why is not None:
-                passed.append((step, why))
-                continue
-            found.append(step)
-            if not is_run:
-                break
-    for step, why in passed if found else ():
-        listener(Warned(f"passed over an incomplete step: {step.step_dir}: {why}"))
-    return found[::-1] or [passed[0][0]]
+        for step in find(run, choice):
+            why = [at.format.missing(at) for at in (step, *step.others)]
+            if not any(why):
+                return step
+            steps.append(step)
+            listener(Warned(f"{step.step_dir} is not complete: {next(filter(None, why))}"))
+    return steps[0]

@@ -71,20 +71,10 @@ def merge(
     ] = None,
     *,
     all_steps: Annotated[
-        bool,
-        flag(
-            "--all-steps",
-            "Merge every complete step of a run, each into its own directory.",
-            CHECKPOINT,
-        ),
+        bool, flag("--all-steps", "Merge every complete step of a run.", CHECKPOINT)
     ] = False,
     skip_existing: Annotated[
-        bool,
-        flag(
-            "--skip-existing",
-            "With --all-steps: leave out the steps that were merged already.",
-            CHECKPOINT,
-        ),
+        bool, flag("--skip-existing", "Leave out what --all-steps has merged before.", CHECKPOINT)
     ] = False,
     no_local: Annotated[
         bool,

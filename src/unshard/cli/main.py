@@ -11,6 +11,7 @@ from unshard.cli.commands import average, inspect, merge, push, reshard, verify
 from unshard.cli.engines import sglang, vllm
 from unshard.cli.environment import env
 from unshard.cli.evaluate.commands import app as evaluate
+from unshard.cli.evaluate.commands import cancel, logs, results, retry, status, submit
 from unshard.cli.evaluate.compare import compare
 from unshard.cli.evaluate.correcting import adopt, hide, show
 from unshard.cli.evaluate.runs import export, watch
@@ -29,20 +30,17 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in (merge, inspect, verify, average, reshard, push):
-    app.command(cls=Grouped)(guarded(_command))
+    app.command()(guarded(_command))
 for _engine in (vllm, sglang):
-    app.command(
-        cls=Grouped, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-    )(guarded(_engine))
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        guarded(_engine)
+    )
 app.command()(guarded(env))
-for _of_server in (serve, drain, doctor):
-    evaluate.command()(guarded(_of_server))
-evaluate.command()(guarded(watch))
-evaluate.command()(guarded(export))
-evaluate.command()(guarded(compare))
-evaluate.command()(guarded(hide))
-evaluate.command()(guarded(show))
-evaluate.command()(guarded(adopt))
+_of_jobs = (submit, retry, status, cancel, logs, results)
+for _of_eval in (*_of_jobs, serve, drain, doctor, watch, export, compare, hide, show, adopt):
+    evaluate.command()(guarded(_of_eval))
+for _registered in app.registered_commands + evaluate.registered_commands:
+    _registered.cls = Grouped
 app.add_typer(evaluate)
 
 

@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from unshard.cli.examples import EXAMPLES
 from unshard.fronts import spell
-from unshard.keywords import DEFAULTS, GROUPS
+from unshard.keywords import DEFAULTS, GROUPS, MOST_USED
 from unshard.keywords import Option as Declared
 
 if TYPE_CHECKING:
@@ -26,31 +27,55 @@ Option = tuple[object, OptionInfo]
 CHECKPOINT = "Checkpoint"
 OUTPUT = "Output"
 
+_SHORT = "unshard.short"
+_MANY = 30
+
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 class Grouped(TyperCommand):
-    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text."""
+    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text.
+
+    Of a command with many options, `-h` lists those that are used most.
+    """
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
         """Take `--overwrite` without a value, too: the word after it is not its value."""
         end = args.index("--") if "--" in args else len(args)
+        ctx.meta[_SHORT] = "-h" in args[:end] and len(self.params) > _MANY
         meant = ["--overwrite=ours" if arg == "--overwrite" else arg for arg in args[:end]]
         return super().parse_args(ctx, meant + args[end:])
 
-    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
-        """Write one section per group, in the order in which the options are declared."""
+    def sections(self, ctx: "Context") -> dict[str, list[tuple[str, str]]]:
+        """Return the parameters by group, in the order in which the options are declared."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            is_argument = parameter.param_type_name == "argument"
             group = getattr(parameter, "rich_help_panel", None) or "Options"
+            group = "Arguments" if parameter.param_type_name == "argument" else group
+            if record is not None and ctx.meta.get(_SHORT):
+                record = (record[0], record[1].split(". ")[0].rstrip(".") + ".")
+                if group != "Arguments":
+                    group, record = "Options", record if parameter.name in MOST_USED else None
             if record is not None:
-                groups.setdefault("Arguments" if is_argument else group, []).append(record)
-        for title, records in groups.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
+                groups.setdefault(group, []).append(record)
+        return {title: records for title, records in groups.items() if records}
+
+    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write one section per group."""
+        for title, records in self.sections(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Write the examples, and of short help, where the other options are."""
+        start = f"unshard {ctx.command_path.rpartition('unshard ')[2]} "
+        lines = [line for line in EXAMPLES.splitlines() if f"{line} ".startswith(start)]
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  {line}\n" for line in lines))
+        if ctx.meta.get(_SHORT):
+            count = sum(one.param_type_name == "option" for one in self.get_params(ctx))
+            formatter.write(f"\n--help shows all {count} options.\n")
 
 
 def option(

@@ -15,7 +15,7 @@ from unshard import signals
 from unshard.cli.evaluate.live import show_again
 from unshard.cli.evaluate.show import job_lines, print_jobs, result_lines, wait_for
 from unshard.cli.options import Json
-from unshard.cli.running import error_fields, front_of, guarded, say
+from unshard.cli.running import error_fields, front_of, say
 from unshard.errors import UnshardError, UsageError, how_to_install
 
 if TYPE_CHECKING:
@@ -118,8 +118,6 @@ def check_installed(*modules: str) -> None:
         raise UsageError(f"not installed: {packages}", hint=how_to_install(packages, "eval"))
 
 
-@app.command()
-@guarded
 def submit(
     checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
     tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")],
@@ -231,8 +229,6 @@ def _print_refused(error: UnshardError, jobs: list[dict[str, object]], *, as_jso
     raise typer.Exit(error.exit_code) from error
 
 
-@app.command()
-@guarded
 def retry(
     jobs: Annotated[
         list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or their beginnings.")
@@ -252,8 +248,6 @@ def retry(
     print_jobs(queued, as_json=as_json)
 
 
-@app.command()
-@guarded
 def status(
     job: Annotated[
         str | None,
@@ -284,8 +278,6 @@ def status(
         _show(read, interval if watch else None)
 
 
-@app.command()
-@guarded
 def cancel(
     job: Annotated[
         str | None, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")
@@ -316,8 +308,6 @@ def _names_of(profile: object) -> tuple[str, str]:
     return str(profile), str(profile).partition(":")[0]
 
 
-@app.command()
-@guarded
 def logs(
     job: JobId,
     follow: Annotated[
@@ -342,8 +332,6 @@ def logs(
             offset = after
 
 
-@app.command()
-@guarded
 def results(
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="Only results of this run.")

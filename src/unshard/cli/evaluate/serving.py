@@ -84,16 +84,9 @@ def serve(
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.serve import Given, serve
 
+    networks = tuple(allow_unauthenticated or ())
     given = Given(
-        config,
-        tuple(root or ()),
-        gpus,
-        host,
-        port,
-        token_file,
-        tuple(allow_unauthenticated or ()),
-        work_dir,
-        log_format,
+        *(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir, log_format)
     )
     try:
         serve(given)
@@ -130,16 +123,8 @@ def doctor(
     from unshard.evaluate.server.doctor import Trial, examine
     from unshard.evaluate.server.serve import Given
 
-    given = Given(
-        config,
-        tuple(root or ()),
-        gpus,
-        host,
-        port,
-        token_file,
-        tuple(allow_unauthenticated or ()),
-        work_dir,
-    )
+    networks = tuple(allow_unauthenticated or ())
+    given = Given(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir)
     if bool(trials) is not (checkpoint is not None):
         raise UsageError("--try and --checkpoint are given together, or neither")
     trial = Trial(checkpoint.absolute(), _tasks_of(trials)) if checkpoint and trials else None
