@@ -30,9 +30,11 @@ from unshard.fronts import (
     MERGE_OPTIONS,
     OTHER_OPTIONS,
     PYTHON,
+    Call,
     Command,
     Front,
     Mention,
+    Python,
     Text,
     marked,
     render,
@@ -90,7 +92,7 @@ def texts() -> dict[str, str]:
 
 def unmarked(text: str) -> set[str]:
     """Return the options in a text that are not marked, but for those of lines to paste."""
-    return set(re.findall(r"(?<![\w/.⟦-])--([a-z][a-z0-9-]*)(?!\w)", re.sub("`[^`]*`", "", text)))
+    return set(re.findall(r"(?<![\w/.⟦+-])--([a-z][a-z0-9-]*)(?!\w)", re.sub("`[^`]*`", "", text)))
 
 
 def mentions(text: str) -> Iterator[Mention]:
@@ -251,8 +253,9 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
             continue
         written = front.name(mention)
         if written is None:
-            assert parses(front.instead(mention)), place
-            assert front.instead(mention) in reword_warning(Text(text), front), place
+            assert parses(front.line([mention])), place
+            if not any(one.is_added for one in mentions(text)):  # which have a line of their own
+                assert front.line([mention]) in reword_warning(Text(text), front), place
         else:
             assert re.split("[ =]", written)[0] in options, place
             assert written in reword(text, front), place
@@ -461,6 +464,7 @@ def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the
         ("⟦--overwrite=all⟧", "overwrite='all'", "--overwrite=all"),
         ("run `hf upload --private`", "run `hf upload --private`", "run `hf upload --private`"),
         ("a--base /x/--base.y --", "a--base /x/--base.y --", "a--base /x/--base.y --"),
+        ("give ⟦+--lora-alpha N⟧", "give lora_alpha=…", "give --lora-alpha N"),
         ("⟦--token-file X⟧ and --jobs", "--token-file X and --jobs", "--token-file X and --jobs"),
         ("⟦--⟧ ⟦--A b⟧ ⟦ ⟧", "⟦--⟧ ⟦--A b⟧ ⟦ ⟧", "⟦--⟧ ⟦--A b⟧ ⟦ ⟧"),
     ],
@@ -468,7 +472,7 @@ def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the
 def test_a_text_has_options_as_the_front_writes_them(text: str, python: str, drop_in: str) -> None:
     assert reword(text, PYTHON) == python
     assert reword(text, Command({"base": "--model"})) == drop_in
-    plain = re.sub("⟦(--[a-z].*?)⟧", r"\1", text)
+    plain = re.sub(r"⟦\+?(--[a-z].*?)⟧", r"\1", text)
     assert reword(text, Command()) == Text(text) == plain
     assert reword_warning(plain, PYTHON) == plain  # nothing looks for options in a sentence
 
@@ -488,3 +492,53 @@ def test_options_stay_data_in_sums_copies_and_problems_that_are_raised_together(
         assert not set("⟦⟧\x1b") & set(written)
     assert "--" not in str(caught.value)
     assert marked(pickle.loads(pickle.dumps(caught.value)).text) == marked(caught.value.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "python"),
+    [
+        ("⟦+--step 4⟧", "--step 4 --also '/n 1'", "'out', step=4, also=['/n 1'], listener=heard)"),
+        (
+            "⟦+--base MODEL⟧; ⟦+--role 'critic|actor'⟧",
+            "--step 3 --also '/n 1' --base MODEL --role critic",
+            "'out', step=3, also=['/n 1'], listener=heard, base=..., role='critic')",
+        ),
+        (
+            "⟦+--also DIR⟧ and ⟦+--also DIR⟧, or ⟦--lora ignore⟧",
+            "--also '/n 1' --also DIR",
+            "also=['/n 1'] + [...], listener=heard)",
+        ),
+        ("⟦+--no-extra-state⟧", "--no-extra-state", "listener=heard, extra_state=False)"),
+        ("⟦+--overwrite=all⟧", "--also '/n 1' --overwrite=all", "overwrite='all')"),
+        ("⟦+--config FILE|DIR⟧", "--config FILE", "config=...)"),
+        ("⟦+--dtype 'a b'⟧", "--dtype 'a b'", "dtype='a b')"),
+    ],
+)
+def test_options_to_add_make_one_line_with_what_was_given(
+    text: str, command: str, python: str
+) -> None:
+    given = {"step": 3, "also": ["/n 1"]}
+    call = Call("unshard merge", ("my run", "out"), given)
+    error = UsageError("no", hint=text)
+    error.front = Command(None, call)
+    assert str(error).count("  use:      unshard merge 'my run' out ") == 1
+    assert str(error).endswith(command)
+    assert str(error).count("unshard merge") == 1
+    written = {name: repr(value) for name, value in given.items()} | {"listener": "heard"}
+    error.front = Python(None, None, Call("unshard.merge", ("'my run'", "'out'"), written))
+    assert str(error).count("\n  use:      unshard.merge('my run', 'out', ") == 1
+    assert str(error).endswith(python.removeprefix("'out', "))
+    error.front = PYTHON
+    assert "use:" not in str(error)
+
+
+def test_parts_of_an_error_are_in_the_words_of_its_front() -> None:
+    error = UsageError("⟦--step 3⟧: gone", expected="⟦--role NAME⟧", hint="give ⟦+--base MODEL⟧")
+    error.hint += "; or wait"
+    for same in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (same.subject, same.expected) == ("step=3: gone", "role=…")
+        assert same.hint == "give base=…; or wait"
+        same.front = Command({"base": "--model", "step": "-s"}, Call("unshard merge", ("a", "b")))
+        assert (same.subject, same.hint) == ("-s 3: gone", "give --model MODEL; or wait")
+        assert str(same).endswith("\n  use:      unshard merge a b --base MODEL")
+        assert same.text.startswith("--step 3: gone\n  expected: --role NAME")

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from unshard import showing
-from unshard.fronts import PYTHON, Command, Front
+from unshard.fronts import PYTHON, Call, Command, Front
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
 from unshard.showing import human_size, listening, plain
 
@@ -115,7 +115,7 @@ def test_a_long_wait_is_shown_in_minutes_and_hours(capsys: pytest.CaptureFixture
     [
         (Command(), "give --config FILE|DIR or --base MODEL"),
         (
-            Command({"base": "--hf_model"}, "unshard merge a b"),
+            Command({"base": "--hf_model"}, Call("unshard merge", ("a", "b"))),
             "give --config FILE|DIR or --hf_model MODEL (use: unshard merge a b --config FILE)",
         ),
         (PYTHON, "give config=… or base=…"),

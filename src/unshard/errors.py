@@ -51,6 +51,16 @@ def printable(text: str) -> str:
     return Text(text) if "⟦" in text else text
 
 
+def _worded(name: str) -> property:
+    """Return a part of a message, in the words of the error's front; sums of it keep its marks."""
+
+    def get(error: "UnshardError") -> str:
+        text: str = getattr(error, name)
+        return Text(text.marked, error.front) if isinstance(text, Text) else text
+
+    return property(get, lambda error, text: setattr(error, name, printable(text)))
+
+
 class UnshardError(Exception):
     """Base of all errors raised on purpose.
 
@@ -60,26 +70,24 @@ class UnshardError(Exception):
         found: what is there.
         hint: what to do next.
 
-    All four name options as `unshard merge` has them, and mark them: `⟦--lora-alpha N⟧`. `str`
-    writes them in the words of `front`; see `unshard.fronts`.
+    All four name options as `unshard merge` has them, and mark them: `⟦--lora-alpha N⟧`. They and
+    `str` are read in the words of `front`; see `unshard.fronts`.
     """
 
     exit_code: ClassVar[int] = 1
+    subject, expected, found, hint = map(_worded, ("_subject", "_expected", "_found", "_hint"))
 
     def __init__(
         self, subject: str, *, expected: str = "", found: str = "", hint: str = ""
     ) -> None:
-        self.subject = printable(subject)
-        self.expected = printable(expected)
-        self.found = printable(found)
-        self.hint = printable(hint)
         self.front: Front = PYTHON
+        self.subject, self.expected, self.found, self.hint = subject, expected, found, hint
         super().__init__(self.text)
 
     @property
     def text(self) -> str:
         """The whole message as it was written: with the options of `unshard merge`."""
-        text = self.subject
+        text = "" + self.subject
         text += "\n  expected: " + self.expected if self.expected else ""
         text += "\n  found:    " + self.found if self.found else ""
         text += "\n  hint:     " + self.hint if self.hint else ""

@@ -4,13 +4,18 @@ A message has options as `unshard merge` has them, and marks them: `⟦--overwri
 `⟦--lora-alpha N⟧`. A front is what shows the message: a command of ours, a command that replaces
 another tool's, or Python. It writes the options that it has in its own way, and for others it gives
 the line of `unshard merge` to use instead.
+
+A plus marks an option to add: `⟦+--base MODEL⟧`. All of them together, of one message or of all
+warnings, make one line to paste: the command as it was given, with these options. Alternatives that
+exclude each other have no plus.
 """
 
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self, get_origin
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, Self, get_origin
 
 from unshard.keywords import OPTIONS
 
@@ -36,7 +41,7 @@ _ALL = MERGE_OPTIONS | OTHER_OPTIONS
 _SEQUENCES = {spell(name) for name, one in OPTIONS.items() if get_origin(one.kind) is list}
 _IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
-_MARKED = re.compile(r"⟦(--([a-z0-9-]+)(?:[ =]([^⟧]*))?)⟧")
+_MARKED = re.compile(r"⟦(\+?)(--([a-z0-9-]+)(?:[ =]([^⟧]*))?)⟧")
 _PLAIN = re.compile(r"[\w|./,:+-]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 
@@ -49,18 +54,21 @@ class Mention(NamedTuple):
         option: its name without the dashes.
         value: its value, unquoted, or a placeholder: "MODEL"; None: the option alone.
         after: the value as it follows the option's name in a shell: " '/a b'", "=all", "".
+        is_added: whether the text advises to add it.
     """
 
     text: str
     option: str
     value: str | None
     after: str
+    is_added: bool = False
 
 
 class Text(str):
-    """A text of which the options are data; as a `str` it has them as `unshard merge` has.
+    """A text of which the options are data; as a `str` it has them as a front writes them.
 
-    The sum of texts has the options of both; what f-strings and `join` make of a text is plain.
+    The sum of texts has the options of both, as `unshard merge` writes them; what f-strings and
+    `join` make of a text is plain.
 
     Attributes:
         marked: the text with the marks.
@@ -71,15 +79,16 @@ class Text(str):
     marked: str
     parts: tuple[str | Mention, ...]
 
-    def __new__(cls, marked: str) -> Self:
-        """Take a text with its marks; one without any is plain."""
-        made = super().__new__(cls, _MARKED.sub(r"\1", marked))
+    def __new__(cls, marked: str, front: "Front | None" = None) -> Self:
+        """Take a text with its marks; one without any is plain. The default is `unshard merge`."""
         between, *found = _MARKED.split(marked)
         parts: list[str | Mention] = [between]
-        for text, option, given, after in zip(*(found[n::4] for n in range(4)), strict=True):
+        for plus, text, option, given, after in zip(*(found[n::5] for n in range(5)), strict=True):
             is_quoted = given is not None and given[:1] == given[-1:] == "'"
             value = given[1:-1].replace("'\"'\"'", "'") if is_quoted else given
-            parts += [Mention(text, option, value, _after(option, value)), after]
+            parts += [Mention(text, option, value, _after(option, value), plus == "+"), after]
+        words = (part if isinstance(part, str) else _word(part, front) for part in parts)
+        made = super().__new__(cls, "".join(words))
         made.marked, made.parts = marked, tuple(parts)
         return made
 
@@ -88,6 +97,11 @@ class Text(str):
 
     def __radd__(self, other: str) -> "Text":
         return Text(other + self.marked)
+
+
+def _word(mention: Mention, front: "Front | None") -> str:
+    written = None if front is None else front.name(mention)
+    return mention.text if written is None else written
 
 
 def marked(text: str) -> str:
@@ -102,55 +116,62 @@ def _after(option: str, value: str | None) -> str:
     return f" {quoted}" if _ALL.get(option, "?") else f"={quoted}"
 
 
+class Call(NamedTuple):
+    """A command or a function, and what it was given: paths as they are, options by name.
+
+    Those of a command are values, and booleans are flags; those of Python are written already.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
 class Front(Protocol):
     """What shows messages."""
 
+    @property
+    def own(self) -> Collection[str] | None:
+        """The options that it has, by the names of `unshard merge`; None: all."""
+
     def name(self, mention: Mention) -> str | None:
-        """Return how this front writes an option, or None if it does not have it."""
+        """Return how this front writes an option, or None if it is as `unshard merge` does."""
 
-    def instead(self, mention: Mention) -> str:
-        """Return the line to use for an option that it does not have."""
+    def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:
+        """Return the line to use with some options, or "" if it is not known.
 
-
-def line_of(command: str, arguments: Sequence[str], options: Mapping[str, object]) -> str:
-    """Return a command line to paste.
-
-    Args:
-        command: "unshard merge".
-        arguments: paths.
-        options: parameters of `unshard.merge` by name; booleans are flags.
-    """
-    parts = [command, *map(shlex.quote, arguments)]
-    for name, value in options.items():
-        option = spell(name)
-        parts.append(f"--{option}{_after(option, None if isinstance(value, bool) else str(value))}")
-    return " ".join(parts)
+        Args:
+            added: the options, each in place of an earlier value of it.
+            is_done: the output has been made, and the line is to replace it.
+        """
 
 
-def call_of(function: str, arguments: Sequence[str], options: Mapping[str, object]) -> str:
-    """Return a call of Python without its last bracket; see `line_of`."""
-    named = (f"{name}={value!r}" for name, value in options.items())
-    return f"{function}({', '.join([*map(repr, arguments), *named])}"
+def additions(text: str) -> list[Mention]:
+    """Return the options that a text advises to add."""
+    parts = text.parts if isinstance(text, Text) else ()
+    return [part for part in parts if isinstance(part, Mention) and part.is_added]
 
 
 def render(text: str, front: Front) -> tuple[str, list[str]]:
-    """Return a text as a front writes it, and the lines to use for what it names but lacks."""
-    shown, lines = "", []
-    for part in text.parts if isinstance(text, Text) else (text,):
-        if isinstance(part, str):
-            shown += part
-            continue
-        written = front.name(part)
-        if written is None and part.option in MERGE_OPTIONS:
-            lines.append(front.instead(part))
-        shown += part.text if written is None else written
-    return shown, list(dict.fromkeys(lines))
+    """Return a text as a front writes it, and the lines to use for what to add, or what it lacks.
+
+    What it lacks are alternatives, with a line for each, unless the text names what to add.
+    """
+    worded = Text(marked(text), front)
+    mentions = [part for part in worded.parts if isinstance(part, Mention)]
+    lacking = [one for one in mentions if one.option in MERGE_OPTIONS and _lacks(front, [one])]
+    added = additions(worded)
+    lines = map(front.line, [added] if added else [[one] for one in lacking])
+    return str(worded), list(dict.fromkeys(filter(None, lines)))
 
 
 def reword_warning(text: str, front: Front) -> str:
-    """Return a warning as a front shows it: one text, with the lines to use at its end."""
+    """Return a warning as a front shows it: one text, with alternatives to use at its end.
+
+    The line for what to add is that of all warnings; see `additions`.
+    """
     shown, lines = render(text, front)
-    return shown + (f" (use: {'; or: '.join(lines)})" if lines else "")
+    return shown + (f" (use: {'; or: '.join(lines)})" if lines and not additions(text) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,45 +180,67 @@ class Command:
 
     Attributes:
         own: the options that it has, by the names of `unshard merge`; None: all.
-        line: the line of `unshard merge` that does what it does.
+        merge: the line of `unshard merge` that does what it does.
+        itself: the command as it was given; None: its lines are those of `unshard merge`.
     """
 
     own: Mapping[str, str] | None = None
-    line: str = "unshard merge CHECKPOINT OUTPUT"
+    merge: Call = field(default=Call("unshard merge", ("CHECKPOINT", "OUTPUT")))
+    itself: Call | None = None
 
     def name(self, mention: Mention) -> str | None:
         """Return how this command writes an option, or None if it does not have it."""
         name = f"--{mention.option}" if self.own is None else self.own.get(mention.option)
         return None if name is None else f"{name}{mention.after}"
 
-    def instead(self, mention: Mention) -> str:
-        """Return the line of `unshard merge` with an option."""
-        option, value = mention.option, mention.value
-        others = re.sub(rf" --{option}(?= |$)", "", self.line)
-        value = (MERGE_OPTIONS[option] if value is None else value).split("|")[0]
-        return f"{others} --{option}{_after(option, value or None)}"
+    def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:
+        """Return this command with some options, or that of `unshard merge` if it lacks one."""
+        call = self.merge if self.itself is None or _lacks(self, added) else self.itself
+        options = {spell(name): value for name, value in call.options.items()}
+        for option, given in dict.fromkeys((one.option, one.value) for one in added):
+            value = (_ALL.get(option, "") if given is None else given).split("|")[0] or True
+            is_list = option in _SEQUENCES
+            options[option] = [*options.get(option, ()), value] if is_list else value
+        writes = "overwrite" in (self.own or MERGE_OPTIONS)
+        if is_done and writes and {"dry-run", "no-local"}.isdisjoint(options):
+            options.setdefault("overwrite", True)
+        parts = [call.name, *map(shlex.quote, call.arguments)]
+        for option, given in options.items():
+            values = given if isinstance(given, list | tuple) else [given]
+            texts = (None if isinstance(value, bool) else str(value) for value in values)
+            parts += [f"--{option}{_after(option, text)}" for text in texts]
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """A function or method.
-
-    Attributes:
-        own: the parameters that it has; None: all those of the functions of `unshard`.
-        call: the call of `unshard.merge` that does what it does, without the last bracket.
-    """
+    """A function or method; its attributes are as those of `Command`."""
 
     own: Collection[str] | None = None
-    call: str = "unshard.merge(checkpoint, output"
+    merge: Call | None = None
+    itself: Call | None = None
 
     def name(self, mention: Mention) -> str | None:
-        """Return how Python writes an option, or None if the function does not have it."""
-        is_known = mention.option in _ALL and (self.own is None or _keyword(mention) in self.own)
-        return _assigned(mention, "…") if is_known else None
+        """Return how Python writes an option, or None if it is not one of a function."""
+        return _assigned(mention, "…") if mention.option in _ALL else None
 
-    def instead(self, mention: Mention) -> str:
-        """Return the call of `unshard.merge` with a parameter."""
-        return f"{self.call}, {_assigned(mention, '...')})"
+    def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:  # noqa: ARG002
+        """Return its call with some options, or that of `unshard.merge` if it lacks one."""
+        call = self.merge if self.itself is None or _lacks(self, added) else self.itself
+        if call is None:
+            return ""
+        options = dict(call.options)
+        for one in dict.fromkeys(added):
+            first = one._replace(value=one.value and one.value.split("|")[0])
+            is_list = one.option in _SEQUENCES
+            name, _, value = _assigned(first, "[...]" if is_list else "...").partition("=")
+            options[name] = f"{options[name]} + {value}" if is_list and name in options else value
+        named = (f"{name}={value}" for name, value in options.items())
+        return f"{call.name}({', '.join([*call.arguments, *named])})"
+
+
+def _lacks(front: Front, mentions: Sequence[Mention]) -> bool:
+    return front.own is not None and any(one.option not in front.own for one in mentions)
 
 
 def _keyword(mention: Mention) -> str:
@@ -211,7 +254,7 @@ def _assigned(mention: Mention, unknown: str) -> str:
         return "unshard.merge_all"
     if value is None and not _ALL[option]:
         shown = str(option != "no-extra-state")
-    elif value in (None, _ALL[option], "N"):
+    elif value in (None, _ALL[option], _ALL[option].split("|")[0], "N"):
         shown = unknown
     elif _NUMBER.fullmatch(value):
         shown = value

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from unshard import signals
 from unshard.errors import UnshardWarning
-from unshard.fronts import PYTHON, Front, reword_warning
+from unshard.fronts import PYTHON, Front, Mention, additions, reword_warning
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned, ignore
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def listening(
     Args:
         quiet: show nothing, not even warnings.
         clock: seconds that only grow.
-        front: whose words warnings use.
+        front: whose words warnings use. At the end, its line has all that they advise to add.
     """
     bars = _import_bars() if not quiet and (is_terminal() or is_notebook()) else None
     signals.raise_them()  # only now: what takes time is imported
@@ -114,9 +114,17 @@ def listening(
         yield ignore
         return
     with nullcontext(_as_lines(clock)) if bars is None else _as_bar(bars) as show:
-        yield lambda event: show(
-            Warned(reword_warning(event.text, front)) if isinstance(event, Warned) else event
-        )
+        added: list[Mention] = []
+
+        def tell(event: Event) -> None:
+            if isinstance(event, Warned):
+                added.extend(additions(event.text))
+                event = Warned(reword_warning(event.text, front))
+            show(event)
+
+        yield tell
+    if added:  # nothing failed
+        _say(f"use: {front.line(added, is_done=True)}")
 
 
 def is_terminal() -> bool:

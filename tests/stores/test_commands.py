@@ -99,7 +99,7 @@ def test_a_command_to_use_instead_has_the_address_as_it_was_given(
     model.config.save_pretrained(place / "huggingface")
     address = store.upload(place, "float32")
     done = command("inspect", address)
-    assert f"(use: unshard merge {address} OUTPUT --dtype config)" in done.stdout
+    assert f"use           unshard merge {address} OUTPUT --dtype config\n" in done.stdout
     given = {"checkpoint": Path("s3://key:pass@bucket/model")}
     assert "key:pass" not in str(front_of(merge, given))
 

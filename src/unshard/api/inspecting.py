@@ -182,7 +182,7 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
         sources = Sources((found,))
         prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
-        return _describe(found, chosen, f"nothing: {error.subject}", ())
+        return _describe(found, chosen, "nothing: " + error.subject, ())
     layout = prepared.plan.layout
     files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
@@ -193,7 +193,7 @@ def _describe_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Optimi
     try:
         state = find_optimizer(checkpoint, options.reading)
     except (CheckpointError, UsageError) as error:
-        return OptimizerInfo({}, {}, 0, None, (), "", error.subject)
+        return OptimizerInfo({}, {}, 0, None, (), "", "" + error.subject)
     if state is None:
         return None
     steps = {*state.steps.values()}

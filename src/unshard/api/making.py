@@ -118,7 +118,7 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     if config is None:
         notes.append(without_config(sources.last, options.names))
     elif options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
-        notes.append(Text(f"{note}; to cast them: ⟦--dtype config⟧"))
+        notes.append(Text(f"{note}; to cast them: ⟦+--dtype config⟧"))
     return Prepared(
         sources,
         made.tensors,

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Literal, ParamSpec, TypeVar
 
 from unshard.convert.outputs import dtype_choice, select_names
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
-from unshard.errors import UsageError
+from unshard.errors import UnshardError, UsageError
+from unshard.fronts import PYTHON, Call, Python, spell
 from unshard.keywords import (
     CHOICES,
     DEFAULTS,
@@ -26,7 +28,7 @@ from unshard.keywords import (
 )
 from unshard.plan.layout import size_in_bytes
 from unshard.read.format import EVERY_ROLE, ROLES, Choice, ReadOptions
-from unshard.stores.remote_path import path_of
+from unshard.stores.remote_path import as_given, path_of
 
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
@@ -36,6 +38,7 @@ _KINDS: Mapping[object, tuple[type, str]] = {
     float: (Real, "a number"),
     "REGEX": (str, "a regular expression, as text"),
 }
+_PLACES = ("checkpoint", "path", "run", "against")  # what functions call a checkpoint
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -262,12 +265,45 @@ def accepting(
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> Returned:
             try:
-                signature.bind(*args, **kwargs)
+                bound = signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except UnshardError as error:
+                if error.front is PYTHON:
+                    error.front = _front_of(function, bound)
+                raise
 
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
 
     return shown
+
+
+def _front_of(function: Callable[..., object], bound: inspect.BoundArguments) -> Python:
+    """Return a function's parameters and its call, to be written again with more options."""
+    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}  # of transformers
+    given.pop("kwargs", None)
+    options = {name: _write(name, value) for name, value in given.items()}
+    shared = {name: options[name] for name in OPTIONS if name in options}
+    place = next((options[name] for name in _PLACES if name in options), "checkpoint")
+    own = bound.signature.parameters
+    positional = [name for name, one in own.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    arguments = [options.pop(name) for name in takewhile(given.__contains__, positional)]
+    itself = Call(f"unshard.{function.__name__}", arguments, options)
+    return Python({*map(spell, own)}, Call("unshard.merge", (place, "output"), shared), itself)
+
+
+def _write(name: str, value: object) -> str:
+    """Write an argument as Python does; what has no such form is called like its parameter."""
+    if isinstance(value, list | tuple) and all(isinstance(one, str | Path) for one in value):
+        return repr([as_given(one) for one in value])
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return (
+        repr(as_given(value))
+        if isinstance(value, str | Path)
+        else repr(value)
+        if is_plain
+        else name
+    )

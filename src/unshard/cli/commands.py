@@ -32,7 +32,7 @@ from unshard.cli.reports import (
     print_reshard,
     print_steps,
 )
-from unshard.cli.running import as_given, front_of
+from unshard.cli.running import front_of
 from unshard.errors import UsageError
 from unshard.fronts import Front, spell
 from unshard.keywords import (
@@ -99,7 +99,7 @@ def merge(
     if skip_existing and not several:
         raise UsageError("--skip-existing needs --all-steps")
     repo = _repo_without_output(options, what[1], several) if no_local else None
-    with _working(quiet=quiet, front=front_of(merge)) as listener:
+    with _working(quiet=quiet, front=front_of(merge, locals())) as listener:
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(
@@ -123,6 +123,8 @@ def _repo_without_output(options: "MergeOptions", output: Path | None, several: 
     if options.push_to_hub is None:
         raise UsageError("--no-local needs --push-to-hub")
     kept = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
+    from unshard.stores.remote_path import as_given
+
     local = [several] if several else []
     local += [f"--{spell(name)}" for name in options.chosen if name not in kept]
     local += [] if output is None else [f"the output {as_given(output)}"]
@@ -185,7 +187,7 @@ def average(
     """Average checkpoints into a Hugging Face directory, in one pass."""
     from unshard import api
 
-    with _working(quiet=quiet, front=front_of(average)) as listener:
+    with _working(quiet=quiet, front=front_of(average, locals())) as listener:
         report = api.average(
             *_split_paths(checkpoints, output),
             coefficients=_parse_numbers(coefficients),
@@ -261,7 +263,7 @@ def verify(
     """
     from unshard import api
 
-    with listening(quiet=quiet, front=front_of(verify)) as listener:
+    with listening(quiet=quiet, front=front_of(verify, locals())) as listener:
         found = api.verify(
             output,
             against,
@@ -295,7 +297,7 @@ def push(
     """Upload the model of a merge to the hub, without a local copy."""
     from unshard import api
 
-    with _working(quiet=quiet, front=front_of(push)) as listener:
+    with _working(quiet=quiet, front=front_of(push, locals())) as listener:
         keywords = keywords_of(PushKeywords, given)
         report = api.push(checkpoint, repo, private=private, listener=listener, **keywords)
     print_report(report, as_json=as_json, quiet=quiet)
@@ -347,7 +349,7 @@ def reshard(
     """
     from unshard import api
 
-    with _working(quiet=quiet, front=front_of(reshard)) as listener:
+    with _working(quiet=quiet, front=front_of(reshard, locals())) as listener:
         report = api.reshard(
             checkpoint,
             output,
@@ -380,4 +382,4 @@ def inspect(checkpoint: CheckpointArgument, *, as_json: Json = False, **given: o
     if as_json:
         print(json.dumps(fields_of(found)))
     else:
-        print_inspection(found, front_of(inspect, {"checkpoint": checkpoint}))
+        print_inspection(found, front_of(inspect, locals()))

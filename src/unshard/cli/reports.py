@@ -8,7 +8,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from unshard.fronts import Front, reword_warning
+from unshard.fronts import Front, additions, reword_warning
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, human_size, listed, plain
 
@@ -78,7 +78,7 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
             print(f"{one.title}: skipped, {one.output} was made from it already")
         elif one.error is not None:
             why = "failed" if one.has_failed else "passed over"
-            print(f"{one.title}: {why}: {one.error.subject}")
+            print(f"{one.title}: {why}: " + one.error.subject)
     failed = sum(one.has_failed for one in steps)
     what = "steps" if steps[0].role is None else "models"
     print(f"{len(reports)} of {len(steps)} {what} merged" + (f", {failed} failed" * bool(failed)))
@@ -177,6 +177,8 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
     for note in found.notes:
         _print_row("warning", reword_warning(note, front))
+    if added := [one for note in found.notes for one in additions(note)]:
+        _print_row("use", front.line(added))
 
 
 def _describe_optimizer(state: "OptimizerInfo") -> str:

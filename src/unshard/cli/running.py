@@ -7,17 +7,18 @@ import inspect
 import io
 import json
 import os
-import shlex
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TextIO
+from typing import Any, NoReturn, ParamSpec, TextIO
 
 from unshard import signals
 from unshard.cli import torchrun
-from unshard.errors import UnshardError, UsageError, printable
-from unshard.fronts import PYTHON, Command
+from unshard.errors import UnshardError, printable
+from unshard.fronts import Call, Command, Python
 
 P = ParamSpec("P")
 
@@ -25,6 +26,7 @@ _FAILED = 1
 # Imports and plans make many objects and hardly any garbage cycle: collections by Python's own
 # threshold took a tenth of the start, and a quarter of planning 36,000 experts.
 _YOUNG_OBJECTS = 50_000
+_SECRET = re.compile(r"--.*(api-key|token|password)$")  # options of engines
 _NO_DIRECTORY = (
     "the current directory has been deleted\n  hint:     cd to another one, or give absolute paths"
 )
@@ -73,7 +75,7 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
             print(end.code, file=sys.stderr)
     except UnshardError as error:
         torchrun.advise(error)
-        if error.front is PYTHON:
+        if isinstance(error.front, Python):
             error.front = Command({})
         print(f"{failed}{error}", file=sys.stderr)
         code = failure or error.exit_code
@@ -121,9 +123,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except UnshardError as error:
             torchrun.advise(error)
+            error.front = front_of(command, kwargs)
             if kwargs.get("as_json"):
                 print(json.dumps({"error": error_fields(error)}))
-            error.front = front_of(command, kwargs)
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from error
         except KeyboardInterrupt as error:
@@ -134,29 +136,43 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run_guarded
 
 
-def front_of(command: Callable[..., None], given: Mapping[str, object] | None = None) -> Command:
-    """Return the options of a command; for all others `unshard merge` is named.
+def front_of(command: Callable[..., None], given: Mapping[str, Any] | None = None) -> Command:
+    """Return the options of a command and what it was given; for all others `unshard merge`.
 
     Args:
         command: the function that typer calls.
-        given: its arguments, as far as they are known.
+        given: its arguments, as far as they are known; other names do not matter.
     """
-    names = [name.replace("_", "-") for name in inspect.signature(command).parameters]
-    checkpoint = as_given((given or {}).get("checkpoint", "CHECKPOINT"))
-    own = {name: f"--{name}" for name in names}
-    return Command(own, f"unshard merge {shlex.quote(checkpoint)} OUTPUT")
+    from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
+    from unshard.stores.remote_path import as_given
 
-def as_given(argument: object) -> str:
-    """Return an argument as the user wrote it: pathlib makes `s3:/` of `s3://`."""
-    from unshard.stores.remote_path import RemotePath, is_url
-
-    if not isinstance(argument, Path) or not is_url(argument):
-        return str(argument)
-    try:
-        return str(RemotePath.of_url(str(argument)))
-    except UsageError:
-        return "ADDRESS"  # it may contain credentials
+    known = {**(given or {}), **(given or {}).get("given", {})}  # a command's `**given`
+    arguments: list[str] = []
+    own, options, shared = dict[str, str](), dict[str, Any](), dict[str, Any]()
+    for name, parameter in inspect.signature(command).parameters.items():
+        is_shared = isinstance(parameter.default, ParameterInfo)  # with `unshard merge`
+        annotated = [*getattr(parameter.annotation, "__metadata__", ()), OptionInfo()]
+        info = parameter.default if is_shared else annotated[0]
+        default = info.default if is_shared else parameter.default
+        flag = [*(info.param_decls or ()), name.replace("_", "-")][0].removeprefix("--")
+        own[flag] = f"--{flag}"
+        value = known.get(name)
+        texts = [as_given(one) for one in (value if isinstance(value, list) else [value])]
+        if value in (None, [], default) or name in {"verbose", "context"}:
+            continue
+        if isinstance(info, ArgumentInfo):
+            arguments += texts
+            continue
+        text = texts if isinstance(value, list) else texts[0]
+        options[flag] = isinstance(value, bool) or value == "ours" or text  # --overwrite
+        shared |= {flag: options[flag]} if is_shared else {}
+    checkpoint = options.get("against") or next(iter(arguments), "CHECKPOINT")
+    is_repeated = arguments and command.__name__ != "inspect" and ".eval" not in command.__module__
+    engine = ["", *getattr(known.get("context"), "args", ())]
+    arguments += ["SECRET" if _SECRET.match(a) else b for a, b in pairwise(engine)]
+    itself = Call(f"unshard {command.__name__}", arguments, options) if is_repeated else None
+    return Command(own, Call("unshard merge", (checkpoint, "OUTPUT"), shared), itself)
 
 
 def error_fields(error: UnshardError) -> dict[str, object]:

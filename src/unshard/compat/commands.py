@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.cli import running
 from unshard.errors import ConversionError, UnknownFormatError, UsageError, speaking
-from unshard.fronts import Command, Front, line_of
+from unshard.fronts import Call, Command, Front
 from unshard.progress import Listener
 from unshard.showing import listening
 
@@ -74,9 +74,9 @@ def showing(front: Front) -> Iterator[Listener]:
         yield listener
 
 
-def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> str:
+def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> Call:
     """Return the line of `unshard merge` that does what a drop-in does."""
-    return line_of("unshard merge", [str(checkpoint), str(output)], options.chosen)
+    return Call("unshard merge", (str(checkpoint), str(output)), options.chosen)
 
 
 def as_transformers_saves(prepared: "Prepared") -> "Prepared":

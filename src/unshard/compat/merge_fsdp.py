@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
-from unshard.fronts import Command, line_of
+from unshard.fronts import Call, Command, marked
 from unshard.keywords import Weights
 from unshard.progress import Listener, Warned
 
@@ -87,8 +87,8 @@ def main() -> None:
     averages = arguments.merge and arguments.step is None
     line = merge_line(paths[-1], target, options)
     if averages:
-        inputs = [*map(str, paths), "--output", str(target)]
-        line = line_of("unshard average", inputs, options.chosen)
+        chosen = {"output": str(target), **options.chosen}
+        line = Call("unshard average", [*map(str, paths)], chosen)
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
         showing(Command(own, line)) as listener,
@@ -148,7 +148,7 @@ def _of_model(
         try:
             yield replace(options, base=model)
         except UnshardError as error:
-            if error.subject.startswith("--base "):
+            if marked(error.subject).startswith("⟦--base "):
                 error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
             raise
     else:

@@ -9,7 +9,7 @@ import argparse
 
 from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UsageError
-from unshard.fronts import Command, line_of
+from unshard.fronts import Call, Command
 
 _TOLERANCE = 1e-6
 
@@ -88,8 +88,8 @@ def _test(arguments: argparse.Namespace) -> None:
     from unshard import api
     from unshard.cli.reports import print_comparison
 
-    paths = [str(arguments.test_hf_dir), "--against", str(arguments.local_dir)]
-    front = Command({}, line_of("unshard verify", paths, {"atol": _TOLERANCE, "rtol": _TOLERANCE}))
+    options = {"against": str(arguments.local_dir), "atol": _TOLERANCE, "rtol": _TOLERANCE}
+    front = Command({}, Call("unshard verify", (str(arguments.test_hf_dir),), options))
     with showing(front) as listener:
         found = api.verify(
             arguments.test_hf_dir,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from unshard.compat.commands import SavesItself, as_file, as_transformers_saves
 from unshard.errors import UsageError, speaking
-from unshard.fronts import Python, call_of
+from unshard.fronts import Call, Python
 from unshard.keywords import Weights
 from unshard.progress import Chosen, Event, Listener, Warned
 
@@ -119,8 +119,9 @@ class FSDP2Merger(CheckpointMerger):
         checkpoint = Path(checkpoint_path)
         target = checkpoint if output_path is None else Path(output_path)
         options = merge_options(self.checkpoint_type)
-        paths = [str(checkpoint), str(target)]
-        front = Python({"config"}, call_of("unshard.merge", paths, options.chosen))
+        chosen = {name: repr(value) for name, value in options.chosen.items()}
+        call = Call("unshard.merge", (repr(str(checkpoint)), repr(str(target))), chosen)
+        front = Python({"config"}, call)
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file)
             listener = _add_log(heard)

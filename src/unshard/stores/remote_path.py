@@ -51,6 +51,16 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     return found
 
 
+def as_given(argument: object) -> str:
+    """Return an argument as the user wrote it: pathlib makes `s3:/` of `s3://`."""
+    if not isinstance(argument, str | Path) or not is_url(argument):
+        return str(argument)
+    try:
+        return str(RemotePath.of_url(str(argument)))
+    except UsageError:
+        return "ADDRESS"  # it may contain credentials
+
+
 def look_again(path: Path) -> None:
     """Forget what is known of the store that a path is in, if it is in one."""
     if isinstance(path, RemotePath):

@@ -26,8 +26,7 @@ from unshard.engines.into_transformers import (
     refuse_differences,
     set_generation,
 )
-from unshard.errors import UnshardError, UsageError, speaking
-from unshard.fronts import Python
+from unshard.errors import UnshardError, UsageError
 from unshard.keywords import MergeKeywords, PretrainedKeywords
 from unshard.plan.operations import Tiled
 from unshard.progress import Warned
@@ -92,7 +91,7 @@ def from_pretrained(
     for name in kwargs:
         if name in _REFUSED:
             raise TypeError(f"from_pretrained() got an unexpected keyword argument {name!r}")
-    with speaking(Python(_OWN, f"unshard.merge({str(checkpoint)!r}, output")), ExitStack() as stack:
+    with ExitStack() as stack:
         need_lazy_loading()
         ours = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         given = config_object(ours.get("config"))

@@ -251,7 +251,7 @@ def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
         "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
         expected="a positive lora_alpha",
         found=found,
-        hint="give the one that the adapter was trained with: ⟦--lora-alpha N⟧",
+        hint="give the one that the adapter was trained with: ⟦+--lora-alpha N⟧",
     )
 
 

@@ -54,7 +54,7 @@ class HealthCheck:
         """
         for problem in self.problems():
             raise UnhealthyError(
-                f"the server accepts no jobs now: {problem.subject}",
+                "the server accepts no jobs now: " + problem.subject,
                 expected=problem.expected,
                 found=problem.found,
                 hint=problem.hint,

@@ -9,7 +9,6 @@ and all that it started are gone. Writes `merge.json` into its working directory
 import hashlib
 import json
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from unshard.errors import ConversionError, OutputError, StoreError, UnshardError
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
-from unshard.fronts import Command
+from unshard.fronts import Call, Command
 from unshard.stores.remote_path import path_of
 from unshard.write.dirfd import write_whole
 
@@ -93,7 +92,7 @@ def _answer(order: MergeOrder) -> dict[str, object]:
         else:
             _merge(order)
     except UnshardError as error:
-        error.front = Command({}, f"unshard merge {shlex.quote(order.checkpoint)} OUTPUT")
+        error.front = Command({}, Call("unshard merge", (order.checkpoint, "OUTPUT")))
         found = {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
     except (OSError, MemoryError) as error:
         found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}

@@ -306,7 +306,7 @@ class Profile(BaseModel):
         """Raise if the evaluator would not take the profile's own arguments."""
         for problem in self.list_untaken(self.arguments):
             raise UsageError(
-                f"{where}: arguments: {problem.subject}",
+                f"{where}: arguments: " + problem.subject,
                 expected=problem.expected,
                 found=problem.found,
                 hint=problem.hint,

@@ -17,6 +17,7 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.server.admission import MOST_TASKS
 from unshard.evaluate.server.service import Service
+from unshard.fronts import Command
 
 _PAGE_BYTES = 1 << 20
 _JSON = "application/json"
@@ -59,7 +60,8 @@ class ErrorFields(BaseModel):
 
     @classmethod
     def of(cls, error: UnshardError) -> "ErrorFields":
-        """Return what clients see of an error."""
+        """Return what clients see of an error, with options as the command line has them."""
+        error.front = Command()
         return cls(
             type=type(error).__name__,
             code=error.exit_code,
