@@ -18,23 +18,44 @@ SECTION = _DOCS / "performance.md"
 HEADLINE = {"size": "1.5b", "ranks": 4, "dtype": "bfloat16"}
 """The cells that the summary shows."""
 GROWTH = ("bytes", "ranks", "tensors")
+_NOT_TOOLS = {UNSHARD, UNSHARD_ASYNC, *FLOORS}
 
 _BEGIN, _END = "<!-- peers: generated -->", "<!-- peers: end -->"
 _HEAD = """\
-| layout | tool | time, durable | time | CPU | peak memory | read | written | values | config |
-|---|---|--:|--:|--:|--:|--:|--:|---|---|
+| {} | tool | time, durable | time | CPU | memory | unshard's | values | config |
+|---|---|--:|--:|--:|--:|--:|---|---|
 """
 _INTRODUCTION = """\
-# Beside other tools: all figures
+# Beside other tools
 
-This page is generated from `benchmarks/peers/results.json` by `make bench-peers`, which also
-explains how it is measured ([Performance](performance.md)).
+![Time and peak memory of every tool, on the same checkpoints](peers.svg)
+
+Every tool merges the same checkpoints of Qwen2.5, written by torch in the layout that the tool
+reads. Times and CPU are multiples of unshard's: 2 takes twice as long. *Time, durable* ends when
+the output is on disk; *time* ends with the process, and unshard then runs without its fsync. CPU is
+that of all processes. Memory is the peak, in MB. *Values* compares every tensor, bit for bit, with
+the trained ones; *config* is whether the output has a config.json. verl's and lmms-engine's mergers
+cast to bfloat16, so unshard does the same on their layouts. `dcp_to_torch_save` writes a pickle.
+
+This page is generated. To measure it again, all of it (hours) or one table of it:
+
+```console
+make bench-peers
+make bench-peers PEERS="cells report --size 1.5b --ranks 4 --dtype bfloat16"
+```
+
+"""
+_FLOORS = """
+## Plain copies
+
+Time until the copy is on disk, as a multiple of unshard's merge: a loop that copies the pieces of a
+merge in one thread, `cp` and `cat` of the shards.
 
 """
 
 
 def page(results: Results) -> str:
-    """Return docs/peers.md: one table for each model, number of ranks and dtype."""
+    """Return docs/peers.md: one table for each layout, and one of the copies."""
     machine = results["machine"]
     parts = [
         _INTRODUCTION,
@@ -43,12 +64,12 @@ def page(results: Results) -> str:
         "Versions: " + "; ".join(_versions(of) for of in results["versions"].values()),
         ".\n",
     ]
-    groups: dict[tuple[str, int, str], list[Any]] = {}
-    for one in results["cells"].values():
-        cell = one["cell"]
-        groups.setdefault((cell["size"], cell["ranks"], cell["dtype"]), []).append(one)
-    for (size, ranks, dtype), cells in sorted(groups.items()):
-        parts.append(f"\n## Qwen2.5 {size.upper()}, {dtype}, {ranks} ranks\n\n{_table(cells)}")
+    groups: dict[str, dict[str, Any]] = {layout: {} for layout in LAYOUTS}
+    for one in sorted(results["cells"].values(), key=_order):
+        groups[one["cell"]["layout"]][_label(one)] = one
+    for layout, cells in groups.items():
+        parts.append(f"\n## {layout}\n\n{_table('checkpoint', cells)}")
+    parts += [_FLOORS, _copies(groups)]
     return "".join(parts)
 
 
@@ -58,7 +79,9 @@ def section(text: str, results: Results) -> str:
     _, end, after = rest.partition(_END)
     if not end:
         raise ValueError(f"{SECTION} does not have the marks {_BEGIN} and {_END}")
-    return f"{before}{_BEGIN}\n{_table(headline_cells(results))}{_END}{after}"
+    cells = {one["cell"]["layout"]: one for one in headline_cells(results)}
+    ordered = {layout: cells[layout] for layout in LAYOUTS if layout in cells}
+    return f"{before}{_BEGIN}\n{_table('layout', ordered)}{_END}{after}"
 
 
 def headline_cells(results: Results) -> list[Any]:
@@ -71,34 +94,56 @@ def _versions(versions: dict[str, str]) -> str:
     return main if not rest else f"{main} ({', '.join(rest)})"
 
 
-def _table(cells: list[Any]) -> str:
-    ordered = sorted(cells, key=lambda one: LAYOUTS.index(one["cell"]["layout"]))
-    return _HEAD + "".join(
-        _row(one["cell"]["layout"], known.name, one["contenders"][known.name], one)
-        for one, known in product(ordered, CONTENDERS)
-        if known.name in one["contenders"] and known.name != UNSHARD_ASYNC
+def _order(one: Any) -> tuple[str, int, str]:
+    return one["cell"]["size"], one["cell"]["ranks"], one["cell"]["dtype"]
+
+
+def _label(one: Any) -> str:
+    size, ranks, dtype = _order(one)
+    return f"{size.upper()} {dtype}, {ranks} ranks"
+
+
+def _table(heading: str, cells: dict[str, Any]) -> str:
+    names = [known.name for known in CONTENDERS if known.name not in _NOT_TOOLS]
+    return _HEAD.format(heading) + "".join(
+        _row(label, name, one["contenders"])
+        for (label, one), name in product(cells.items(), names)
+        if name in one["contenders"]
     )
 
 
-def _row(layout: str, name: str, taken: Any, cell: Any) -> str:
+def _row(label: str, name: str, measured: dict[str, Any]) -> str:
+    taken, ours, ours_async = measured[name], measured[UNSHARD], measured[UNSHARD_ASYNC]
     if taken["error"] is not None:
         reason = taken["error"].replace("|", "\\|")[:160]
-        return f"| {layout} | {name} | failed: `{reason}` | | | | | | | |\n"
-    ours, ours_async = cell["contenders"][UNSHARD], cell["contenders"][UNSHARD_ASYNC]
-    own = ours_async if name == UNSHARD else taken
+        return f"| {label} | {name} | failed: `{reason}` | | | | | | |\n"
     cells = (
-        layout,
-        f"**{name}**" if name == UNSHARD else name,
-        f"{durable(taken) / durable(ours):.2f} x",
-        f"{middle(own, 'seconds') / middle(ours_async, 'seconds'):.2f} x",
-        f"{middle(taken, 'cpu_seconds') / middle(ours, 'cpu_seconds'):.2f} x",
-        f"{middle(taken, 'peak_bytes') / 1e6:,.0f} MB",
-        f"{middle(taken, 'bytes_read') / 1e9:.2f} GB",
-        f"{middle(taken, 'bytes_written') / 1e9:.2f} GB",
-        "a copy" if name in FLOORS else taken["verdict"],
-        "" if name in FLOORS else ("yes" if taken["has_config"] else "no"),
+        label,
+        name,
+        f"{durable(taken) / durable(ours):.2f}",
+        f"{middle(taken, 'seconds') / middle(ours_async, 'seconds'):.2f}",
+        f"{middle(taken, 'cpu_seconds') / middle(ours, 'cpu_seconds'):.2f}",
+        f"{middle(taken, 'peak_bytes') / 1e6:,.0f}",
+        f"{middle(ours, 'peak_bytes') / 1e6:,.0f}",
+        taken["verdict"],
+        "yes" if taken["has_config"] else "no",
     )
     return f"| {' | '.join(cells)} |\n"
+
+
+def _copies(groups: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the copies: a row for each checkpoint, a column for each layout."""
+    head = f"| {', '.join(FLOORS)} | {' | '.join(groups)} |\n|---|{'--:|' * len(groups)}\n"
+    labels = dict.fromkeys(label for cells in groups.values() for label in cells)
+    rows = ([label, *(_copied(cells.get(label)) for cells in groups.values())] for label in labels)
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _copied(one: Any) -> str:
+    if one is None:
+        return ""
+    ours = durable(one["contenders"][UNSHARD])
+    return ", ".join(f"{durable(one['contenders'][name]) / ours:.2f}" for name in FLOORS)
 
 
 def middle(taken: Any, what: str) -> float:
