@@ -232,7 +232,7 @@ def test_architecture_names_every_folder_and_no_other() -> None:
 
 
 def test_every_promise_of_the_replaced_tools_names_a_test_that_is_there() -> None:
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    page = (ROOT / "tests" / "compat" / "promises.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if re.match(r"\| \d+ \|", line)]
     assert [int(row[0].removeprefix("| ")) for row in rows] == list(range(1, 75))
     for _, promise, here, _why, test in rows:
