@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import typer
 
-from unshard import errors
+import unshard
+from unshard import errors, keywords
 from unshard.cli.examples import EXAMPLES
 from unshard.cli.main import app, main
 from unshard.errors import how_to_install
@@ -113,6 +114,32 @@ def test_every_command_that_a_page_shows_has_the_options_it_is_shown_with() -> N
     known = {name: section + "--help" for name, section in options.items()}
     unknown = [one for one in found if one[2] not in known[one[1]] and one[1] not in theirs]
     assert unknown == []
+
+
+def test_no_two_commands_of_a_guide_write_to_the_same_output() -> None:
+    """A reader may paste them one after the other, and nothing is replaced without a word."""
+    shown = re.compile(r"^(?:    |\$ )?unshard (?:merge|average|reshard) (.*)$", re.MULTILINE)
+    outputs: list[tuple[str, str]] = []
+    for page in (ROOT / "docs" / "guides").glob("*.md"):
+        for line in shown.findall(page.read_text(encoding="utf-8")):
+            words = shlex.split(line, comments=True)
+            options = [at for at, word in enumerate(words) if word[0] == "-"]
+            paths = words[: options[0]] if options else words
+            named = [words[at + 1] for at in options if words[at] == "-o"]
+            if named or len(paths) > 1:
+                outputs.append((page.name, named[0] if named else paths[-1]))
+    assert len(outputs) > 25
+    assert [one for one in sorted(set(outputs)) if outputs.count(one) > 1] == []
+
+
+def test_every_function_and_its_options_are_on_a_page_of_the_api() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    lists = re.findall(r"members: \[(.*)\]", "\n".join(pages))
+    members = {name for one in lists for name in one.split(", ")}
+    functions = {name for name in dir(unshard) if name.islower() and name[0] != "_"}
+    options = {name for name in vars(keywords) if name.endswith("Keywords")}
+    assert functions >= {"merge", "reshard"}
+    assert functions | options <= members
 
 
 def shown_in(page: str) -> list[tuple[str, str]]:
