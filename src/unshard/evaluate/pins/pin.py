@@ -99,8 +99,8 @@ class Quota:
     """How much the pins of a run may keep, clients' or servers'; None for no limit.
 
     Attributes:
-        count: pins.
-        bytes: of all files of these pins, each counted once.
+        count: how many pins; null for no limit.
+        bytes: of all files of these pins, each counted once; null for no limit.
     """
 
     count: Whole | None = 8

@@ -92,37 +92,37 @@ class ServerConfig(BaseModel):
     _read = model_validator(mode="before")(drop_nulls)
 
     roots: Roots = ()
-    """Checkpoints must be under one of these; without any, no checkpoint is accepted."""
+    """Directories, or addresses such as s3://bucket/runs, below which checkpoints must be."""
     gpus: Annotated[
         tuple[str, ...],
         BeforeValidator(_gpu_names),
         expects("how many, or a list of their numbers or ids"),
     ] = Field(default_factory=find_gpus)
-    """The GPUs that jobs may have, by number or id."""
+    """The GPUs that jobs may have: a count, or numbers and ids (`GPU-…`, `MIG-…`)."""
     cpu_slots: Annotated[int, whole(1, _MOST_GPUS)] = 2
     """How many jobs without GPUs run at once."""
     host: NonEmptyText = "127.0.0.1"
-    """Where the server listens."""
+    """The address to listen on."""
     port: Annotated[int, whole(0, 65535)] = 8000
+    """The port to listen on; 0 picks a free one."""
     token_file: Place | None = None
-    """The file with the token that clients must show."""
+    """The file with the token of clients: 16 characters or more, readable by its owner alone."""
     work_directory: Place | None = None
-    """Where jobs have their directories; None: the server's default."""
+    """The database, logs, results and merged models."""
     pin_quota: Annotated[Quota, BeforeValidator(_without_limit_of_bytes)] = Quota(bytes=None)
-    """How much of a run the server's pins keep from rotation at most."""
+    """How much of a run the server's own pins may keep: `count`, `bytes`; null for no limit."""
     keep_days: Annotated[int, whole(1)] | None = 30
-    """How long the directories of ended jobs are kept, with their logs; None: for ever."""
+    """Days for which the directory of an ended job is kept, with its log; None: forever."""
     keep_gb: Annotated[int, whole(1)] | None = None
-    """How many GB the directories of ended jobs may have together; None: any size."""
+    """GB that the directories of ended jobs may have together; None: any size."""
     keep_samples_mb: Annotated[int, whole(0)] = 64
-    """How many MiB of a job's results and samples, compressed, are kept for as long as the job."""
+    """MiB of a job's results and samples that are kept, compressed, for as long as the job."""
     log_format: Annotated[
         str, expects(" or ".join(LOG_FORMATS), lambda value: value in LOG_FORMATS)
     ] = "text"
-    """What the server's log has: lines for people, or JSON objects."""
+    """Whether the server's log has lines of text or JSON objects."""
     pass_at_most: Annotated[int, whole(0)] = 8
-    """How many jobs may pass a job that needs more GPUs than are free; then they are held for it.
-    """
+    """How many jobs may pass a job that needs more GPUs than are free; 0: none."""
     on_result: OnResult | None = None
     """The command that is run for each job that is completed or has failed."""
     profiles: Annotated[
@@ -131,7 +131,7 @@ class ServerConfig(BaseModel):
         AfterValidator(_fit),
         Field(validate_default=True),
     ] = None  # type: ignore[assignment]  # `_or_default` makes those of a server without a file
-    """The evaluators, by the names that clients call them."""
+    """The evaluators, by the names that clients use."""
 
 
 def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> ServerConfig:

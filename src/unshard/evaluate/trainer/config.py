@@ -126,23 +126,26 @@ class EvalConfig:
     """What is evaluated, when, and by which server.
 
     Attributes:
-        server_url: URL of the evaluation server; it may contain user and password.
-        profile: the evaluator that the server is configured with.
-        tasks: names of the tasks to evaluate.
-        weights: "model", "ema", or both.
+        server_url: the server; in the token of `http://any:TOKEN@host:8000`, `/`, `?`, `#` and `@`
+            are written as `%2F`, `%3F`, `%23` and `%40`.
+        profile: the server's evaluator.
+        tasks: the tasks to evaluate; a text has commas between them.
+        weights: the sets of weights to evaluate, each as a job.
         poll_interval: seconds between two polls of all pending jobs.
         eval_strategy: "no" for none, "steps" to follow `eval_steps`, else every checkpoint.
-        eval_steps: steps between evaluations; None: every checkpoint that is saved.
-        save_steps: steps between checkpoints, if known.
+        eval_steps: the first checkpoint at or after every multiple is evaluated; None: every
+            checkpoint that is saved.
+        save_steps: steps between checkpoints, only compared with `eval_steps`.
         checkpoint_key: the name of the checkpoint among `model_args`, from which it is removed,
             because the server sets it.
         model_args: see `Arguments`, as for num_fewshot, batch_size, limit, gen_kwargs, num_gpus,
             seed, apply_chat_template, system_instruction, fewshot_as_multiturn, max_batch_size
             and metadata.
-        run: the name of the training run; None: the name of its directory.
-        base: the model that training began with, which is evaluated once, as step 0: see
-            `find_base`.
-        path_map: beginnings of paths on this machine, each with the server's path for it.
+        run: the training run's name; None: that of its directory, or of the one above
+            `checkpoints`.
+        base: the model that training began with, which is evaluated once, as step 0.
+        path_map: beginnings of paths on this machine, each with the server's path for it; the
+            longest match counts.
         token_file: a file with the server's token, read when it is needed.
         quota: limits of the run's pins.
         flush_timeout: seconds to wait for results when training ends.

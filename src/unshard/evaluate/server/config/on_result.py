@@ -16,7 +16,7 @@ class OnResult(BaseModel):
     command: PlacedCommand = ()
     """Run without a shell, in the work directory, with JSON on its stdin."""
     environment: Environment = {}
-    """Variables that the command gets in addition to the server's."""
+    """Variables in addition to those of an evaluator."""
     timeout: Annotated[float, Field(strict=True, gt=0, le=3600), expects("seconds, up to 3600")] = (
         30.0
     )

@@ -103,19 +103,18 @@ class CommandProfile(Profile):
         AfterValidator(_folded),
         AfterValidator(_started),
     ]
-    """The arguments, with placeholders such as {checkpoint}; no shell reads them."""
+    """The program and its arguments; no shell reads them."""
     results: Annotated[
         NonEmptyText, expects("a file below the output directory", _is_below_output)
     ] = "results.json"
-    """The file below {output} that the command writes its numbers to; with `*`, the newest of these
-    names."""
+    """The file below {output} with the numbers; with `*`, the newest of these files."""
     metrics: Annotated[
         Texts,
         expects(
             "paths such as scores.*, or results.*.acc", lambda it: all(map(is_path_of_numbers, it))
         ),
     ] = ()
-    """Where the numbers are in that file, as paths of keys; empty: one of the four forms."""
+    """Where the numbers are in that file, as paths of keys; none: it has one of the four forms."""
 
     @property
     def start(self) -> tuple[str, ...]:

@@ -57,9 +57,9 @@ class HarnessKeys(Profile):
     settings: ClassVar[frozenset[str]] = frozenset({"model", "checkpoint_key", "model_args"})
 
     interpreter: Annotated[NonEmptyText, AfterValidator(find_program)] = sys.executable
-    """The Python that has the evaluator installed."""
+    """The Python in which the evaluator is installed."""
     include_paths: Folders = ()
-    """Directories with further tasks."""
+    """Directories with further tasks (lmms-eval: one); paths in a task must be absolute."""
     model: NonEmptyText
     """The type of model, as the evaluator calls it."""
     checkpoint_key: NonEmptyText = "pretrained"
@@ -67,11 +67,11 @@ class HarnessKeys(Profile):
     model_args: ModelArgs = {}  # noqa: RUF012  (pydantic copies it)
     """Arguments of the model that no client can change."""
     allowed_model_args: Texts = ()
-    """Shell patterns of the arguments, of the model, of generation and of tasks (`metadata`), that
-    clients may choose in addition to those known to be harmless."""
+    """Shell patterns of names in `model_args`, `gen_kwargs` and `metadata` that clients may set in
+    addition to those known to be harmless."""
     launcher: Annotated[Literal["accelerate", "none"], expects("accelerate, none")] = "accelerate"
-    """How a job with several GPUs uses them: by a process for each, which has the whole model and a
-    part of the data, or by one process, whose model spreads over them by itself (vllm)."""
+    """With several GPUs: one process for each, with the whole model and a part of the data; or one
+    process, whose model spreads over them (vllm)."""
 
     @property
     def start(self) -> tuple[str, ...]:

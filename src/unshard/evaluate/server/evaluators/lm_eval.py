@@ -56,7 +56,7 @@ class LmEvalProfile(HarnessKeys):
     idle_timeout: Annotated[
         float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")
     ] = 600.0
-    """Seconds for which an engine that is kept between jobs waits for the next one."""
+    """With `weights: direct` and `model: vllm`: seconds for which an idle engine is kept."""
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class LmmsEvalProfile(HarnessKeys):
     include_paths: Annotated[Folders, Field(max_length=1)] = ()
     model: NonEmptyText = "huggingface"
     allowed_models: Texts = MODEL_TYPES
-    """Shell patterns of the other types of model that clients may choose."""
+    """Shell patterns of other types of model that clients may choose, as `profile:type`."""
 
     @property
     def client_models(self) -> tuple[str, ...]:

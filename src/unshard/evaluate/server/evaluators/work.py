@@ -173,8 +173,9 @@ class Profile(BaseModel):
     """The keys of its kind whose values can change a number."""
 
     kind: str
+    """The evaluator: lm-eval, lmms-eval, or any command."""
     arguments: OwnArguments = OwnArguments()
-    """What is chosen of the evaluator where a submission does not choose."""
+    """The evaluator's arguments; a submission overrides them, key by key."""
     environment: Environment = {}
     """Variables that the evaluator gets in addition to the server's."""
     allowed_tasks: Texts = ()
@@ -182,34 +183,34 @@ class Profile(BaseModel):
     timeout: Annotated[float, Field(strict=True, gt=0, le=1e9), expects("seconds, above zero")] = (
         24 * 3600.0
     )
-    """Seconds after which an attempt is ended."""
+    """Seconds after which a merge, and then the evaluator, is ended."""
     retries: Annotated[int, whole(0, 100)] = 1
-    """How many more attempts a failed one gets."""
+    """Further attempts after a failed one."""
     gpus: Annotated[int, whole(0)] = 0
-    """How many a job gets that does not choose; in a file: 1, if the server has any."""
+    """The GPUs of a job whose submission does not set `num_gpus`."""
     launch: Annotated[Texts, expects(LAUNCH_EXPECTED, _is_launch), AfterValidator(_started)] = ()
     """Arguments that are put before its command, by which a cluster schedules it; none: the server
     runs it on its own machine and GPUs."""
     slots: Annotated[int, whole(1)] = 1
-    """How many of its jobs a cluster gets at once."""
+    """With `launch`: how many of the profile's jobs run at once."""
     order: Annotated[Literal["oldest", "newest"], expects("oldest, newest")] = "oldest"
-    """Which of a run's queued steps is first: that which was submitted first, or the highest."""
+    """Which of a run's queued steps is first: the oldest submission, or the highest step."""
     max_lag: Annotated[int, whole(1)] | None = None
-    """How many steps of a run wait at most: lower ones are skipped; None: none is skipped."""
+    """How many steps of a run wait at most; lower ones are skipped. None: none is skipped."""
     weights: Annotated[Literal["merged", "direct"], expects("merged, direct")] = "merged"
-    """Whether the checkpoint is merged, or read from its shards by the evaluator itself; which of
-    its weights, a request says."""
+    """Whether checkpoints are merged first, or read from their shards by the evaluator (lm-eval
+    with `model` hf or vllm, without `keep`)."""
     keep: Annotated[Literal["none", "best", "all"], expects("none, best, all")] = "none"
-    """Which merged models are kept after evaluation."""
+    """Which merged models are kept; `best/RUN/PROFILE` in the work directory links to the best."""
     best_metric: Annotated[
         NonEmptyText | None, Field(validate_default=True), AfterValidator(_needed)
     ] = None
-    """What "best" is measured by, "task/metric"; after a "-" the lowest value is the best."""
+    """The metric of the best model, `task/metric`; with `-` before it, the lowest value is best."""
     config: ModelConfig | None = None
     """A config.json, or a directory with config and tokenizer, for checkpoints without one; None:
     only a command can evaluate those."""
     results_bytes: Annotated[int, whole(1)] = 64 << 20
-    """The largest file of results that is read, in bytes."""
+    """The largest file of results that is read, in bytes; it has 10,000 numbers at most."""
 
     @property
     @abstractmethod
