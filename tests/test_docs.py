@@ -301,3 +301,14 @@ def test_every_error_quoted_on_the_troubleshooting_page_is_one_that_the_program_
     source = "\n".join(map(constants, (ROOT / "src" / "unshard").rglob("*.py")))
     assert len(headings) >= 40
     assert [one for one in headings if one not in source] == []
+
+
+def test_every_message_in_the_table_of_failures_is_one_that_the_evaluation_has() -> None:
+    page = (ROOT / "docs" / "evaluation" / "failures.md").read_text(encoding="utf-8")
+    table = page.partition("## Messages")[2].partition("\n## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    modules = (ROOT / "src" / "unshard" / "evaluate").rglob("*.py")
+    source = re.sub("%[sd]", "…", "\n".join(map(constants, modules)))  # of the log
+    assert len(messages) >= 20
+    assert len(messages) == table.count("\n| `")
+    assert [one for one in messages if one not in source] == []

@@ -209,7 +209,7 @@ def test_a_server_that_is_drained_runs_it_for_the_last_job(tmp_path: Path, place
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_script_of_the_docs_posts_the_json_also_after_an_error(tmp_path: Path) -> None:
-    text = (EXAMPLE.parents[1] / "docs" / "async_eval.md").read_text()
+    text = (EXAMPLE.parents[1] / "docs" / "guides" / "eval-operating.md").read_text()
     script = tmp_path / "post.sh"
     script.write_text("#!/bin/sh\n" + text.partition("```sh\n#!/bin/sh\n")[2].partition("```")[0])
     script.chmod(0o755)
