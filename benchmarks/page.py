@@ -6,6 +6,9 @@ as many entries as fit on their page: 25 jobs or 25 runs on a view, 100 in an an
 opens the views, in turns, and tells when it painted their first text or picture after each
 navigation began (its "first-contentful-paint").
 
+On two quiet cores (12 rounds) no view or call took more than 10 ms at the 95th percentile, and the
+first text was painted after 104 to 124 ms (medians), 0.8 to 1.1 times as long as with a single job.
+
     PYTHONPATH=src:tests python benchmarks/page.py --rounds 40
 """
 

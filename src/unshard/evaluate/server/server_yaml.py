@@ -98,7 +98,8 @@ class ServerConfig(BaseModel):
         BeforeValidator(_gpu_names),
         expects("how many, or a list of their numbers or ids"),
     ] = Field(default_factory=find_gpus)
-    """The GPUs that jobs may have: a count, or numbers and ids (`GPU-…`, `MIG-…`)."""
+    """The GPUs of jobs: a count (the first of `CUDA_VISIBLE_DEVICES`, if that is set), or numbers
+    and ids (`GPU-…`, `MIG-…`)."""
     cpu_slots: Annotated[int, whole(1, _MOST_GPUS)] = 2
     """How many jobs without GPUs run at once."""
     host: NonEmptyText = "127.0.0.1"
