@@ -111,7 +111,9 @@ def test_the_highest_step_of_which_every_role_is_complete_is_taken(
 ) -> None:
     rank_path(run / "global_step_10" / role, 2, 1).unlink()
     assert merge(run, tmp_path / "out", "--role", "all") == 0
-    assert "passed over an incomplete step" in capsys.readouterr().err
+    assert (
+        f"global_step_10 is not complete: {role}: rank 1 of 2 is missing" in capsys.readouterr().err
+    )
     for one in ROLES:
         assert_same(merged(tmp_path / "out" / one), tensors_of(5, one))
 

@@ -316,12 +316,14 @@ def merge_steps(
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
     results, is_every = list[StepResult](), options.role == EVERY_ROLE
-    for at in _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run):
+    sets = _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run)
+    is_meant = not is_run or (is_every and len({at.step_dir for at in sets}) == 1)
+    for at in sets:
         role, target = at.role or "model", at.default_output
         if output is not None:
             target = given_output(output) / (target.name if is_run else role)
         chosen = replace(options, role=at.role) if is_every else options
-        one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=not is_run)
+        one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=is_meant)
         one = replace(one, role=role) if is_every else one
         if skip_existing and is_made_from(target, at, options.recorded):
             listener(Chosen(f"skipping {one.title}: {target} was made from it already"))

@@ -27,17 +27,13 @@ Option = tuple[object, OptionInfo]
 CHECKPOINT = "Checkpoint"
 OUTPUT = "Output"
 
-_SHORT = "unshard.short"
-_MANY = 30
+_SHORT, _MANY = "unshard.short", 30  # of a command with more, `-h` lists those used most
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 class Grouped(TyperCommand):
-    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text.
-
-    Of a command with many options, `-h` lists those that are used most.
-    """
+    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text."""
 
     def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
         """Take `--overwrite` without a value, too: the word after it is not its value."""
