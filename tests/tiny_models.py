@@ -21,6 +21,7 @@ __all__ = [
     "tiny_config",
     "tiny_model",
     "tiny_tokenizer",
+    "with_adapter",
 ]
 
 Fields = Mapping[str, Any]
@@ -230,6 +231,16 @@ def tiny_model(family: str = "qwen2", /, **fields: object) -> Any:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def with_adapter(model: Any) -> Any:
+    """Return a model with an adapter of peft in its attention: r 4, alpha 32, in its dtype."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """A run of verl's own checkpoint manager: train and save on 2 ranks, then load and go on with 3.
 
-    python verl_child.py DIRECTORY
+    python verl_child.py DIRECTORY [model | lora]
 
-Between the two it writes a line, and waits for one. The package is imported once; the ranks are
-forks of this process, connected by gloo. The model is one of transformers with FSDP2, as verl wraps
-it; verl's workers are left out, which need its rollouts.
+Between the two it writes a line, and waits for one. With a second word it trains a model, or an
+adapter of peft, saves it, leaves its truth and its logits, and ends. The package is imported once;
+the ranks are forks of this process, connected by gloo. The model is one of transformers with FSDP2,
+as verl wraps it; verl's workers are left out, which need its rollouts.
 """
 
 import os
@@ -24,22 +25,27 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from oracle.writers.hub_models import full_state, leave_logits
 from oracle.writers.resuming import save_whole
-from tiny_models import tiny_model
+from oracle.writers.saving import leave_truth
+from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 
 _Parts = tuple[Any, AdamW, LambdaLR]
 
 
-def _parts(*, trained: bool) -> _Parts:
+def _parts(*, drawn: bool, lora: bool) -> _Parts:
     model = tiny_model("qwen2", num_hidden_layers=1)
-    if not trained:
+    if lora:
+        model = with_adapter(model)
+    if not drawn:
         for parameter in model.parameters():
             nn.init.ones_(parameter)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    for layer in model.model.layers:
+    for layer in next(one for one in model.modules() if isinstance(one, nn.ModuleList)):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = AdamW(trained, lr=0.01, weight_decay=0.1)
     return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
@@ -60,11 +66,13 @@ def _draws() -> list[float]:
 def _run(action: str, directory: Path, rank: int, world: int) -> None:
     where = directory / f"{action}.store"
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
-    parts = _parts(trained=action == "train")
+    parts = _parts(drawn=action != "resume", lora=action == "lora")
     kinds = ["model", "optimizer", "extra"]
     contents = {"load_contents": kinds, "save_contents": kinds}
-    manager = FSDPCheckpointManager(*parts, checkpoint_config=contents)
-    if action == "train":
+    manager = FSDPCheckpointManager(
+        *parts, processing_class=tiny_tokenizer(), checkpoint_config=contents
+    )
+    if action != "resume":
         for step in range(2):
             _train(parts, step)
         random.seed(rank)
@@ -73,6 +81,10 @@ def _run(action: str, directory: Path, rank: int, world: int) -> None:
         manager.save_checkpoint(str(directory / "global_step_2" / "actor"), global_step=2)
     else:
         manager.load_checkpoint(str(directory / "resharded"))
+    if action in {"model", "lora"}:
+        leave_logits((rank, world, directory), parts[0])
+        leave_truth((rank, world, directory), full_state(parts[0]))
+        return
     torch.save(_draws(), directory / f"{action}-draws-{rank}.pt")
     save_whole(rank, parts, directory / f"{action}-before.pt")
     _train(parts, 2)
@@ -99,6 +111,9 @@ def _fork(action: str, directory: Path, world: int) -> None:
 
 def main() -> None:
     directory = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        _fork(sys.argv[2], directory, 2)
+        return
     _fork("train", directory, 2)
     sys.stdout.write("trained\n")
     sys.stdout.flush()

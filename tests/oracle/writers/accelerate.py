@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from oracle.writers.hub_models import full_state, shards_state
+from oracle.writers.hub_models import full_state, leave_logits, shards_state
 from oracle.writers.saving import leave_truth
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_adapter
 
 __all__ = [
     "accelerate_bins_fsdp1",
@@ -36,6 +36,7 @@ __all__ = [
     "accelerate_full",
     "accelerate_load",
     "accelerate_local",
+    "accelerate_lora",
     "accelerate_merge",
     "launched",
 ]
@@ -52,6 +53,12 @@ def accelerate_fsdp1(rank: int, world: int, directory: Path) -> None:
 def accelerate_fsdp2(rank: int, world: int, directory: Path) -> None:
     """Save DTensors of FSDP2 with DCP into `checkpoint_1`; any world size."""
     _save_state((rank, world, directory), "checkpoint_1", version=2, kind="SHARDED_STATE_DICT")
+
+
+def accelerate_lora(rank: int, world: int, directory: Path) -> None:
+    """Save a model of peft and FSDP2 as `accelerate_fsdp2` saves one; any world size."""
+    model = with_adapter(tiny_model("llama"))
+    _save_state((rank, world, directory), "checkpoint_1", version=2, model=model)
 
 
 def accelerate_full(rank: int, world: int, directory: Path) -> None:
@@ -129,11 +136,19 @@ def _forget() -> None:
     GradientState._reset_state()
 
 
-def _save_state(place: _Place, name: str, *, version: int, kind: str) -> None:
+def _save_state(
+    place: _Place,
+    name: str,
+    *,
+    version: int,
+    kind: str = "SHARDED_STATE_DICT",
+    model: nn.Module | None = None,
+) -> None:
     rank, world, directory = place
     with launched(rank, world):
-        accelerator, model, _ = _trained(version, kind)
+        accelerator, model, _ = _trained(version, kind, model)
         accelerator.save_state(str(directory / name))
+        leave_logits(place, model)
         leave_truth(place, _whole(model, version))
 
 
@@ -152,8 +167,8 @@ def _whole(model: nn.Module, version: int) -> dict[str, torch.Tensor]:
     return full_state(model) if version == 2 else shards_state(model)
 
 
-def _trained(version: int, kind: str) -> _Parts:
-    """Let accelerate shard a model, and train it for one step."""
+def _trained(version: int, kind: str, model: nn.Module | None = None) -> _Parts:
+    """Let accelerate shard a model, by default a Llama, and train it for one step."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version,
         state_dict_type=kind,
@@ -162,7 +177,7 @@ def _trained(version: int, kind: str) -> _Parts:
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model: nn.Module = tiny_model("llama")
+    model = model or tiny_model("llama")
     if version == 1:  # its parameters are others once it is wrapped
         model = accelerator.prepare(model)
     optimizer: Optimizer = AdamW(model.parameters(), lr=0.01)

@@ -1,6 +1,7 @@
 """The meshes that models of transformers are sharded on, and their whole tensors."""
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from transformers import LlamaForCausalLM
 
-from tiny_models import tiny_model
+from oracle.writers.saving import logits_file
+from tiny_models import logits, tiny_model
 
-__all__ = ["full_state", "hub_mesh", "sharded_llama", "shards_state"]
+__all__ = ["full_state", "hub_mesh", "leave_logits", "sharded_llama", "shards_state"]
 
 _State = OrderedDict[str, torch.Tensor]
 
@@ -51,6 +53,13 @@ def shards_state(model: nn.Module) -> _State:
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state: dict[str, torch.Tensor] = model.state_dict()
     return _State((name, _gather_shards(value)) for name, value in state.items())
+
+
+def leave_logits(place: tuple[int, int, Path], model: Any) -> None:
+    """Leave what the live model, sharded as it is, makes of a few tokens. Every rank must call."""
+    found = model if isinstance(model, torch.Tensor) else logits(model)
+    if place[0] == 0:
+        torch.save(found.detach().clone(), logits_file(place[2]))
 
 
 def _gather_shards(value: torch.Tensor) -> torch.Tensor:

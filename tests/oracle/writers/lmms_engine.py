@@ -8,18 +8,30 @@ import ast
 import logging
 import os
 import random
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 
+from oracle.writers.hub_models import full_state, leave_logits
 from oracle.writers.resuming import Parts, Run, parts_of, save_whole, train_step
+from oracle.writers.saving import leave_truth
+from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 
-__all__ = ["resume_with_lmms_engine", "train_with_lmms_engine"]
+__all__ = [
+    "lmms_engine_lora",
+    "lmms_engine_qwen2",
+    "resume_with_lmms_engine",
+    "train_with_lmms_engine",
+]
 
 _METHODS = ("save_checkpoints", "load_checkpoints", "get_rng_state", "load_rng_state")
 _TOKENS = 1234
@@ -35,12 +47,16 @@ class _Counter(SimpleNamespace):
         vars(self).update(state)
 
 
-def _trainer(parts: Parts, directory: Path, batches: int) -> Any:
-    """Return an object with the trainer's methods, and what they use."""
+def _installed(path: str) -> Path:
     package = find_spec("lmms_engine")
     assert package is not None
     assert package.submodule_search_locations is not None
-    path = Path(package.submodule_search_locations[0], "train", "fsdp2", "fsdp2_trainer.py")
+    return Path(package.submodule_search_locations[0], path)
+
+
+def _trainer(parts: Parts, directory: Path, batches: int) -> Any:
+    """Return an object with the trainer's methods, and what they use."""
+    path = _installed("train/fsdp2/fsdp2_trainer.py")
     (trainer,) = (
         one
         for one in ast.parse(path.read_text()).body
@@ -93,6 +109,60 @@ def resume_with_lmms_engine(rank: int, world: int, directory: Path) -> None:
     assert trainer.total_tokens == _TOKENS
     assert trainer.train_dataloader._num_yielded == 7 + rank  # of the rank with this number
     _go_on(parts, rank, directory, "resume")
+
+
+def lmms_engine_qwen2(rank: int, world: int, directory: Path) -> None:
+    """Train a model of transformers and save it into `checkpoint-2`; any world size.
+
+    The truth and the logits of its EMA weights are those of `ema`, next to the run.
+    """
+    _save_model((rank, world, directory), tiny_model())
+
+
+def lmms_engine_lora(rank: int, world: int, directory: Path) -> None:
+    """The same with an adapter of peft; any world size."""
+    _save_model((rank, world, directory), with_adapter(tiny_model()))
+
+
+def _save_model(place: tuple[int, int, Path], model: Any) -> None:
+    rank, world, directory = place
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    for layer in next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList)):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    ema = vars(_module("utils/ema_utils.py"))["EMAHelper"](
+        SimpleNamespace(ema_enabled=True, ema_decay=0.5)
+    )
+    ema.maybe_init(model, None)
+    ids = torch.arange(16).reshape(2, 8)
+    for step in (1, 2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(step)
+    parts = model, optimizer, LambdaLR(optimizer, lambda _: 1.0)
+    trainer = _trainer(parts, directory, batches=1)
+    vars(trainer).update(model=model, processing_class=tiny_tokenizer(), ema=ema)
+    trainer.save_checkpoints(str(directory / "checkpoint-2"), 2)
+    _leave(place, model)
+    ema.copy_to_model()
+    _leave((rank, world, directory.with_name("ema")), model)
+
+
+def _leave(place: tuple[int, int, Path], model: Any) -> None:
+    leave_logits(place, model)
+    leave_truth(place, full_state(model))
+
+
+def _module(path: str) -> ModuleType:
+    """Import a file without its package, which imports all models."""
+    spec = spec_from_file_location(Path(path).stem, _installed(path))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _go_on(parts: Parts, rank: int, directory: Path, action: str) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "equal_bits",
     "gather",
     "leave_truth",
+    "logits_file",
     "rank_file",
     "save_rank",
     "truth_file",
@@ -47,6 +48,11 @@ def accelerate_rank_file(directory: Path, rank: int) -> Path:
 def truth_file(directory: Path) -> Path:
     """Return where rank 0 leaves the whole tensors: next to the checkpoint, never in it."""
     return directory.parent / f"{directory.name}.truth"
+
+
+def logits_file(directory: Path) -> Path:
+    """Return where rank 0 leaves what the live model makes of a few tokens, likewise."""
+    return directory.parent / f"{directory.name}.logits"
 
 
 def equal_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -16,15 +16,18 @@ from transformers import (
 )
 
 from oracle.writers.accelerate import launched
-from oracle.writers.hub_models import full_state, shards_state
+from oracle.writers.hub_models import full_state, leave_logits, shards_state
 from oracle.writers.saving import leave_truth
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_adapter
 
 __all__ = [
+    "Sentences",
+    "arguments",
     "trainer_fsdp1",
     "trainer_fsdp2",
     "trainer_full",
     "trainer_goes_on",
+    "trainer_lora",
 ]
 
 _Place = tuple[int, int, Path]
@@ -47,17 +50,23 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 def trainer_fsdp2(rank: int, world: int, directory: Path) -> None:
     """Train with FSDP2 and save shards at steps 1 and 2; any world size."""
-    _train((rank, world, directory), version=2, kind="SHARDED_STATE_DICT")
+    _train((rank, world, directory), tiny_model(), version=2, kind="SHARDED_STATE_DICT")
 
 
 def trainer_fsdp1(rank: int, world: int, directory: Path) -> None:
     """Train with FSDP1 and save shards at steps 1 and 2; any world size."""
-    _train((rank, world, directory), version=1, kind="SHARDED_STATE_DICT")
+    _train((rank, world, directory), tiny_model(), version=1, kind="SHARDED_STATE_DICT")
 
 
 def trainer_full(rank: int, world: int, directory: Path) -> None:
     """Train with FSDP2 and save whole models, as a Trainer does by default; any world size."""
-    _train((rank, world, directory), version=2, kind="FULL_STATE_DICT")
+    _train((rank, world, directory), tiny_model(), version=2, kind="FULL_STATE_DICT")
+
+
+def trainer_lora(rank: int, world: int, directory: Path) -> None:
+    """Train an adapter of peft with FSDP2, and save it; any world size."""
+    model = with_adapter(tiny_model())
+    _train((rank, world, directory), model, version=2, kind="SHARDED_STATE_DICT")
 
 
 class _Loaded(TrainerCallback):
@@ -92,16 +101,16 @@ def trainer_goes_on(
     `went-on-WORLD.pt`.
     """
     with launched(rank, world):
-        arguments = _arguments(directory / "run", 2, "SHARDED_STATE_DICT")
-        arguments.max_steps, arguments.save_steps = step + 1, step
-        arguments.per_device_train_batch_size = 12 // world
+        settings = arguments(directory / "run", 2, "SHARDED_STATE_DICT")
+        settings.max_steps, settings.save_steps = step + 1, step
+        settings.per_device_train_batch_size = 12 // world
         torch.manual_seed(world)
         model: Any = tiny_model()
         if config is not None:
             model = type(model)(AutoConfig.from_pretrained(config))
         trainer = Trainer(
             model=model,
-            args=arguments,
+            args=settings,
             train_dataset=Sentences(model.config.vocab_size),
             callbacks=[_Loaded(directory / f"loaded-{world}.pt")],
         )
@@ -112,20 +121,27 @@ def trainer_goes_on(
             torch.save(after, directory / f"went-on-{world}.pt")
 
 
-def _train(place: _Place, *, version: int, kind: str) -> None:
+def _train(place: _Place, model: Any, *, version: int, kind: str) -> None:
     rank, world, directory = place
     with launched(rank, world):
         trainer = Trainer(
-            model=tiny_model(),
-            args=_arguments(directory, version, kind),
+            model=model,
+            args=arguments(directory, version, kind),
             train_dataset=Sentences(),
         )
         trainer.train()
         model = trainer.model_wrapped
+        leave_logits(place, model)
         leave_truth(place, full_state(model) if version == 2 else shards_state(model))
 
 
-def _arguments(directory: Path, version: int, kind: str) -> TrainingArguments:
+def arguments(
+    directory: Path,
+    version: int,
+    kind: str,
+    of: type[TrainingArguments] = TrainingArguments,
+    **more: Any,
+) -> TrainingArguments:
     fsdp: dict[str, Any] = {
         "version": version,
         "state_dict_type": kind,
@@ -133,7 +149,7 @@ def _arguments(directory: Path, version: int, kind: str) -> TrainingArguments:
     }
     if version == 1:
         fsdp["sync_module_states"] = "false"  # looks for an accelerator
-    return TrainingArguments(
+    return of(
         str(directory),
         use_cpu=True,
         accelerator_config={"use_configured_state": True},  # that of `launched`
@@ -147,4 +163,5 @@ def _arguments(directory: Path, version: int, kind: str) -> TrainingArguments:
         report_to="none",
         disable_tqdm=True,
         dataloader_pin_memory=False,
+        **more,
     )
