@@ -229,3 +229,24 @@ def test_what_cannot_be_shown_does_not_end_the_work(
     with listening(quiet=False) as listener:
         listener(Stage("writing", 10))
         listener(Warned("careful"))
+
+
+def test_warnings_end_with_one_line_that_has_all_they_advise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    front = Command(None, Call("unshard merge", ("a", "b c"), {"step": 3}))
+    with listening(quiet=False, front=front) as listener:
+        for text in ("cast: ⟦+--dtype config⟧", "see ⟦--role x⟧", "add ⟦+--also DIR⟧"):
+            listener(Warned(text))
+    *warnings, line = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        "warning: cast: --dtype config",
+        "warning: see --role x",
+        "warning: add --also DIR",
+    ]
+    use = "use: unshard merge a 'b c' --step 3 --dtype config --also DIR --overwrite"
+    assert line == use
+    with pytest.raises(KeyError), listening(quiet=False, front=front) as listener:
+        listener(Warned("cast: ⟦+--dtype config⟧"))
+        raise KeyError
+    assert "use:" not in capsys.readouterr().err

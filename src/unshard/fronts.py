@@ -87,8 +87,7 @@ class Text(str):
             is_quoted = given is not None and given[:1] == given[-1:] == "'"
             value = given[1:-1].replace("'\"'\"'", "'") if is_quoted else given
             parts += [Mention(text, option, value, _after(option, value), plus == "+"), after]
-        words = (part if isinstance(part, str) else _word(part, front) for part in parts)
-        made = super().__new__(cls, "".join(words))
+        made = super().__new__(cls, "".join(_word(part, front) for part in parts))
         made.marked, made.parts = marked, tuple(parts)
         return made
 
@@ -99,9 +98,8 @@ class Text(str):
         return Text(other + self.marked)
 
 
-def _word(mention: Mention, front: "Front | None") -> str:
-    written = None if front is None else front.name(mention)
-    return mention.text if written is None else written
+def _word(part: str | Mention, front: "Front | None") -> str:
+    return part if isinstance(part, str) else (front and front.name(part)) or part.text
 
 
 def marked(text: str) -> str:
@@ -138,11 +136,9 @@ class Front(Protocol):
         """Return how this front writes an option, or None if it is as `unshard merge` does."""
 
     def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:
-        """Return the line to use with some options, or "" if it is not known.
+        """Return the line to use with some options, each in place of an earlier value of it.
 
-        Args:
-            added: the options, each in place of an earlier value of it.
-            is_done: the output has been made, and the line is to replace it.
+        If the output has been made (`is_done`), the line replaces it. "": no line is known.
         """
 
 

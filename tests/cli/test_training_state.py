@@ -393,7 +393,7 @@ def test_a_file_that_runs_commands_is_refused(tmp_path: Path, writer: str) -> No
         with pytest.raises(UnsafeError) as caught:
             unshard.merge(step, tmp_path / "out", dry_run=dry_run)
         assert "system" in caught.value.subject
-        assert "--no-extra-state" in caught.value.hint
+        assert "extra_state=False" in caught.value.hint
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "out").exists()
     unshard.merge(step, tmp_path / "out", extra_state=False)

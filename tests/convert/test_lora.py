@@ -293,7 +293,7 @@ def test_an_alpha_that_is_not_recorded_is_asked_for(
     with pytest.raises(ConversionError, match="alpha is not known") as caught:
         fused(linear("m.q"), config)
     assert caught.value.found == found
-    assert "--lora-alpha" in caught.value.hint
+    assert "lora_alpha=…" in caught.value.hint
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])

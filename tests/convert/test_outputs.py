@@ -161,7 +161,7 @@ def test_an_unknown_choice_is_answered_with_the_known_ones(choice: object) -> No
 def test_the_configs_dtype_needs_a_config() -> None:
     with pytest.raises(ConversionError, match=r"there is no config\.json") as raised:
         target_dtype("config", None)
-    assert "--config" in raised.value.hint
+    assert "config=…" in raised.value.hint
 
 
 def test_a_config_may_name_no_dtype() -> None:

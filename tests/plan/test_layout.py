@@ -222,7 +222,7 @@ def test_a_header_past_the_formats_limit_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "MAX_HEADER", len(file.header) - 9)
     with pytest.raises(ConversionError, match=r"model\.safetensors: its header") as raised:
         lay_out(tensors, UNLIMITED)
-    assert "--max-shard-size" in raised.value.hint
+    assert "max_shard_size=…" in raised.value.hint
 
 
 # size_in_bytes

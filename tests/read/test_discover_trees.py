@@ -228,7 +228,7 @@ def test_the_modules_of_a_step_have_their_names_in_the_error(tmp_path: Path, pla
     with pytest.raises(UsageError, match="2 sets of weights") as refused:
         discover(tmp_path, Choice())
     assert refused.value.found == "talker (2 B), thinker (2 B)"
-    assert "--role 'talker|thinker'" in refused.value.hint
+    assert "role='talker' or 'thinker'" in refused.value.hint
     assert places.format("talker") in str(only(tmp_path, role="talker").weights_dir)
 
 

@@ -321,8 +321,9 @@ def test_an_interrupted_merge_leaves_nothing(store: Store, tmp_path: Path, stage
 
 def test_a_push_to_the_hub_needs_a_disk(store: Store, tmp_path: Path) -> None:
     checkpoint = large(tmp_path / "ckpt")
-    with pytest.raises(UsageError, match="needs an output on a disk"):
+    with pytest.raises(UsageError, match="needs an output on a disk") as caught:
         unshard.merge(checkpoint, url("refused"), dry_run=True, push_to_hub="someone/model")
+    assert caught.value.hint.endswith(f": unshard push {checkpoint} someone/model")
     assert not store.files("refused")
 
 

@@ -70,9 +70,8 @@ def interrupted(store: Store, checkpoint: Path, folder: str) -> set[str]:
     store.fault = refusing(name_of(FILES))
     with pytest.raises(StoreError) as caught:
         merge(checkpoint, folder)
-    assert f"what is finished is kept in s3://{BUCKET}/{folder}; the same merge with --resume" in (
-        caught.value.hint
-    )
+    left = f"what is finished is kept in s3://{BUCKET}/{folder}; the same merge with resume=True"
+    assert left in caught.value.hint
     store.forget_requests()
     return set(store.files(folder))
 
@@ -103,7 +102,7 @@ def test_without_resume_it_is_refused_and_the_message_says_how_to_go_on(
     left = interrupted(store, checkpoint, "waits")
     with pytest.raises(OutputError, match="is not complete") as caught:
         merge(checkpoint, "waits", resume=False)
-    assert "--resume" in caught.value.hint
+    assert "resume=True" in caught.value.hint
     assert set(store.files("waits")) == left
     merge(checkpoint, "waits", dry_run=True)
     assert set(store.files("waits")) == left

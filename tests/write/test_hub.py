@@ -261,7 +261,7 @@ def test_a_merge_that_could_not_be_pushed_does_not_begin(
     events: list[Event] = []
     with pytest.raises(OutputError, match=words) as caught:
         unshard.merge(tmp_path / "ckpt", tmp_path / "out", push_to_hub=repo, listener=events.append)
-    assert "leave --push-to-hub out" in caught.value.hint
+    assert "leave push_to_hub=… out" in caught.value.hint
     assert (events, hub.repos) == ([], {})
     assert not (tmp_path / "out").exists()
     unshard.merge(

@@ -87,13 +87,12 @@ def _own_heads(
 def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
     config = adapter.with_name(ADAPTER_CONFIG_NAME)
     kind = json_object(config).get("peft_type", "LORA") if config.is_file() else "LORA"
-    hint = "leave the adapter out with ⟦--lora ignore⟧"
     return ConversionError(
         f"{checkpoint.location.place}: the weights have no LoRA adapter, but {adapter} is next to "
         "them",
-        hint=f"merge them with ⟦--lora fuse⟧, or {hint}"
+        hint="merge them with ⟦+--lora fuse⟧, or leave the adapter out with ⟦--lora ignore⟧"
         if kind == "LORA"
-        else f"it is {kind}, which PEFT itself merges; {hint}",
+        else f"it is {kind}, which PEFT itself merges; leave it out with ⟦+--lora ignore⟧",
     )
 
 

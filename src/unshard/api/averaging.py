@@ -1,5 +1,6 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -166,7 +167,8 @@ def _open_steps(
             if not pass_over:
                 raise IncompleteError(
                     f"{location.step_dir} is not complete: " + error.subject,
-                    hint="`unshard average` leaves incomplete steps out, with a warning",
+                    hint="incomplete steps are left out, with a warning, by "
+                    f"unshard average {shlex.quote(str(run))} OUTPUT",
                 ) from error
             incomplete.append((location, error))
             continue

@@ -171,10 +171,11 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
     sources, training = prepared.sources, prepared.sources.training
     names = (*_weight_files(prepared), *_companion_files(prepared), *state_file_names(training))
     if isinstance(target, RemotePath):
-        if options.push_to_hub is not None:
+        if (repo := options.push_to_hub) is not None:
+            where = shlex.quote(str(sources.last.location.place))
             raise UsageError(
                 f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
-                hint="leave it out, and upload the checkpoint: unshard push CHECKPOINT REPO",
+                hint=f"leave it out, and upload the checkpoint: unshard push {where} {repo}",
             )
         overwrite = bool(options.overwrite)
         return BucketStage(target, overwrite=overwrite, names=names, resume=options.resume)

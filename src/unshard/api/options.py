@@ -283,12 +283,11 @@ def accepting(
 
 def _front_of(function: Callable[..., object], bound: inspect.BoundArguments) -> Python:
     """Return a function's parameters and its call, to be written again with more options."""
-    given = {**bound.arguments, **bound.arguments.get("kwargs", {})}  # of transformers
-    given.pop("kwargs", None)
+    given, own = dict(bound.arguments), bound.signature.parameters
+    given |= given.pop("kwargs", {})  # of transformers
     options = {name: _write(name, value) for name, value in given.items()}
-    shared = {name: options[name] for name in OPTIONS if name in options}
     place = next((options[name] for name in _PLACES if name in options), "checkpoint")
-    own = bound.signature.parameters
+    shared = {name: options[name] for name in OPTIONS if name in options}
     positional = [name for name, one in own.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     arguments = [options.pop(name) for name in takewhile(given.__contains__, positional)]
     itself = Call(f"unshard.{function.__name__}", arguments, options)
@@ -297,13 +296,7 @@ def _front_of(function: Callable[..., object], bound: inspect.BoundArguments) ->
 
 def _write(name: str, value: object) -> str:
     """Write an argument as Python does; what has no such form is called like its parameter."""
-    if isinstance(value, list | tuple) and all(isinstance(one, str | Path) for one in value):
-        return repr([as_given(one) for one in value])
-    is_plain = value is None or isinstance(value, bool | int | float)
-    return (
-        repr(as_given(value))
-        if isinstance(value, str | Path)
-        else repr(value)
-        if is_plain
-        else name
-    )
+    parts = value if isinstance(value, list | tuple) else [value]
+    texts = [as_given(one) if isinstance(one, str | Path) else one for one in parts]
+    is_plain = all(one is None or isinstance(one, str | int | float) for one in texts)
+    return name if not is_plain else repr(texts if parts is value else texts[0])

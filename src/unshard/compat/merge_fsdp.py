@@ -87,7 +87,8 @@ def main() -> None:
     averages = arguments.merge and arguments.step is None
     line = merge_line(paths[-1], target, options)
     if averages:
-        chosen = {"output": str(target), **options.chosen}
+        chosen = {"output": target, **options.chosen}
+        del chosen["extra_state"]  # an average has none
         line = Call("unshard average", [*map(str, paths)], chosen)
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from unshard.compat.commands import merge_line, path_argument, run, showing
-from unshard.errors import NotMergeableError, UnknownFormatError
+from unshard.errors import NotMergeableError, UnknownFormatError, speaking
 from unshard.fronts import Command
 
 
@@ -56,12 +56,12 @@ def main() -> None:
     place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
     location = discover(place, Choice())[0]
     if is_stage0(location):
-        raise NotMergeableError(
-            f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
-            expected="stage 1, 2 or 3",
-            hint="for the weights in the dtype of training: "
-            f"unshard merge {place} {arguments.output_dir} ⟦--names training⟧",
-        )
+        with speaking(Command({}, merge_line(place, arguments.output_dir, MergeOptions()))):
+            raise NotMergeableError(
+                f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
+                expected="stage 1, 2 or 3",
+                hint="for the weights in the dtype of training: ⟦+--names training⟧",
+            )
     frozen = frozen_names(location) if arguments.exclude_frozen_parameters else []
     options = MergeOptions(
         names="training",

@@ -121,7 +121,7 @@ def split_experts(
         raise ConversionError(
             f"tensor {name}: has all experts in one tensor of {dtype_of(recipe)}, and what scales "
             "them cannot be split with it",
-            hint="leave the names as they are with ⟦--names training⟧",
+            hint="leave the names as they are with ⟦+--names training⟧",
         )
     whole = _oriented(name, recipe, part, sizes)
     count, rows, columns = shape_of(whole)
@@ -186,12 +186,12 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
             f"tensor {name}: its rows may be the inputs or the outputs of the experts",
             expected="a hidden_size in config.json that differs from moe_intermediate_size",
             found=f"shape {[count, rows, columns]}",
-            hint="leave the names as they are with ⟦--names training⟧",
+            hint="leave the names as they are with ⟦+--names training⟧",
         )
     if old and turned:
         return transpose(recipe)
     lost = (lost_experts(count, size) for one in sizes for size in one.count)
-    hint = "check ⟦--config⟧, or leave the names as they are with ⟦--names training⟧"
+    hint = "check ⟦--config⟧, or leave the names as they are with ⟦+--names training⟧"
     raise ConversionError(
         f"tensor {name}: these are not the experts that config.json describes",
         expected=" or ".join(one.shown(part) for one in sizes),
@@ -231,7 +231,7 @@ def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacke
     if any(isinstance(one, LowRank) for one in recipes) or len(weights) > 1:
         raise ConversionError(
             f"tensors {names[0]} … {names[-1]} are updated one by one, but one tensor in the base",
-            hint="leave ⟦--base⟧ out, or write the adapter by itself: ⟦--lora adapter⟧",
+            hint="leave ⟦--base⟧ out, or write the adapter by itself: ⟦+--lora adapter⟧",
         )
     terms = [one.terms for one in recipes if isinstance(one, WeightedSum)]
     if not terms:

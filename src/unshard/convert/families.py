@@ -231,20 +231,20 @@ ADVICE = (
         present="_tower.",
         absent=".vision_model.",
         text="the vision tower's names are those of transformers 5; files on the hub mostly have "
-        "vision_tower.vision_model. instead of vision_tower.; for those names: ⟦--base MODEL⟧",
+        "vision_tower.vision_model. instead of vision_tower.; for those names: ⟦+--base MODEL⟧",
     ),
     Advice(
         "qwen3_5_moe qwen3_5_moe_text",
         present=".mlp.experts.0.",
         absent=".experts.gate_up_proj",
         text="the experts are written one by one, as transformers saves them; the models on the "
-        "hub have them in one tensor; to write that: ⟦--base MODEL⟧",
+        "hub have them in one tensor; to write that: ⟦+--base MODEL⟧",
     ),
     Advice(
         "qwen3_vl_moe qwen3_vl_moe_text",
         present=".experts.gate_up_proj",
         absent=".experts.0.",
         text="the experts' matrices are kept as trained: [E, 2I, H] in transformers 5, [E, H, 2I] "
-        "in version 4 and in the models on the hub; to write the latter: ⟦--base MODEL⟧",
+        "in version 4 and in the models on the hub; to write the latter: ⟦+--base MODEL⟧",
     ),
 )

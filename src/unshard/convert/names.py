@@ -280,7 +280,7 @@ def _notes(
     if base is None and rules.unknown:
         yield Text(
             f"{rules.unknown}: tensor names are kept as trained; "
-            "to get the names of a model on the hub: ⟦--base MODEL⟧"
+            "to get the names of a model on the hub: ⟦+--base MODEL⟧"
         )
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):

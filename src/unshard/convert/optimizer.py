@@ -119,7 +119,7 @@ def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[
             found=", ".join(
                 f"{name}: {', '.join(own) or 'none'}" for name, own in zip(names, each, strict=True)
             ),
-            hint="keep the tensors as they were trained: ⟦--names training⟧",
+            hint="keep the tensors as they were trained: ⟦+--names training⟧",
         )
     for key, first in each[0].items():
         name = flat_name(output.name, key)
@@ -132,7 +132,7 @@ def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[
             raise ConversionError(
                 f"tensor {output.name}: is a part of {names[0]}, whose {key} cannot be divided",
                 found=f"{key} of shape {list(first.shape)}",
-                hint="keep the tensors as they were trained: ⟦--names training⟧",
+                hint="keep the tensors as they were trained: ⟦+--names training⟧",
             )
 
 

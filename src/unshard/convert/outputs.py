@@ -302,7 +302,7 @@ def precision(
     choice = dtype_choice(dtype)
     if choice == "base":
         if base is None:
-            raise UsageError("⟦--dtype base⟧: needs a base model", hint="name it: ⟦--base MODEL⟧")
+            raise UsageError("⟦--dtype base⟧: needs a base model", hint="name it: ⟦+--base MODEL⟧")
         return Precision(None, base, _union(patterns))
     target = _target(choice, config)
     if target is not None and target.itemsize == 2:
@@ -325,7 +325,7 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
         raise ConversionError(
             "⟦--dtype config⟧: "
             + ("there is no config.json" if config is None else f"{config.path} names no dtype"),
-            hint="name the dtype, or give a config: ⟦--config FILE|DIR⟧",
+            hint="name the dtype, or give a config: ⟦+--config FILE|DIR⟧",
         )
     if named not in CASTS:
         what = f"⟦--dtype config⟧: {config.path if config else ''} names {named}"

@@ -142,7 +142,7 @@ def dequantise(
                     expected=f"{name}{_SCALE} with one number for every {block[0]} x {block[1]} "
                     f"elements of {list(shape_of(recipe))}",
                     found="no such tensor" if scales is None else str(list(shape_of(scales))),
-                    hint="write it as it is: ⟦--dtype keep⟧",
+                    hint="write it as it is: ⟦+--dtype keep⟧",
                 )
             )
             continue

@@ -267,7 +267,7 @@ def _in_blocks(recipe: Quantized | BlockScales | Dequantized) -> ConversionError
     name = recipe.weight.entry.fqn if isinstance(recipe, Dequantized) else recipe.name
     return ConversionError(
         f"tensor {name}: is block FP8, which is not cut or turned",
-        hint="write it in another dtype first: ⟦--dtype bfloat16⟧ ⟦--names training⟧",
+        hint="write it in another dtype first: ⟦+--dtype bfloat16⟧ ⟦+--names training⟧",
     )
 
 

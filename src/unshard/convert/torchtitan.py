@@ -158,7 +158,7 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
     if not isinstance(recipe, Take) or recipe != take(recipe.entry):
         raise ConversionError(
             f"tensor {name} would change the order of its rows, but it is computed",
-            hint="write the adapter by itself: ⟦--lora adapter⟧",
+            hint="write the adapter by itself: ⟦+--lora adapter⟧",
         )
     half = shape[0] // heads // 2 if shape else 0
     if len(shape) != 2 or shape[0] != 2 * half * heads:

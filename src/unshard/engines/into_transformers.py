@@ -255,8 +255,8 @@ def refuse_differences(
     missing = () if allow_missing else loading.missing
     unexpected = () if allow_unexpected else loading.unexpected
     hints = [
-        *(["⟦--allow-missing⟧ lets transformers initialise what is missing"] if missing else []),
-        *(["⟦--allow-unexpected⟧ leaves out what the model does not have"] if unexpected else []),
+        *(["⟦+--allow-missing⟧ lets transformers initialise what is missing"] if missing else []),
+        *(["⟦+--allow-unexpected⟧ leaves out what the model does not have"] if unexpected else []),
         "auto_class=… names another class",
     ]
     left = replace(loading, missing=missing, unexpected=unexpected)

@@ -198,6 +198,6 @@ def _output_file(filename: str, tensors: list[Converted]) -> OutputFile:
         raise ConversionError(
             f"{filename}: its header of {len(placed)} tensors would take {len(header)} bytes",
             expected=f"at most {MAX_HEADER}",
-            hint="make smaller files: ⟦--max-shard-size SIZE⟧",
+            hint="make smaller files: ⟦+--max-shard-size SIZE⟧",
         )
     return OutputFile(filename, header, tuple(placed))

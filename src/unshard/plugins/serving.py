@@ -224,7 +224,7 @@ def describe(checkpoint: str | Path, options: EngineKeywords) -> Described:
     if config is None:
         raise UsageError(
             f"{read.location.weights_dir}: no config.json in it or next to it, which engines need",
-            hint="give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧",
+            hint="give it with ⟦+--config FILE|DIR⟧ or ⟦--base MODEL⟧",
         )
     step = read.location.step
     return Described(read.title, step, config.as_written(None), read.companions)

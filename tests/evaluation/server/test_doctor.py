@@ -141,7 +141,7 @@ def test_jobs_that_would_wait_for_the_configuration_are_told(server: Live) -> No
     text = wrong(examined(server, code=1))["jobs that wait"]
     assert "1 job of profile renamed: unknown profile 'renamed'" in text
     assert "1 job of profile script:qwen: " in text
-    assert "eval cancel --profile NAME" in text
+    assert "eval cancel --profile renamed; unshard eval cancel --profile script:qwen" in text
     with store.connection as connection:
         connection.execute("UPDATE jobs SET request = '[1]' WHERE profile = 'script:qwen'")
         connection.execute("UPDATE jobs SET status = 'running' WHERE profile = 'renamed'")

@@ -178,10 +178,10 @@ def wait_for(client: "EvalClient", jobs: Sequence[str]) -> list[dict[str, object
         while not all([one.look() for one in followed]):  # noqa: C419  (look at every one)
             time.sleep(_LOOK_S)
     except KeyboardInterrupt as error:
-        left = ", ".join(_shorten(one.job_id) for one in followed if not one.has_ended)
+        left = [_shorten(one.job_id) for one in followed if not one.has_ended]
         raise KeyboardInterrupt(
-            f"interrupted: the server continues with {left}\n"
-            "to cancel a job: unshard eval cancel JOB"
+            f"interrupted: the server continues with {', '.join(left)}\n"
+            f"to cancel a job: unshard eval cancel {left[0]}"
         ) from error
     return [dict(one.job) for one in followed]
 

@@ -78,7 +78,7 @@ def check_expected(
                 ConversionError(
                     f"{kind.capitalize()} key(s) in state_dict: {_listed(names)}",
                     expected=f"the tensors of {expected.name}",
-                    hint=f"{advice}; to write the output all the same: ⟦--allow-{kind}⟧",
+                    hint=f"{advice}; to write the output all the same: ⟦+--allow-{kind}⟧",
                 )
             )
     if wrong:

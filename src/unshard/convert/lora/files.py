@@ -91,7 +91,7 @@ def _refuse_biases(split: Split, config: AdapterConfig | None) -> None:
         raise ConversionError(
             f"{config.source}: biases were trained too (bias is {bias}), and an adapter written "
             "from this checkpoint would lack them",
-            hint="fuse the adapter: ⟦--lora fuse⟧",
+            hint="fuse the adapter: ⟦+--lora fuse⟧",
         )
 
 

@@ -175,7 +175,7 @@ def _weights(
         raise ConversionError(
             f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
             "not the model that it was trained on",
-            hint="give that model: ⟦--base MODEL⟧; or write the adapter by itself: "
+            hint="give that model: ⟦+--base MODEL⟧; or write the adapter by itself: "
             "⟦--lora adapter⟧",
         )
     check_saved_modules(split, config)

@@ -276,6 +276,6 @@ def _quantised(name: str, weights: Mapping[str, Recipe]) -> ConversionError:
         f"tensor {name}: is quantised, and LoRA cannot be fused into it",
         expected="floating point of 16 bits or more",
         found=f"{dtype_of(weights[name])}",
-        hint="write the adapter by itself (⟦--lora adapter⟧), and put it on the model in full "
+        hint="write the adapter by itself (⟦+--lora adapter⟧), and put it on the model in full "
         "precision; a base in block FP8 becomes one by a merge of its own with ⟦--dtype bfloat16⟧",
     )

@@ -30,7 +30,7 @@ _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"
 )
 _KEEP = "or keep Megatron's names with ⟦--names training⟧"
-_OWN = f"give the config of the model that was trained: ⟦--config FILE|DIR⟧, {_KEEP}"
+_OWN = f"give the config of the model that was trained: ⟦+--config FILE|DIR⟧, {_KEEP}"
 # Recorded numbers, and where config.json has the same.
 _NUMBERS = """
     num_layers=num_hidden_layers hidden_size=hidden_size norm_epsilon=rms_norm_eps
@@ -127,7 +127,7 @@ def _unknown_family(
             "no config.json: the tensors have Megatron's names, and which model they are on the "
             f"hub is not known{what}",
             found=names,
-            hint=f"give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧, {_KEEP}",
+            hint=f"give it with ⟦+--config FILE|DIR⟧ or ⟦--base MODEL⟧, {_KEEP}",
         )
     return ConversionError(
         f"the names that Megatron gives a model of type {config.types[0] or '(none)'} are not "

@@ -5,6 +5,7 @@ its own that is removed afterwards.
 """
 
 import os
+import shlex
 import shutil
 import sqlite3
 import tempfile
@@ -153,7 +154,7 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
     database = (config.work_directory or Path()) / DATABASE
     if not database.is_file():
         return
-    slots, why = slots_of(config), Counter[str]()
+    slots, why, profiles = slots_of(config), Counter[str](), set[str]()
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:
@@ -166,12 +167,14 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
             find_work(config.profiles, slots, request := as_request(text))
         except UnshardError as error:
             why[f"profile {request.profile}: {one_line(str(error))}"] += 1
+            profiles.add(request.profile)
         except (ValueError, TypeError, LookupError, AttributeError):  # not as a server writes it
             why["a request that cannot be read"] += 1
     found = [f"{counted(number, 'job')} of {text}" for text, number in why.most_common(_SHOWN)]
     found += [f"{len(why) - _SHOWN} more reasons"] if len(why) > _SHOWN else []
     shown = "; ".join(found)
-    hint = "; correct the configuration, or end them: unshard eval cancel --profile NAME"
+    lines = [f"unshard eval cancel --profile {shlex.quote(one)}" for one in sorted(profiles)]
+    hint = f"; correct the configuration, or end them: {'; '.join(lines)}"
     text = f"{shown}{hint}" if why else f"{counted(len(rows), 'job')}, which can begin"
     yield Finding("jobs that wait", is_fine=not why, text=text)
 

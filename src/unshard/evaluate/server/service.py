@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import secrets
+import shlex
 import sqlite3
 import threading
 from collections.abc import Mapping
@@ -265,7 +266,7 @@ class Service:
         if isinstance(path, RemotePath):
             raise UsageError(
                 f"{path}: the server merges no checkpoint of an object store into its run",
-                hint="submit it, or use unshard merge",
+                hint=f"submit it, or: unshard merge {shlex.quote(str(path))} OUTPUT",
             )
         if not path.exists():
             raise GoneError(f"{path} does not exist")

@@ -11,6 +11,7 @@ lock on a file of the run. No public method raises.
 
 import logging
 import os
+import shlex
 import threading
 import time
 from collections import deque
@@ -227,7 +228,7 @@ class Submitter:
             listed = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
             missing.append(
                 f"no result yet: {listed}; the next trainer on {self.run_dir} fetches it, or "
-                "`unshard eval watch`"
+                f"`unshard eval watch {shlex.quote(str(self.run_dir))}`"
             )
         return missing
 

@@ -237,7 +237,7 @@ def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, I
         raise IncompleteError(
             f"{place.weights_dir}: the file that contains {name} is missing or truncated",
             hint="copy it here from the node that wrote it, or name that node's directory: "
-            "⟦--also DIR⟧",
+            "⟦+--also DIR⟧",
         )
     return path, item
 

@@ -36,7 +36,7 @@ def metadata_files(location: Location) -> list[Path]:
         expected=".metadata, which torch writes last",
         found=", ".join(path.name for path in unfinished) or "*.distcp files only",
         hint="the save was interrupted, or the file is on another node: name that node's "
-        "directory: ⟦--also DIR⟧",
+        "directory: ⟦+--also DIR⟧",
     )
 
 
@@ -161,7 +161,7 @@ def _pieces(
         raise IncompleteError(
             f"{roots[0]}: files that the metadata names are missing: {shortened(missing, 8)}",
             hint="copy them here from the nodes that wrote them, or name those nodes' "
-            "directories: ⟦--also DIR⟧",
+            "directories: ⟦+--also DIR⟧",
         )
     paths = tuple(path for path in files.values() if path is not None)
     known = {

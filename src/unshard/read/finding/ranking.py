@@ -99,7 +99,7 @@ def _of_weights(place: Path, found: list[Location], choice: Choice, start: Path)
         raise UsageError(
             f"{place} has only EMA weights, an average of those that were trained",
             found=names,
-            hint="if you want them: ⟦--weights ema⟧",
+            hint="if you want them: ⟦+--weights ema⟧",
         )
     expected = _WHERE.get(choice.weights, "")
     raise UnknownFormatError(
@@ -121,7 +121,7 @@ def _of_role(
         names = [_called(place, at, kept) for at in kept]
         is_clear = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
         can_choose = is_clear and len(kept) <= _LISTED
-        role = f"choose with ⟦--role '{'|'.join(names)}'⟧, or " if can_choose else ""
+        role = f"choose with ⟦+--role '{'|'.join(names)}'⟧, or " if can_choose else ""
         one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
         raise UsageError(
             f"{place} has {len(kept)} sets of weights, and none of them is the default",
@@ -133,7 +133,7 @@ def _of_role(
     if only not in (None, "actor") and role is None and not is_meant:
         raise UsageError(
             f"{place} has only a {only}, which is not the model that was trained",
-            hint=f"if you want the {only}: ⟦--role '{only}'⟧",
+            hint=f"if you want the {only}: ⟦+--role '{only}'⟧",
         )
     return at
 
@@ -246,7 +246,7 @@ def _refuse_two_runs(run: Run, first: list[Location], steps: list[tuple[int, Pat
         raise UsageError(
             f"{run.place} has {len(unsure)} folders that may be steps, or runs",
             found=", ".join(at.step_dir.name for at in unsure[:_LISTED]),
-            hint="give one of them, or its ⟦--step N⟧",
+            hint="give one of them, or its ⟦+--step N⟧",
         )
 
 

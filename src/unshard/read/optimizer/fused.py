@@ -61,7 +61,7 @@ def _divided(fused: TensorEntry, rows: list[int], config: ModelConfig | None) ->
             f"tensor {fused.fqn}: it cannot be divided into those of wq, wk and wv",
             expected=f"{sum(rows)} uncompressed rows, and their numbers of heads in config.json",
             found=f"shape {list(fused.shape)}, numbers of heads {stated}",
-            hint="give the config of the model that was trained: ⟦--config FILE|DIR⟧",
+            hint="give the config of the model that was trained: ⟦+--config FILE|DIR⟧",
         )
     sizes, (_, *rest) = [count // heads for count in rows], fused.shape
     found = []

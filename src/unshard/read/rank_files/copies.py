@@ -50,7 +50,7 @@ _COMPARE_BYTES = 1 << 20
 _SAMPLE_BYTES = 16 * 1024
 _HINT = (
     "save it as a DTensor or on one rank only; or, if plain tensors of this checkpoint are shards "
-    "along dimension 0: ⟦--assume-dim0⟧"
+    "along dimension 0: ⟦+--assume-dim0⟧"
 )
 
 
@@ -303,6 +303,6 @@ def _experts_refused(
         expected="equal copies",
         found=f"different values of {whole} on different ranks, and no record of which is which: "
         "experts of verl's VeOmni engine?",
-        hint=f"if they are parts of one tensor along dimension 0: ⟦--ep-size {copies}⟧; else merge "
-        "it with the engine that wrote it",
+        hint=f"if they are parts of one tensor along dimension 0: ⟦+--ep-size {copies}⟧; else "
+        "merge it with the engine that wrote it",
     )

@@ -117,7 +117,7 @@ class TensorDecoder:
             raise TensorFormError(f"an instance of {kind}{what}")
         raise TensorFormError(
             f"an instance of {kind}, which may mean something else than its stored bytes "
-            f"(if it does not: ⟦--allow-global {kind}⟧)"
+            f"(if it does not: ⟦+--allow-global {kind}⟧)"
         )
 
     def _sharded_tensor(self, args: tuple[Value, ...], state: Value) -> LocalTensor:

@@ -104,7 +104,7 @@ class _Reader:
             found = plain_values(file)
             self.size += path.stat().st_size
         except UnsafeError as error:
-            hint = error.hint + "; to merge the weights without reading it: ⟦--no-extra-state⟧"
+            hint = error.hint + "; to merge the weights without reading it: ⟦+--no-extra-state⟧"
             raise UnsafeError(error.subject, hint=hint) from error
         except CheckpointError as error:
             self._damaged.append(error.subject)

@@ -213,7 +213,7 @@ class Reading:
             f"{shortened([str(rank) for rank in ranks], 16)} of world size {world}",
             expected=shortened(names, 4),
             hint=_NO_OTHER
-            + ("; the weights in the dtype of training are whole: ⟦--weights module⟧" * is_whole),
+            + ("; the weights in the dtype of training are whole: ⟦+--weights module⟧" * is_whole),
         )
 
     def _states_of_frozen(self) -> list[ModelState]:

@@ -334,7 +334,7 @@ class Staging:
 def say_what_is_left(error: BaseException | None, left: Path) -> None:
     """Add to an error or an interruption where the finished files are, and how to go on."""
     text = Text(
-        f"what is finished is kept in {left}; the same merge with ⟦--resume⟧ goes on with it"
+        f"what is finished is kept in {left}; the same merge with ⟦+--resume⟧ goes on with it"
     )
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)

@@ -50,7 +50,7 @@ def choose_mode(
     if not overwrite:
         raise OutputError(
             f"{target}: exists already",
-            hint="give another output, or replace the weights there: ⟦--overwrite⟧",
+            hint="give another output, or replace the weights there: ⟦+--overwrite⟧",
         )
     mode = Mode.IN_PLACE if any(is_inside(one, target) for one in sources) else Mode.REPLACE
     if overwrite != "all":

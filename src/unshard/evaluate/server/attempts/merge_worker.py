@@ -92,7 +92,8 @@ def _answer(order: MergeOrder) -> dict[str, object]:
         else:
             _merge(order)
     except UnshardError as error:
-        error.front = Command({}, Call("unshard merge", (order.checkpoint, "OUTPUT")))
+        chosen = {"weights": "ema"} if order.options.get("weights") == "ema" else {}
+        error.front = Command({}, Call("unshard merge", (order.checkpoint, "OUTPUT"), chosen))
         found = {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
     except (OSError, MemoryError) as error:
         found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
