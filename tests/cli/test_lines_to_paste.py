@@ -346,6 +346,8 @@ NOT_PASTED = {
     "to evaluate one of them: unshard eval submit": SERVER,
     "upload the checkpoint: unshard push ": "needs an object store: tests/stores/test_outputs",
     "`unshard reshard` takes what was merged": "a statement, not advice",
+    "`unshard merge` and unshard.merge_all take ⟦--role all⟧": "a statement, not advice",
+    " merge checkpoints/my-run/global_step_100 my-model": "examples: tests/cli/test_help",
     "or its ⟦+--step N⟧": PARSES,
     "make smaller files: ⟦+--max-shard-size SIZE⟧": PARSES,
     "leave ⟦--base⟧ out, or write the adapter": PARSES,
