@@ -364,7 +364,9 @@ def test_a_command_that_lacks_an_option_names_the_line_of_merge(
     with pytest.raises(SystemExit):
         command_line(["inspect", str(tmp_path / "global_step_3")])
     shown = capfd.readouterr().out
-    assert f"(use: unshard merge {tmp_path / 'global_step_3'} OUTPUT --config" in shown
+    assert re.search(
+        rf"use +unshard merge {tmp_path / 'global_step_3'} OUTPUT --base MODEL\n", shown
+    )
 
 
 def test_json_of_the_command_line_keeps_its_own_notation(
@@ -401,7 +403,7 @@ def wrong(option: str) -> Any:
     ("call", "subject"),
     [
         (lambda ckpt, out: unshard.merge(ckpt, out, **wrong("lora")), "lora='x'"),
-        (lambda ckpt, out: unshard.merge(ckpt, out, lora="both"), "lora='both'"),
+        (lambda ckpt, out: unshard.merge(ckpt, out, lora="both", config="none"), "lora='both'"),
         (lambda ckpt, out: unshard.average([ckpt, ckpt], out, **wrong("lora")), "lora='x'"),
         (lambda ckpt, out: unshard.average([ckpt, ckpt], out, ema_decay=3), "ema_decay=3"),
         (lambda ckpt, _: unshard.verify(ckpt, ckpt, memory="1KB"), "memory='1KB'"),

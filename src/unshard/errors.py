@@ -10,7 +10,8 @@
     │   ├── CorruptError                 a file contradicts its own format, or its neighbours
     │   │   └── ChangedError                 a file was replaced or written to while it was read
     │   ├── UnsafeError                  a pickle refers to code that runs commands
-    │   └── NotMergeableError            readable, but no full tensor follows from it
+    │   ├── NotMergeableError            readable, but no full tensor follows from it
+    │   └── NoConfigError                no config.json: transformers would not load the output
     ├── ConversionError              4   names or dtypes of the output cannot be resolved
     ├── OutputError                  5   the output exists, has no space or is not writable
     └── StoreError                   6   an object store does not answer, or refuses a request
@@ -146,6 +147,10 @@ class UnsafeError(CheckpointError):
 
 class NotMergeableError(CheckpointError):
     """The checkpoint is readable, but its full tensors do not follow from it."""
+
+
+class NoConfigError(CheckpointError):
+    """There is no config.json, without which transformers would not load the output."""
 
 
 class ConversionError(UnshardError):

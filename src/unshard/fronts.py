@@ -250,7 +250,7 @@ def _assigned(mention: Mention, unknown: str) -> str:
         return "unshard.merge_all"
     if value is None and not _ALL[option]:
         shown = str(option != "no-extra-state")
-    elif value in (None, _ALL[option], _ALL[option].split("|")[0], "N"):
+    elif value in (None, _ALL[option], "N") or _ALL[option].startswith(f"{value}|"):
         shown = unknown
     elif _NUMBER.fullmatch(value):
         shown = value

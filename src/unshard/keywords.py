@@ -245,9 +245,9 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "Output": {
         "config": Option(
-            "A config.json to use instead. Or a directory with config, tokenizer and the like.",
-            "FILE|DIR",
-            kind=Path,
+            "A config.json to use instead. Or a directory with config, tokenizer and the like; none: "
+            "write the weights alone if none is found.",
+            "FILE|DIR|none",
         ),
         "extra_state": Option("Leave out scheduler and random state.", kind=bool),
         "optimizer": Option(

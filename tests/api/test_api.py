@@ -16,7 +16,7 @@ from unshard.cli.commands import average as average_command
 from unshard.cli.commands import inspect as inspect_command
 from unshard.cli.commands import merge as merge_command
 from unshard.cli.commands import verify as verify_command
-from unshard.keywords import MergeKeywords, Names, ReadKeywords, VerifyKeywords
+from unshard.keywords import MergeKeywords, ReadKeywords, VerifyKeywords
 from unshard.progress import Advanced, Event, Stage, Warned
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -31,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_the_output_goes_next_to_the_step_by_default(checkpoint: Path) -> None:
     before = snapshot(checkpoint)
-    report = unshard.merge(checkpoint)
+    report = unshard.merge(checkpoint, config="none")
     assert report.output == str(checkpoint.parent / "merged" / "global_step_7")
     assert_same(merged(Path(report.output)), some_tensors())
     assert snapshot(checkpoint) == before
@@ -43,7 +43,7 @@ def test_the_highest_complete_step_is_taken_and_the_others_are_named(checkpoint:
     rank_path(run / "global_step_9" / "actor", 3, 1).unlink()
     save_ranks(run / "global_step_10" / "actor", some_tensors(10), 3)
     rank_path(run / "global_step_10" / "actor", 3, 2).write_bytes(b"")
-    report = unshard.merge(run)
+    report = unshard.merge(run, config="none")
     assert report.step == 7
     assert_same(merged(Path(report.output)), some_tensors())
     passed_over = [warning for warning in report.warnings if "passed over" in warning]
@@ -70,7 +70,7 @@ def test_a_run_without_a_complete_step_names_them_all(tmp_path: Path) -> None:
 
 
 def test_the_record_says_what_was_made_from_what_and_nothing_else(checkpoint: Path) -> None:
-    report = unshard.merge(checkpoint, dtype="bfloat16")
+    report = unshard.merge(checkpoint, dtype="bfloat16", config="none")
     text = (Path(report.output) / "unshard.json").read_text()
     record = json.loads(text)
     assert record["source"]["name"] == "global_step_7"
@@ -86,14 +86,16 @@ def test_the_same_merge_writes_the_same_bytes(checkpoint: Path, tmp_path: Path) 
     settings: list[tuple[int, str | int]] = [(1, "64MB"), (3, "400KB"), (8, 131072)]
     for number, (workers, memory) in enumerate(settings):
         output = tmp_path / f"out{number}"
-        unshard.merge(checkpoint, output, workers=workers, memory=memory, max_shard_size=300)
+        unshard.merge(
+            checkpoint, output, workers=workers, memory=memory, max_shard_size=300, config="none"
+        )
         contents.append({path.name: path.read_bytes() for path in output.iterdir()})
     assert contents[0] == contents[1] == contents[2]
     assert len(contents[0]) == 3 + 1 + 1  # three files, index, record
 
 
 def test_several_files_come_with_an_index(checkpoint: Path, tmp_path: Path) -> None:
-    report = unshard.merge(checkpoint, tmp_path / "out", max_shard_size="320B")
+    report = unshard.merge(checkpoint, tmp_path / "out", max_shard_size="320B", config="none")
     assert list(report.files) == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_parameters": 162, "total_size": 648}
@@ -109,7 +111,7 @@ def test_a_cast_touches_floating_point_only(tmp_path: Path) -> None:
     }
     plain = {"ids": torch.arange(3), "flag": torch.tensor([True, False])}
     save_ranks(tmp_path / "ckpt", tensors, 2, plain=[plain] * 2)
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16", config="none")
     assert_same(merged(tmp_path / "out"), {n: t.bfloat16() for n, t in tensors.items()} | plain)
     assert report.dtypes == {"bfloat16": 3, "int64": 1, "bool": 1}
 
@@ -140,14 +142,7 @@ def test_dtype_config_without_a_usable_config_is_a_conversion_error(
     if fields is not None:
         with_config(checkpoint, **fields)
     with pytest.raises(ConversionError, match="dtype='config'"):
-        unshard.merge(checkpoint, dtype="config")
-
-
-def test_without_a_config_the_weights_are_written_and_the_warning_helps(checkpoint: Path) -> None:
-    report = unshard.merge(checkpoint)
-    assert report.companions == ()
-    assert any("no config.json" in w and "config=…" in w for w in report.warnings)
-    assert_same(merged(Path(report.output)), some_tensors())
+        unshard.merge(checkpoint, dtype="config", config="none")
 
 
 def test_a_config_can_be_given(checkpoint: Path, tmp_path: Path) -> None:
@@ -160,7 +155,7 @@ def test_a_config_can_be_given(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_plans_and_writes_nothing(checkpoint: Path) -> None:
     before = snapshot(checkpoint.parent)
-    report = unshard.merge(checkpoint, dry_run=True)
+    report = unshard.merge(checkpoint, dry_run=True, config="none")
     assert report.dry_run
     assert report.bytes_read == 648
     assert report.operations == {"Gather": 3}
@@ -173,7 +168,7 @@ def test_an_existing_output_is_refused_also_in_a_dry_run(checkpoint: Path, tmp_p
     (tmp_path / "out" / "mine").write_text("")
     for dry_run in (True, False):
         with pytest.raises(OutputError, match="exists already"):
-            unshard.merge(checkpoint, tmp_path / "out", dry_run=dry_run)
+            unshard.merge(checkpoint, tmp_path / "out", dry_run=dry_run, config="none")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +186,7 @@ def test_an_option_that_makes_no_sense_is_a_usage_error(
     checkpoint: Path, option: str, value: str | int
 ) -> None:
     with pytest.raises(UsageError, match=str(value)):
-        unshard.merge(checkpoint, **{option: value})  # type: ignore[arg-type]
+        unshard.merge(checkpoint, config="none", **{option: value})  # type: ignore[arg-type]
 
 
 def test_adapters_are_not_written_out_as_if_they_were_fused(tmp_path: Path) -> None:
@@ -203,7 +198,7 @@ def test_adapters_are_not_written_out_as_if_they_were_fused(tmp_path: Path) -> N
 
 def test_progress_counts_every_byte(checkpoint: Path) -> None:
     events: list[Event] = []
-    unshard.merge(checkpoint, listener=events.append)
+    unshard.merge(checkpoint, listener=events.append, config="none")
     stages = [event for event in events if isinstance(event, Stage)]
     assert [stage.name for stage in stages] == ["reading", "writing", "verifying", "committing"]
     advanced = sum(event.written_bytes for event in events if isinstance(event, Advanced))
@@ -251,12 +246,12 @@ def test_an_earlier_output_is_replaced_and_a_checkpoint_merged_into_itself(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    unshard.merge(checkpoint, output, max_shard_size=300)
+    unshard.merge(checkpoint, output, max_shard_size=300, config="none")
     (output / "notes.txt").write_text("mine")
     for target in (output, checkpoint, checkpoint, checkpoint / "actor"):
         before = snapshot(checkpoint / "actor")
         mtime = target.stat().st_mtime_ns
-        unshard.merge(checkpoint, target, overwrite=True, dtype="bfloat16")
+        unshard.merge(checkpoint, target, overwrite=True, dtype="bfloat16", config="none")
         assert_same(merged(target), {n: t.bfloat16() for n, t in some_tensors().items()})
         assert len(list(target.glob("model*.safetensors*"))) == 1
         after = snapshot(checkpoint / "actor")
@@ -302,7 +297,7 @@ def test_the_name_of_a_file_is_not_an_output(checkpoint: Path, tmp_path: Path, n
     with pytest.raises(UsageError, match="the output is a directory"):
         unshard.average([checkpoint, checkpoint], tmp_path / name)
     (tmp_path / "odd.pt").mkdir()
-    unshard.merge(checkpoint, tmp_path / "odd.pt")
+    unshard.merge(checkpoint, tmp_path / "odd.pt", config="none")
 
 
 # options as keywords
@@ -345,7 +340,9 @@ def test_an_option_of_another_function_is_refused_not_ignored(
 
 def test_an_average_takes_the_options_of_a_merge(checkpoint: Path, tmp_path: Path) -> None:
     both = [checkpoint, checkpoint]
-    report = unshard.average(both, tmp_path / "out", dtype="bfloat16", max_shard_size=300)
+    report = unshard.average(
+        both, tmp_path / "out", dtype="bfloat16", max_shard_size=300, config="none"
+    )
     assert report.dtypes == {"bfloat16": 3}
     assert len(report.files) > 1
 
@@ -354,7 +351,7 @@ def test_an_average_takes_the_options_of_a_merge(checkpoint: Path, tmp_path: Pat
 
 
 def test_what_is_returned_shows_itself_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
-    report = unshard.merge(checkpoint, tmp_path / "out")
+    report = unshard.merge(checkpoint, tmp_path / "out", config="none")
     size = f"{report.bytes_written:,}"
     assert repr(report) == (
         f"<Report: saved 3 tensors in 1 file ({size} bytes) to '{tmp_path / 'out'}', "
@@ -371,12 +368,3 @@ def test_what_is_returned_shows_itself_in_one_line(checkpoint: Path, tmp_path: P
     options = unshard.MergeOptions(dtype=torch.bfloat16, also=["x"])
     assert repr(options) == "MergeOptions(dtype='bfloat16', also=['x'])"
     assert eval(repr(options), {"MergeOptions": unshard.MergeOptions}) == options  # noqa: S307
-
-
-def test_without_a_config_only_what_can_be_given_is_advised(tmp_path: Path) -> None:
-    save_ranks(tmp_path / "checkpoint", some_tensors(), 2)
-    cases: tuple[tuple[Names, bool], ...] = (("hub", True), ("training", False))
-    for names, is_base in cases:
-        report = unshard.merge(tmp_path / "checkpoint", tmp_path / names, names=names)
-        (said,) = [one for one in report.warnings if "transformers needs one" in one]
-        assert ("config=" in said, "base=" in said) == (True, is_base)

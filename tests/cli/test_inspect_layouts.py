@@ -89,6 +89,10 @@ def alone(state: Any, writer: FileSystemWriter) -> None:
 
 Make = Callable[[Path], Path]
 
+NOTHING = (
+    "nothing: no config.json was found in or next to {{}}{}: transformers needs one to load the "
+    "weights"
+)
 SAID: dict[Make, dict[str, str]] = {
     verl: {
         "checkpoint": "{}/global_step_7/actor (actor, model weights)",
@@ -112,7 +116,7 @@ SAID: dict[Make, dict[str, str]] = {
         "placements": "cut 4 x 1 (2 tensors); cut 3 (1 tensor)",
         "companions": "none",
         "not weights": "training state: rng_state_0.pth, trainer_state.json",
-        "merge writes": "{}/merged/checkpoint-7: 1 file, 648 bytes",
+        "merge writes": NOTHING.format("/checkpoint-7/pytorch_model_fsdp_0"),
         "left out": "step: not model weights: object",
     },
     torchtitan: {
@@ -131,7 +135,7 @@ SAID: dict[Make, dict[str, str]] = {
     },
     whole: {
         "format": "whole files, written by unknown",
-        "merge writes": "{}/merged/checkpoint-7: 1 file, 648 bytes",
+        "merge writes": NOTHING.format("/checkpoint-7"),
     },
     nested: {
         "format": "whole files, written by unknown",
@@ -141,7 +145,7 @@ SAID: dict[Make, dict[str, str]] = {
         "tied": "a = b",
         "left out": "epoch: not the model's weights, which were taken from state_dict",
         "warning": "last.pt: the weights were taken from state_dict",
-        "merge writes": "{}/merged/last: 1 file, 54 bytes",
+        "merge writes": NOTHING.format(""),
     },
 }
 

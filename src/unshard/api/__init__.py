@@ -26,6 +26,7 @@ from unshard.errors import CheckpointError as CheckpointError
 from unshard.errors import ConversionError as ConversionError
 from unshard.errors import CorruptError as CorruptError
 from unshard.errors import IncompleteError as IncompleteError
+from unshard.errors import NoConfigError as NoConfigError
 from unshard.errors import NoSuchFileError as NoSuchFileError
 from unshard.errors import NoSuchTensorError as NoSuchTensorError
 from unshard.errors import NotMergeableError as NotMergeableError

@@ -15,6 +15,7 @@ from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
+from unshard.read.beside.base_name import advice, find_base_names
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
@@ -44,7 +45,9 @@ def fuse_adapter(
     config = read_adapter_config(source.location)
     base: Mapping[str, Recipe] | None = None
     model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
-    if split.adapter_only and model is not None:
+    if split.adapter_only:
+        if model is None:
+            raise _without_base(checkpoint, split)
         base = as_stored(model)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
@@ -82,6 +85,16 @@ def _own_heads(
         for head, embedding in left_out_heads(base, model).items()
         if head in changed or (embedding in changed and not keeps)
     }
+
+
+def _without_base(checkpoint: Checkpoint, split: Split) -> ConversionError:
+    found, give = advice(find_base_names(checkpoint.location), "its weights are")
+    return ConversionError(
+        f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
+        "not the model that it was trained on",
+        found=found,
+        hint=f"give that model: {give}; or write the adapter by itself: ⟦--lora adapter⟧",
+    )
 
 
 def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:

@@ -12,8 +12,8 @@ import numpy as np
 from unshard.api.converting import convert
 from unshard.api.making import plan_output
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import Sources, read_checkpoint
-from unshard.errors import CheckpointError, ConversionError, UsageError
+from unshard.api.sources import Sources, read_checkpoint, refuse_unloadable
+from unshard.errors import CheckpointError, ConversionError, NoConfigError, UsageError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.beside.adapter_config import lora_names
@@ -180,13 +180,17 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     found = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
     try:
         sources = Sources((found,))
+        refuse_unloadable(sources, chosen)
         prepared = plan_output(sources, convert(sources, chosen), chosen)
     except ConversionError as error:
         return _describe(found, chosen, "nothing: " + error.subject, ())
+    except NoConfigError as error:
+        notes = (*sources.notes, error.found + "; " * bool(error.found) + error.hint)
+        return _describe(found, chosen, "nothing: " + error.subject, notes)
     layout = prepared.plan.layout
     files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, chosen, would_write, prepared.warnings)
+    return _describe(found, chosen, would_write + found.whose_config, prepared.warnings)
 
 
 def _describe_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> OptimizerInfo | None:

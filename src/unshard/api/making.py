@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
 from unshard.progress import Listener, ignore, warn
 from unshard.progress import Stage as Progress
-from unshard.read.beside.base_name import find_base_name
 from unshard.read.beside.companions import Companions
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.model_config import ModelConfig
@@ -115,9 +113,7 @@ def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Pr
     plan = make_plan(layout.with_files_of(beside))
     _log_plan(made.tensors, plan)
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
-    if config is None:
-        notes.append(without_config(sources.last, options.names))
-    elif options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
+    if config and options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
         notes.append(Text(f"{note}; to cast them: ⟦+--dtype config⟧"))
     return Prepared(
         sources,
@@ -135,18 +131,6 @@ def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
     if not config.dtype or not written or config.dtype == written:
         return None
     return f"the weights are {written} and are kept so, but config.json names {config.dtype}"
-
-
-def without_config(checkpoint: Checkpoint, names: str = "hub") -> str:
-    """Return the warning for a checkpoint that has no config; a base has the names of the hub."""
-    named = find_base_name(checkpoint.location)
-    give = "⟦--config FILE|DIR⟧" + (" or ⟦--base MODEL⟧" if names == "hub" else "")
-    if named is not None and names == "hub":
-        give = f"⟦--base {shlex.quote(named.name)}⟧, which {named.file.name} names"
-    return Text(
-        f"no config.json was found in or next to {checkpoint.location.weights_dir}: the "
-        f"weights are complete, but transformers needs one to load them; give it with {give}"
-    )
 
 
 def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
@@ -245,6 +229,8 @@ def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
         "names_checked": prepared.names_checked,
     }
     output |= {"training_state": state} if state else {}
+    if (model := prepared.checkpoint.config_of) is not None:  # of a path, its name alone
+        output["config_of"] = Path(model.name).name if "/" in model.name[:1] else model.name
     checkpoints, layout = sources.checkpoints, prepared.plan.layout
     return record_json(checkpoints, sources.weights, layout, options, output)
 
@@ -290,7 +276,7 @@ def _is_changed(output: Converted, entry: TensorEntry, files: OpenFiles) -> bool
 
 def named_companions(prepared: Prepared, config: str | Path | None) -> tuple[str, ...]:
     """Return the companions that the user named, by --config: a file, or a directory of them."""
-    if config is None:
+    if config in (None, "none"):
         return ()
     files = prepared.checkpoint.companions.files if path_of(config).is_dir() else ()
     return ("config.json", *files)

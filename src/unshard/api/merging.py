@@ -22,7 +22,7 @@ from unshard.api.making import (
     work_of,
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Sources, open_source
+from unshard.api.sources import Sources, open_source, refuse_unloadable
 from unshard.engines.crew import engine_for
 from unshard.errors import (
     IncompleteError,
@@ -102,7 +102,9 @@ def merge(
             is there.
         step: which step of a directory with several.
         config: a config.json, or a directory with config, tokenizer and the like, to use instead of
-            the checkpoint's own.
+            the checkpoint's own. Without one, those of the base model are used that a file of the
+            trainer names, if it is on this machine. "none": write the weights alone if the
+            checkpoint has no config.json; a directory of that name is given as Path("none").
         also: directories with more files of the same checkpoint, saved on other nodes.
         max_shard_size: largest weight file, bytes or "5GB"; default: as in the base, or 5GB.
         workers: threads; default: as many as the machine has cores, at most 8.
@@ -189,6 +191,7 @@ def merge_with(
         before: called with the plan before writing; may add small files, or raise to end the merge.
     """
     target = output or sources.last.location.default_output
+    refuse_unloadable(sources, options)
     prepared = before(plan_output(sources, convert(sources, options), options))
     warn(listener, prepared.warnings)
     stage = stage_for(target, prepared, options)

@@ -216,7 +216,7 @@ class MergeOptions:
     def reading(self) -> ReadOptions:
         """How to read the checkpoint."""
         return ReadOptions(
-            None if self.config is None else path_of(self.config),
+            None if self.config in (None, "none") else path_of(self.config),
             self.assume_dim0,
             self.ep_size,
             frozenset(self.allow_globals),

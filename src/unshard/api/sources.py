@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
+import shlex
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from unshard.containers.file_states import noting
 from unshard.convert.expected.ignored import lost_mtp
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
-from unshard.errors import ChangedError, UnshardError
+from unshard.errors import ChangedError, ConversionError, NoConfigError, UnshardError
+from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.base import read_base
+from unshard.read.base import local_base, read_base
 from unshard.read.beside.adapter_config import find_adapter, lora_names
+from unshard.read.beside.base_name import advice, find_base_names
 from unshard.read.beside.companions import completed
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.format import ReadOptions
@@ -157,7 +160,9 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
         checkpoint = _with_adapter(checkpoint)
     if base is None:
         # transformers would load a model under Megatron's names with random weights.
-        return checkpoint if options.names == "training" else _with_recorded_config(checkpoint)
+        if options.names == "training":
+            return checkpoint
+        return _with_recorded_base(_with_recorded_config(checkpoint), options)
     companions = completed(checkpoint.companions, base.companions)
     if options.lora != "adapter" and not base.tensors:
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
@@ -166,6 +171,15 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
             base = read_base(base.name, needs_weights=True)
     checkpoint.states.include(base.states)
     return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
+
+
+def is_adapter(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has a LoRA adapter, and not the weights that it updates."""
+    tensors = checkpoint.catalog.tensors
+    recipes = {name: take(entry) for name, entry in tensors.items()} if lora_names(tensors) else {}
+    with suppress(ConversionError):  # raised again when it is fused
+        return split_adapter(recipes).adapter_only
+    return False
 
 
 def adapter_beside(checkpoint: Checkpoint) -> Path | None:
@@ -198,6 +212,63 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
     what = f"no config.json: it is made of the arguments in {path.name} ({made.types[0]})"
     catalog = replace(catalog, notes=(*catalog.notes, what, *doubts(catalog.recorded)))
     return replace(checkpoint, companions=companions, catalog=catalog)
+
+
+def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
+    """Return a checkpoint with config and tokenizer of the base that a file of the trainer names.
+
+    It must be here, and the only one. Besides, an adapter alone gets the weights that it needs.
+    """
+    companions = checkpoint.companions
+    has_config, is_alone = companions.config_file is not None, is_adapter(checkpoint)
+    if options.config == "none" or options.lora == "adapter" or (has_config and not is_alone):
+        return checkpoint
+    found = find_base_names(checkpoint.location)
+    named = found[0] if len(found) == 1 else None
+    if named is None or named.directory is None:
+        return checkpoint
+    base = local_base(named.name, named.directory)
+    whole = replace(checkpoint, companions=completed(companions, base.companions), config_of=named)
+    if is_alone:
+        checkpoint.states.include(base.states)
+        return replace(whole, base=base) if base.tensors else checkpoint
+    whole.companions.note(checkpoint.states)
+    is_part = not any(name.startswith(("tokenizer", "vocab")) for name in whole.companions.files)
+    if is_part and named.directory.parent.name == "snapshots":
+        name = shlex.quote(named.name)
+        note = Text(f"{name} has no tokenizer on this machine; to download it: ⟦+--base {name}⟧")
+        catalog = replace(whole.catalog, notes=(*whole.catalog.notes, note))
+        whole = replace(whole, catalog=catalog)
+    return whole
+
+
+def refuse_unloadable(sources: Sources, options: MergeOptions) -> None:
+    """Raise a NoConfigError, before weights are read, if transformers would not load the output.
+
+    `--config none` and `--names training` write such weights on purpose.
+    """
+    last, is_wanted = sources.last, options.names == "hub" and options.lora != "adapter"
+    is_open = last.config is None and options.config != "none" and not last.catalog.recorded
+    if is_wanted and is_open and not is_adapter(last):  # which have errors of their own
+        raise no_config(last, NoConfigError, "; for the weights alone: ⟦--config none⟧")
+
+
+def no_config(
+    checkpoint: Checkpoint, kind: type[UnshardError], otherwise: str = ""
+) -> UnshardError:
+    """Return the error about a checkpoint without a config; `otherwise` is a hint to add."""
+    at, found, give = checkpoint.location, "", "⟦+--config FILE⟧"
+    if checkpoint.base is None:
+        found, base = advice(find_base_names(at), "it is")
+        give = f"{base} or ⟦--config FILE⟧"
+    run = "" if at.step is None else f", the run {at.step_dir.parent}"
+    return kind(
+        f"no config.json was found in or next to {at.weights_dir}: transformers needs one to load "
+        "the weights",
+        expected=f"config.json in {at.weights_dir}, its huggingface/, {at.step_dir}{run}",
+        found=found,
+        hint=f"give it with {give}{otherwise}",
+    )
 
 
 def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:

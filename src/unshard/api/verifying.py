@@ -122,8 +122,8 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
         merged["lora"] = "fuse"
     if names is not None or options.get("base") is not None:
         merged["names"] = names or "hub"
-    if (own := output / "config.json").is_file():
-        merged["config"] = own
+    own = output / "config.json"
+    merged["config"] = own if own.is_file() else "none"
     chosen = MergeOptions(**options).chosen  # an empty expression is none, as is no alpha
     given = {name: one for name, one in chosen.items() if one or name not in _AS_MERGED}
     return MergeOptions(**merged | cast("MergeKeywords", given) | _ACCEPTING)

@@ -187,8 +187,9 @@ def convert(
         return saved
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
+    alone = replace(options, config="none")  # as the originals: no base is looked for
     with showing(front) as listener:
-        return merge_checkpoint(paths.actor, paths.output, options, listener, before=tell)
+        return merge_checkpoint(paths.actor, paths.output, alone, listener, before=tell)
 
 
 def print_how_to_load(output: Path) -> None:

@@ -90,10 +90,11 @@ def main() -> None:
         chosen = {"output": target, **options.chosen}
         del chosen["extra_state"]  # an average has none
         line = Call("unshard average", [*map(str, paths)], chosen)
+    alone = replace(options, config="none")
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
         showing(Command(own, line)) as listener,
-        _of_model(arguments.model_name_or_class, paths[-1], options, listener) as wanted,
+        _of_model(arguments.model_name_or_class, paths[-1], alone, listener) as wanted,
     ):
         if averages:
             output = check_output(target, wanted)
@@ -142,7 +143,7 @@ def _of_model(
         yield options
     elif Path(model).is_dir():
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
-        yield replace(options, base=model) if weights else replace(options, config=model)
+        yield replace(options, base=model) if weights else replace(options, config=Path(model))
     elif Path(model).suffix == ".json":  # what a message about a missing config advises
         yield replace(options, config=model)
     elif not _CLASS.fullmatch(model):

@@ -6,6 +6,7 @@ if __name__ == "__main__":
     signals.end_at_once()  # before the imports, which take time
 
 import argparse
+from dataclasses import replace
 
 from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
 from unshard.errors import UsageError
@@ -73,7 +74,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
     with showing(front) as listener:
         report = merge_checkpoint(
-            *(arguments.local_dir, arguments.target_dir, options, listener),
+            *(arguments.local_dir, arguments.target_dir, replace(options, config="none"), listener),
             before=as_transformers_saves,
             pass_over=False,
         )

@@ -123,7 +123,7 @@ class FSDP2Merger(CheckpointMerger):
         call = Call("unshard.merge", (repr(str(checkpoint)), repr(str(target))), chosen)
         front = Python({"config"}, call)
         with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
-            options = replace(options, config=file)
+            options = replace(options, config=file or "none")
             listener = _add_log(heard)
             merge_checkpoint(checkpoint, target, options, listener, before=check, pass_over=False)
         return target

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.sources import Sources, read_checkpoint
+from unshard.api.sources import Sources, no_config, read_checkpoint
 from unshard.api.unmerged.loading import Opened
 from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
 from unshard.engines.arrays import TensorReader
@@ -222,10 +222,7 @@ def describe(checkpoint: str | Path, options: EngineKeywords) -> Described:
     read = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
     config = convert(Sources((read,)), chosen).config
     if config is None:
-        raise UsageError(
-            f"{read.location.weights_dir}: no config.json in it or next to it, which engines need",
-            hint="give it with ⟦+--config FILE|DIR⟧ or ⟦--base MODEL⟧",
-        )
+        raise no_config(read, UsageError)
     step = read.location.step
     return Described(read.title, step, config.as_written(None), read.companions)
 

@@ -7,11 +7,12 @@ dtypes and shapes of weights that are not local are read from the headers of the
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.containers.file_states import FileStates, noting
-from unshard.errors import ConversionError, IncompleteError
+from unshard.errors import CheckpointError, ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import INDEX_NAME, file_names, weight_map
@@ -90,6 +91,17 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
             hint="give a directory with a whole Hugging Face model",
         )
     return Base(spec, weight_map(index), {}, {}, companions)
+
+
+def local_base(name: str, directory: Path) -> Base:
+    """Return what a directory has of a base model: its weights only if they are whole."""
+    with noting(FileStates()) as states:
+        companions = companions_in(directory)
+        base = Base(name, {}, {}, {}, companions, states=states)
+        if _holds_weights(directory):
+            with suppress(CheckpointError):
+                base = replace(_with_weights(name, directory, companions), states=states)
+    return base
 
 
 def _is_path(spec: str) -> bool:

@@ -19,6 +19,7 @@ from unshard.errors import (
 from unshard.fronts import Text, marked
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import adapter_files, lora_names
+from unshard.read.beside.base_name import BaseName
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.finding.candidates import at_same_step
 from unshard.read.finding.discover import discover, find
@@ -43,6 +44,7 @@ class Checkpoint:
         location, catalog: where, and what.
         companions: config, tokenizer and the like; completed by those of the base model.
         base: the model that it was trained from, if one was named.
+        config_of: the base model that a file of the trainer names, if its config is used.
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
         own_config: the config.json of the checkpoint itself, if the user named another one.
         optimizer: the state of its optimizer, if that was asked for.
@@ -54,6 +56,7 @@ class Checkpoint:
     catalog: Catalog
     companions: Companions
     base: Base | None = None
+    config_of: BaseName | None = None
     passed_over: tuple[PassedOver, ...] = ()
     own_config: Path | None = None
     optimizer: OptimizerState | None = None
@@ -72,10 +75,18 @@ class Checkpoint:
         return self.companions.model
 
     @property
+    def whose_config(self) -> str:
+        """Where the config is from, for people: empty if the user or the checkpoint gives it."""
+        if self.config_of is None:
+            return ""
+        part, (name, file, _) = "config of" if self.base is None else "base", self.config_of
+        return f", with the {part} {name}, which {file.name} names"
+
+    @property
     def title(self) -> str:
-        """Which weights these are, and what was passed over for them, for people."""
+        """Which weights these are, whose config, and what was passed over, for people."""
         passed = (f"; passed over step {one.step}: {one.reason}" for one in self.passed_over)
-        return self.location.title + "".join(passed)
+        return self.location.title + self.whose_config + "".join(passed)
 
 
 def open_latest(

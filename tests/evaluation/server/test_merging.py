@@ -140,6 +140,20 @@ def test_a_checkpoint_without_a_config_is_refused_before_it_is_merged(
     assert_same(merged(prepare(merger, job(checkpoint), tmp_path)), some_tensors())
 
 
+def test_only_a_profile_that_needs_a_config_looks_for_the_base_that_training_recorded(
+    tmp_path: Path, merger: Merger
+) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text('{"model_type": "base"}')
+    checkpoint = save_ranks(tmp_path / "run" / "global_step_1", some_tensors(), 2)
+    settings = json.dumps({"base_model": str(tmp_path / "base")})
+    (tmp_path / "run" / "settings.json").write_text(settings)
+    model = prepare(merger, job(checkpoint), tmp_path)
+    assert not (model / "config.json").exists()
+    model = prepare(merger, job(checkpoint), tmp_path, LmEvalProfile())
+    assert json.loads((model / "config.json").read_bytes())["model_type"] == "base"
+
+
 def test_the_config_of_the_profile_is_for_checkpoints_that_have_none(
     tmp_path: Path, merger: Merger
 ) -> None:

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from unshard.api.converting import Conversion, convert
-from unshard.api.making import kept_dtype, without_config
+from unshard.api.making import kept_dtype
 from unshard.api.options import MergeOptions, accepting
-from unshard.api.sources import Sources
+from unshard.api.sources import Sources, no_config
 from unshard.api.unmerged.opening import LazyTensor, read_unmerged
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.engines.arrays import TensorReader
@@ -144,7 +144,7 @@ def _choose_config(
     is added to the keywords.
     """
     if made.config is None:
-        raise UsageError(without_config(source))
+        raise no_config(source, UsageError)
     written, notes = main_dtype(made.tensors), list(made.notes)
     asks_dtype = not kwargs.keys().isdisjoint(("dtype", "torch_dtype"))
     if given is None and not asks_dtype and (note := kept_dtype(made.config, written)) is not None:

@@ -15,7 +15,7 @@ from unshard.api.making import (
     small_files,
 )
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import open_source
+from unshard.api.sources import open_source, refuse_unloadable
 from unshard.containers.file_states import FileStates
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
@@ -167,6 +167,7 @@ def plan_files(
     Its notes are given to the listener.
     """
     sources = open_source(checkpoint, options, listener)
+    refuse_unloadable(sources, options)
     prepared = plan_output(sources, convert(sources, options), options)
     warn(listener, prepared.warnings)
     return decompressed(prepared, lambda: scratch_directory(stack), options, listener)

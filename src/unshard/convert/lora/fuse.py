@@ -168,16 +168,9 @@ def _weights(
     split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe] | None
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
     """Return the weights to fuse into, and notes about them."""
-    if not split.adapter_only:
+    if not split.adapter_only or base is None:
         ignored = Text("the checkpoint has the model's own weights: ⟦--base⟧ is not used")
         return dict(split.base), (() if base is None else (ignored,))
-    if base is None:
-        raise ConversionError(
-            f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
-            "not the model that it was trained on",
-            hint="give that model: ⟦+--base MODEL⟧; or write the adapter by itself: "
-            "⟦--lora adapter⟧",
-        )
     check_saved_modules(split, config)
     _check_biases(split, config, base)
     start = "" if config is None else str(config.fields.get("init_lora_weights")).lower()

@@ -159,7 +159,7 @@ def _why_unread(location: Location) -> str | None:
 
     That is for the server to report: waiting would not help.
     """
-    options = MergeOptions(role=location.role, weights=location.weights)
+    options = MergeOptions(role=location.role, weights=location.weights, config="none")
     try:
         read_checkpoint(location.path, options, pass_over=False)
     except (IncompleteError, UnknownFormatError, CorruptError) as error:

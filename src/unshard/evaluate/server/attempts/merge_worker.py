@@ -15,22 +15,24 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.errors import ConversionError, OutputError, StoreError, UnshardError
+from unshard.errors import NoConfigError, OutputError, StoreError, UnshardError
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
-from unshard.fronts import Call, Command
+from unshard.fronts import Call, Command, Text
 from unshard.stores.remote_path import path_of
 from unshard.write.dirfd import write_whole
 
 if TYPE_CHECKING:
-    from unshard.api.making import Prepared
     from unshard.api.options import MergeOptions
 
 ANSWER_NAME = "merge.json"
 
+_HINT = Text(
+    "give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧; on a server: set `config` of the profile "
+    "to that file or directory"
+)
 _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -92,6 +94,8 @@ def _answer(order: MergeOrder) -> dict[str, object]:
         else:
             _merge(order)
     except UnshardError as error:
+        if isinstance(error, NoConfigError):
+            error.hint = _HINT
         chosen = {"weights": "ema"} if order.options.get("weights") == "ema" else {}
         error.front = Command({}, Call("unshard merge", (order.checkpoint, "OUTPUT"), chosen))
         found = {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
@@ -127,8 +131,7 @@ def _merge(order: MergeOrder) -> None:
     from unshard.api.merging import merge_checkpoint
     from unshard.progress import ignore
 
-    demand = partial(_demand_config, order)
-    merge_checkpoint(order.checkpoint, order.output, _options(order), ignore, before=demand)
+    merge_checkpoint(order.checkpoint, order.output, _options(order), ignore)
 
 
 def _describe(order: MergeOrder) -> None:
@@ -139,14 +142,14 @@ def _describe(order: MergeOrder) -> None:
     """
     from unshard.api.converting import convert
     from unshard.api.making import plan_output
-    from unshard.api.sources import open_source
+    from unshard.api.sources import open_source, refuse_unloadable
     from unshard.progress import ignore
     from unshard.write.companions import companion_files
 
     options, output = _options(order), Path(order.output)
     sources = open_source(order.checkpoint, options, ignore)
-    made = plan_output(sources, convert(sources, options), options)
-    prepared = _demand_config(order, made)
+    refuse_unloadable(sources, options)
+    prepared = plan_output(sources, convert(sources, options), options)
     output.mkdir()
     files = companion_files(prepared.checkpoint.companions, prepared.config)
     for name, content in files.items():
@@ -185,19 +188,7 @@ def _options(order: MergeOrder) -> "MergeOptions":
         location = next(find(path_of(order.checkpoint), options.choice))
         if find_companions(location, None).config is None:
             return replace(options, config=order.config)
-    return options
-
-
-def _demand_config(order: MergeOrder, prepared: "Prepared") -> "Prepared":
-    """Raise, before anything is written, if the output will not have a config that it needs."""
-    from unshard.api.making import without_config
-
-    if order.needs_config and prepared.config is None:
-        raise ConversionError(
-            without_config(prepared.checkpoint),
-            hint="on a server: set `config` of the profile to that file or directory",
-        )
-    return prepared
+    return options if order.needs_config else replace(options, config="none")
 
 
 def _die_with_server() -> None:
