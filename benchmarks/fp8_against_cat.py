@@ -20,6 +20,7 @@ from merge_against_cat import cat, timed, write_checkpoint
 def merge(checkpoint: Path, target: Path, *options: str) -> None:
     """Run the command as a user would, the interpreter's start included."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
+    command += ["--config", "none"]
     subprocess.run([*command, *options], check=True)
 
 

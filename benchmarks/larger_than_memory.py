@@ -21,6 +21,7 @@ from pathlib import Path
 _SIDE = 4096
 _LAYER = "model.layers.{}.mlp.up_proj"
 _RANK = 16
+_BARE = ("--config", "none")
 
 
 def write_checkpoint(directory: Path, *, ranks: int, layers: int, lora: bool) -> None:
@@ -98,10 +99,10 @@ def main() -> None:
         output = Path(folder) / "output"
         cast = Path(folder) / "cast"
         steps: list[tuple[str, int, tuple[str | Path, ...]]] = [
-            ("merge", 1, ("merge", plain, output)),
+            ("merge", 1, ("merge", plain, output, *_BARE)),
             ("verify", 2, ("verify", output, "--against", plain)),
-            ("merge to bfloat16", 1, ("merge", plain, cast, "--dtype", "bfloat16")),
-            ("average of five", 5, ("average", *copies, "-o", output, "--overwrite")),
+            ("merge to bfloat16", 1, ("merge", plain, cast, "--dtype", "bfloat16", *_BARE)),
+            ("average of five", 5, ("average", *copies, "-o", output, "--overwrite", *_BARE)),
         ]
         for name, times, arguments in steps:
             report(name, times * size, options.limit, run(options.limit, *arguments))
@@ -109,7 +110,7 @@ def main() -> None:
             for file in copy.iterdir():
                 file.unlink()
         adapted = written(Path(folder) / "adapted", ranks=options.ranks, layers=layers, lora=True)
-        fuse = ("merge", adapted, output, "--overwrite", "--lora-alpha", "16")
+        fuse = ("merge", adapted, output, "--overwrite", "--lora-alpha", "16", *_BARE)
         report("LoRA fuse", size, options.limit, run(options.limit, *fuse))
 
 

@@ -101,6 +101,7 @@ def copy_runs(copy: CopyRange, output: int) -> None:
 def merge(checkpoint: Path, options: list[str], source: Path | None, target: Path) -> None:
     """Run the command as a user would, the interpreter's start included."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
+    command += ["--config", "none"]
     # An installed program has its bytecode; without it every start would compile it again.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": str(source)} if source else {}
@@ -115,7 +116,7 @@ def plan_of(checkpoint: Path, shard_size: str) -> Plan:
         plans.append(prepared.plan)
         return prepared
 
-    options = MergeOptions(dry_run=True, max_shard_size=shard_size)
+    options = MergeOptions(dry_run=True, max_shard_size=shard_size, config="none")
     merge_checkpoint(checkpoint, checkpoint.parent / "output", options, ignore, before=keep)
     return plans[0]
 

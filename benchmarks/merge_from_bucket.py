@@ -34,7 +34,9 @@ from statistics import median
 from merge_against_cat import write_checkpoint
 
 _BUCKET = "benchmark"
-_MERGE = "import sys, unshard; unshard.merge(*sys.argv[1:], listener=lambda event: None)"
+_MERGE = (
+    "import sys, unshard; unshard.merge(*sys.argv[1:], config='none', listener=lambda event: None)"
+)
 _WITHOUT_BOTO3 = f"import sys; sys.modules['boto3'] = None; {_MERGE}"
 _GET = """
 import os, sys

@@ -328,6 +328,7 @@ def write(case: str, directory: Path) -> Path:
 def measure(checkpoint: Path, sources: Path) -> tuple[float, float, float]:
     """Return the seconds that a dry run takes, those of all its threads, and the megabytes."""
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), "--dry-run", "--quiet"]
+    command += ["--config", "none"]
     environment = os.environ | {"PYTHONPATH": str(sources)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled
     with TemporaryDirectory() as empty:

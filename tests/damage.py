@@ -80,7 +80,7 @@ def judge(
 def _error_of_merge(source: Path, output: Path, options: Mapping[str, Any]) -> UnshardError | None:
     try:
         with in_time(), in_bounds():
-            unshard.merge(source, output, listener=ignore, **options)
+            unshard.merge(source, output, listener=ignore, **{"config": "none", **options})
     except UnshardError as error:
         return error
     return None

@@ -98,7 +98,7 @@ def make_layout(
         write_checkpoint(writer, WORLDS.get(writer, 3), checkpoint)
     else:
         writer(checkpoint)
-    return options
+    return options | {"config": "none"}
 
 
 def contents(directory: Path) -> dict[str, bytes]:

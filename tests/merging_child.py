@@ -16,6 +16,7 @@ from unshard.engines import uploads
 from unshard.progress import ignore
 
 OPTIONS: dict[str, Any] = {"max_shard_size": "100B", "lora": "both", "verify": "full"}
+OPTIONS["config"] = "none"
 
 
 def tell(number: int) -> None:

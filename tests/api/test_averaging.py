@@ -88,7 +88,7 @@ def test_equal_weights_give_the_mean_of_numpy(
     run = save_run(tmp_path / "run", several)
     before = snapshot(run)
     report = unshard.average(
-        steps(run, count), tmp_path / "out", options=MergeOptions(verify="full")
+        steps(run, count), tmp_path / "out", options=MergeOptions(verify="full"), config="none"
     )
     assert bits_of(tmp_path / "out") == mean_of(several)
     assert {tensor.dtype for tensor in merged(tmp_path / "out").values()} == {dtype}
@@ -100,7 +100,7 @@ def test_signs_of_zeros_and_infinities_are_those_of_numpy(tmp_path: Path) -> Non
     zeros = {"w": torch.tensor([-0.0, 0.0, -0.0, 1.0, torch.inf])}
     others = {"w": torch.tensor([-0.0, -0.0, 0.0, -1.0, 1.0])}
     run = save_run(tmp_path / "run", [zeros, others])
-    unshard.average(run, tmp_path / "out")
+    unshard.average(run, tmp_path / "out", config="none")
     assert bits_of(tmp_path / "out") == mean_of([zeros, others])
 
 
@@ -108,16 +108,18 @@ def test_signs_of_zeros_and_infinities_are_those_of_numpy(tmp_path: Path) -> Non
 def test_coefficients_count_in_the_order_given(tmp_path: Path, weights: list[float]) -> None:
     several = models(3)
     run = save_run(tmp_path / "run", several)
-    unshard.average(steps(run, 3), tmp_path / "out", coefficients=weights)
+    unshard.average(steps(run, 3), tmp_path / "out", coefficients=weights, config="none")
     assert bits_of(tmp_path / "out") == mean_of(several, weights)
-    unshard.average(steps(run, 3)[::-1], tmp_path / "back", coefficients=weights[::-1])
+    unshard.average(
+        steps(run, 3)[::-1], tmp_path / "back", coefficients=weights[::-1], config="none"
+    )
     assert bits_of(tmp_path / "back") == mean_of(several[::-1], weights[::-1])
 
 
 def test_an_ema_moves_with_every_checkpoint(tmp_path: Path) -> None:
     several = models(4)
     run = save_run(tmp_path / "run", several)
-    unshard.average(run, tmp_path / "out", ema_decay=0.75)
+    unshard.average(run, tmp_path / "out", ema_decay=0.75, config="none")
     ema = {name: tensor.double() for name, tensor in several[0].items()}
     for model in several[1:]:
         ema = {name: 0.75 * ema[name] + 0.25 * model[name].double() for name in ema}
@@ -140,9 +142,9 @@ def test_formats_and_world_sizes_may_be_mixed(tmp_path: Path) -> None:
     several = models(4)
     ranks = save_ranks(tmp_path / "ranks" / "global_step_1" / "actor", several[0], 3)
     dcp = save_dcp(tmp_path / "step-2", several[1])
-    unshard.merge(save_ranks(tmp_path / "third", several[2], 2), tmp_path / "whole")
+    unshard.merge(save_ranks(tmp_path / "third", several[2], 2), tmp_path / "whole", config="none")
     small = save_dcp(tmp_path / "step-4", several[3], compressed=True)
-    unshard.average([ranks, dcp, tmp_path / "whole", small], tmp_path / "out")
+    unshard.average([ranks, dcp, tmp_path / "whole", small], tmp_path / "out", config="none")
     assert bits_of(tmp_path / "out") == mean_of(several)
 
 
@@ -150,7 +152,7 @@ def test_one_rounding_at_the_end(tmp_path: Path) -> None:
     """Of float32 sources the mean is rounded to bfloat16 once, not the sources before."""
     several = models(3)
     run = save_run(tmp_path / "run", several)
-    unshard.average(run, tmp_path / "out", options=MergeOptions(dtype="bfloat16"))
+    unshard.average(run, tmp_path / "out", options=MergeOptions(dtype="bfloat16"), config="none")
     exact = {
         name: np.stack([as_float32(model[name]) for model in several]).mean(axis=0)
         for name in several[0]
@@ -174,7 +176,7 @@ def test_the_steps_of_a_run_are_chosen_from_the_highest_back(
 ) -> None:
     several = models(5)
     run = save_run(tmp_path / "run", several)
-    report = unshard.average(run, tmp_path / "out", last=last, every=every)
+    report = unshard.average(run, tmp_path / "out", last=last, every=every, config="none")
     assert [
         int(Path(source).parent.name.split("_")[-1]) // 10 for source in report.sources
     ] == taken
@@ -186,7 +188,7 @@ def test_incomplete_steps_are_passed_over_and_named(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", several)
     rank_path(run / "global_step_30" / "actor", 3, 1).unlink()
     events: list[Event] = []
-    unshard.average(run, tmp_path / "out", last=2, listener=events.append)
+    unshard.average(run, tmp_path / "out", last=2, listener=events.append, config="none")
     assert bits_of(tmp_path / "out") == mean_of([several[1], several[3]])
     said = [event.message for event in events if isinstance(event, Warned)]
     (warning,) = [message for message in said if "passed over" in message]
@@ -202,8 +204,8 @@ def test_the_average_of_a_run_may_be_in_the_run_itself(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", several)
     shards = snapshot(run)
     with pytest.raises(OutputError, match="exists already"):
-        unshard.average(run, run)
-    unshard.average(run, run, options=MergeOptions(overwrite=True))
+        unshard.average(run, run, config="none")
+    unshard.average(run, run, options=MergeOptions(overwrite=True), config="none")
     assert bits_of(run) == mean_of(several)
     assert shards.items() <= snapshot(run).items()
 
@@ -227,7 +229,7 @@ def test_models_that_do_not_match_are_one_error(tmp_path: Path, change: object) 
     change(several[1])
     run = save_run(tmp_path / "run", several)
     with pytest.raises(ConversionError) as error:
-        unshard.average(run, tmp_path / "out")
+        unshard.average(run, tmp_path / "out", config="none")
     assert "model.norm.weight" in str(error.value)
     assert "global_step_20" in str(error.value)
     assert not (tmp_path / "out").exists()
@@ -239,7 +241,7 @@ def test_all_mismatches_are_named_at_once(tmp_path: Path) -> None:
     several[1]["lm_head.weight"] = several[1]["lm_head.weight"][:5].clone()
     run = save_run(tmp_path / "run", several)
     with pytest.raises(ConversionError, match="2 problems") as error:
-        unshard.average(run, tmp_path / "out")
+        unshard.average(run, tmp_path / "out", config="none")
     assert "bfloat16 [6]" in str(error.value)
     assert "float32 [5, 6]" in str(error.value)
 
@@ -252,7 +254,7 @@ def counted(model: Tensors, count: int) -> dict[str, torch.Tensor]:
 def test_integers_are_the_last_ones_and_the_report_says_so(tmp_path: Path, step: int) -> None:
     several = [counted(model, number * step) for number, model in enumerate(models(3))]
     run = save_run(tmp_path / "run", several)
-    report = unshard.average(run, tmp_path / "out")
+    report = unshard.average(run, tmp_path / "out", config="none")
     assert torch.equal(merged(tmp_path / "out")[COUNTER], several[-1][COUNTER])
     said = [warning for warning in report.warnings if COUNTER in warning]
     assert len(said) == step
@@ -264,7 +266,7 @@ def test_integers_of_compressed_checkpoints_are_compared_too(tmp_path: Path) -> 
         save_dcp(tmp_path / f"step-{number}", model, compressed=True)
         for number, model in enumerate(several)
     ]
-    unshard.average(paths, tmp_path / "out")
+    unshard.average(paths, tmp_path / "out", config="none")
     expected = mean_of([{k: v for k, v in m.items() if k != COUNTER} for m in several])
     assert bits_of(tmp_path / "out") == expected | {COUNTER: bits(several[-1][COUNTER])}
 
@@ -272,7 +274,7 @@ def test_integers_of_compressed_checkpoints_are_compared_too(tmp_path: Path) -> 
 def test_sums_that_are_too_large_are_counted_and_named(tmp_path: Path) -> None:
     several = [{"w": torch.tensor([3e38, 1.0, torch.inf, torch.nan])} for _ in range(2)]
     run = save_run(tmp_path / "run", several)
-    report = unshard.average(run, tmp_path / "out")
+    report = unshard.average(run, tmp_path / "out", config="none")
     assert merged(tmp_path / "out")["w"][:3].tolist() == [torch.inf, 1.0, torch.inf]
     (said,) = [warning for warning in report.warnings if "too large" in warning]
     assert said.startswith("1 value of 1 tensor became infinite, too large for float32")
@@ -280,7 +282,7 @@ def test_sums_that_are_too_large_are_counted_and_named(tmp_path: Path) -> None:
 
 def test_float64_loses_digits_and_the_report_says_so(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", [{"w": torch.rand(5, dtype=torch.float64)}] * 2)
-    report = unshard.average(run, tmp_path / "out")
+    report = unshard.average(run, tmp_path / "out", config="none")
     assert any("float64 values are averaged in float32" in one for one in report.warnings)
     assert merged(tmp_path / "out")["w"].dtype == torch.float64
 
@@ -300,7 +302,9 @@ def test_other_nodes_directories_complete_the_checkpoints(tmp_path: Path) -> Non
         rank_path(actor, 2, 1).rename(rank_path(other, 2, 1))
     with pytest.raises(unshard.IncompleteError):
         unshard.average(here, tmp_path / "out")
-    unshard.average(steps(here, 2, 1), tmp_path / "out", options=MergeOptions(also=[there]))
+    unshard.average(
+        steps(here, 2, 1), tmp_path / "out", options=MergeOptions(also=[there]), config="none"
+    )
     assert bits_of(tmp_path / "out") == mean_of(several)
 
 
@@ -311,9 +315,9 @@ def test_quantised_values_have_no_mean(tmp_path: Path) -> None:
     ]
     run = save_run(tmp_path / "run", several)
     with pytest.raises(ConversionError, match="tensor w: differs, and float8"):
-        unshard.average(run, tmp_path / "out")
+        unshard.average(run, tmp_path / "out", config="none")
     same = [{**model, "w": several[0]["w"]} for model in several]
-    unshard.average(save_run(tmp_path / "same", same), tmp_path / "out")
+    unshard.average(save_run(tmp_path / "same", same), tmp_path / "out", config="none")
     assert bits(merged(tmp_path / "out")["w"]) == bits(several[0]["w"])
 
 
@@ -325,7 +329,7 @@ def test_what_a_merge_does_not_cast_gets_no_advice_to_cast_it(
         tmp_path / "run", [{"w": torch.ones(2).to(dtypes[0])}, {"w": torch.zeros(2).to(dtypes[1])}]
     )
     with pytest.raises(ConversionError, match=r"tensor w:? differs") as refused:
-        unshard.average(run, tmp_path / "out")
+        unshard.average(run, tmp_path / "out", config="none")
     assert "hint" not in str(refused.value)
 
 
@@ -340,7 +344,7 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
     ]
     run = save_run(tmp_path / "run", several)
     with pytest.raises(ConversionError, match=r"q\.weight has a LoRA adapter") as error:
-        unshard.average(run, tmp_path / "out", options=MergeOptions(lora_alpha=4.0))
+        unshard.average(run, tmp_path / "out", options=MergeOptions(lora_alpha=4.0), config="none")
     assert "merge each checkpoint first" in str(error.value)
 
 
@@ -379,7 +383,7 @@ def test_one_checkpoint_has_no_average(tmp_path: Path) -> None:
 
 def test_the_record_says_what_counted_how_much(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", models(2))
-    unshard.average(run, tmp_path / "out", coefficients=[1, 3])
+    unshard.average(run, tmp_path / "out", coefficients=[1, 3], config="none")
     record = json.loads((tmp_path / "out" / "unshard.json").read_text())
     found = [(one["weight"], one["name"], one["world_size"]) for one in record["average_of"]]
     assert found == [(1.0, "global_step_10", 1), (3.0, "global_step_20", 2)]
@@ -389,8 +393,10 @@ def test_the_record_says_what_counted_how_much(tmp_path: Path) -> None:
 def test_settings_do_not_change_the_bytes(tmp_path: Path) -> None:
     large = [{"w": torch.randn(300, 200), "s": torch.randn(3)} for _ in range(3)]
     run = save_run(tmp_path / "run", large)
-    unshard.average(run, tmp_path / "a")
-    unshard.average(run, tmp_path / "b", options=MergeOptions(workers=1, memory="140KB"))
+    unshard.average(run, tmp_path / "a", config="none")
+    unshard.average(
+        run, tmp_path / "b", options=MergeOptions(workers=1, memory="140KB"), config="none"
+    )
     assert bits_of(tmp_path / "a") == bits_of(tmp_path / "b") == mean_of(large)
 
 
@@ -432,7 +438,7 @@ def test_settings_do_not_change_the_bytes_of_random_bits(tmp_path: Path, dtype: 
     ):
         out = tmp_path / f"out-{number}"
         options = MergeOptions(memory=memory, workers=workers, verify="full")
-        unshard.average(paths, out, coefficients=NINE, options=options)
+        unshard.average(paths, out, coefficients=NINE, options=options, config="none")
         assert load_file(out / "model.safetensors")["w"].tobytes() == expected
 
 
@@ -447,7 +453,9 @@ def test_tiles_of_any_size_have_the_same_bytes(data: st.DataObject, dtype: str) 
         paths = save_random_bits(Path(scratch), dtype, len(weights))
         memory, workers = data.draw(st.integers(140_000, 3_000_000)), data.draw(st.integers(1, 2))
         options = MergeOptions(memory=memory * workers, workers=workers, verify="full")
-        unshard.average(paths, Path(scratch, "out"), coefficients=weights, options=options)
+        unshard.average(
+            paths, Path(scratch, "out"), coefficients=weights, options=options, config="none"
+        )
         found = load_file(Path(scratch, "out", "model.safetensors"))["w"].tobytes()
         assert found == mean_of_numpy(paths, weights, dtype)
 
@@ -457,6 +465,7 @@ def test_the_command(tmp_path: Path) -> None:
     run = save_run(tmp_path / "run", several)
     paths = [str(path) for path in steps(run, 3)]
     command = [sys.executable, "-m", "unshard", "average", *paths, "-o", str(tmp_path / "out")]
+    command += ["--config", "none"]
     done = subprocess.run(
         [*command, "--coefficients", "1,2,3"], capture_output=True, text=True, check=True
     )
@@ -497,14 +506,14 @@ def test_sharding_may_differ_between_checkpoints(tmp_path: Path) -> None:
         placements=[Replicate(), Shard(1)],
     )
     save_ranks(tmp_path / "b", several[1], 3)
-    unshard.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    unshard.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out", config="none")
     assert bits_of(tmp_path / "out") == mean_of(several)
     assert_same(merged(tmp_path / "out"), {"w": (several[0]["w"] + several[1]["w"]) / 2})
 
 
 def said(run: Path | Sequence[Path], output: Path, last: int | None = None) -> list[str]:
     events: list[Event] = []
-    unshard.average(run, output, listener=events.append, last=last)
+    unshard.average(run, output, listener=events.append, last=last, config="none")
     return [event.text for event in events if isinstance(event, Warned)]
 
 

@@ -146,11 +146,11 @@ def test_a_base_of_names_only_says_what_is_expected(ckpt: Path, tmp_path: Path) 
     directory.mkdir()
     index = {"weight_map": dict.fromkeys(some_tensors(), "model-00001-of-00001.safetensors")}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    report = unshard.merge(ckpt, tmp_path / "out", base=directory)
+    report = unshard.merge(ckpt, tmp_path / "out", base=directory, config="none")
     assert report.changed_from_base is None
     assert list(report.files) == ["model.safetensors"]
     with pytest.raises(ConversionError, match=r"dtypes of .* are not known"):
-        unshard.merge(ckpt, tmp_path / "out2", base=directory, dtype="base")
+        unshard.merge(ckpt, tmp_path / "out2", base=directory, dtype="base", config="none")
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/x.safetensors", ""])
@@ -294,5 +294,5 @@ def test_a_model_verifies_against_itself_though_it_repeats_a_tied_head(tmp_path:
 def test_what_a_merge_was_told_is_read_from_its_record(
     ckpt: Path, tmp_path: Path, options: dict[str, str]
 ) -> None:
-    unshard.merge(ckpt, tmp_path / "out", **options)  # type: ignore[arg-type]
+    unshard.merge(ckpt, tmp_path / "out", config="none", **options)  # type: ignore[arg-type]
     assert unshard.verify(tmp_path / "out", ckpt).equal

@@ -187,7 +187,7 @@ def test_scales_are_as_they_were_and_biases_are_cast(
 def test_scales_of_caches_are_kept_under_a_cast_to_16_bits(tmp_path: Path) -> None:
     scales = caches()
     save_ranks(tmp_path / "ckpt", scales | {"lm_head.weight": torch.randn(8, 8)}, 1)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16", config="none")
     found = merged(tmp_path / "out")
     assert found.pop("lm_head.weight").dtype is torch.bfloat16
     assert_same(found, scales)
@@ -217,8 +217,10 @@ def test_quantised_models_that_differ_have_no_mean(tmp_path: Path, form: str) ->
         (tmp_path / f"{step}").mkdir()
         save_file(tensors, tmp_path / f"{step}" / "model.safetensors", {"format": "pt"})
     with pytest.raises(unshard.ConversionError, match=r"int\d+ values cannot be averaged"):
-        unshard.average([tmp_path / "1", tmp_path / "2"], tmp_path / "out")
-    unshard.average([tmp_path / "1", tmp_path / "1"], tmp_path / "same")  # frozen: nothing differs
+        unshard.average([tmp_path / "1", tmp_path / "2"], tmp_path / "out", config="none")
+    unshard.average(
+        [tmp_path / "1", tmp_path / "1"], tmp_path / "same", config="none"
+    )  # frozen: nothing differs
     assert torch.equal(merged(tmp_path / "same")["norm.num"], torch.tensor(1))
 
 
@@ -259,7 +261,7 @@ def test_ordinary_weights_next_to_integers_are_cast(tmp_path: Path) -> None:
         "l.0.attn.relative_position_index": torch.zeros(64, 64, dtype=torch.int32),
     }
     save_ranks(tmp_path / "ckpt", ordinary | integers, 1)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16", config="none")
     truth = integers | {name: one.bfloat16() for name, one in ordinary.items()}
     assert_same(merged(tmp_path / "out"), truth)
 
@@ -277,7 +279,7 @@ def test_integers_that_count_are_no_elements(tmp_path: Path) -> None:
         "attn.masked_bias": torch.tensor(-1e4),
     }
     save_ranks(tmp_path / "ckpt", tensors, 1)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="bfloat16", config="none")
     truth = {n: one.bfloat16() if one.is_floating_point() else one for n, one in tensors.items()}
     assert_same(merged(tmp_path / "out"), truth)
 

@@ -280,7 +280,7 @@ def test_the_adapter_of_another_role(trained: Truth, tmp_path: Path) -> None:
     put_ranks(trained[0], step)
     tensors = load_file(trained[0] / "base" / "model.safetensors")
     save_ranks(step / "critic", tensors, 2)
-    unshard.merge(step, tmp_path / "out", role="critic")
+    unshard.merge(step, tmp_path / "out", role="critic", config="none")
     assert_same(merged(tmp_path / "out"), tensors)
 
 

@@ -80,7 +80,7 @@ def test_an_adapter_replaces_an_earlier_one(tmp_path: Path) -> None:
 def test_what_has_no_adapter_cannot_give_one(tmp_path: Path, lora: Lora) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     with pytest.raises(UsageError, match="has no LoRA adapter"):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora=lora)
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora=lora, config="none")
     assert not (tmp_path / "out").exists()
 
 
@@ -170,7 +170,7 @@ def test_patterns_that_peft_sorted_when_it_saved_them(tmp_path: Path) -> None:
     config.save_pretrained(str(tmp_path / "ckpt"))
     saved = json.loads((tmp_path / "ckpt" / "adapter_config.json").read_text())
     assert [*saved["rank_pattern"]] == [*both][::-1]
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     names = [name for name in model.state_dict() if ".lora_" in name]
     trained = {name: model.state_dict()[name].clone() for name in names}
     assert_close(merged(tmp_path / "out"), dict(model.merge_and_unload().state_dict()))
@@ -182,4 +182,4 @@ def test_patterns_that_peft_sorted_when_it_saved_them(tmp_path: Path) -> None:
     choices: tuple[Lora, ...] = ("fuse", "adapter", "both")
     for lora in choices:
         with pytest.raises(ConversionError, match=r"layers\.0\.self_attn\.q_proj: 5, q_proj: 3"):
-            unshard.merge(tmp_path / "ckpt", tmp_path / "other", lora=lora)
+            unshard.merge(tmp_path / "ckpt", tmp_path / "other", lora=lora, config="none")

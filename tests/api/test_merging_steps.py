@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_all_complete_steps_are_merged_each_by_itself(run: Path, tmp_path: Path) -> None:
     heard: list[object] = []
-    reports = unshard.merge_all(run, tmp_path / "out", listener=heard.append)
+    reports = unshard.merge_all(run, tmp_path / "out", listener=heard.append, config="none")
     assert [report.step for report in reports] == [5, 10]
     for step in (5, 10):
         assert_same(merged(tmp_path / "out" / f"global_step_{step}"), some_tensors(step))
@@ -36,7 +36,7 @@ def test_all_complete_steps_are_merged_each_by_itself(run: Path, tmp_path: Path)
 
 
 def test_all_steps_go_next_to_the_steps_by_default(run: Path) -> None:
-    unshard.merge_all(run)
+    unshard.merge_all(run, config="none")
     assert {path.name for path in (run / "merged").iterdir()} == {"global_step_5", "global_step_10"}
 
 
@@ -47,7 +47,7 @@ def test_one_checkpoint_is_not_a_run(run: Path) -> None:
 
 def test_the_command_merges_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["merge", str(run), "--all-steps", "--json"])
+        main(["merge", str(run), "--all-steps", "--json", "--config", "none"])
     assert not ended.value.code
     reports = json.loads(capsys.readouterr().out)
     assert [report["step"] for report in reports] == [5, 10, 20]
@@ -60,10 +60,10 @@ def test_a_step_that_fails_keeps_back_no_other(
 ) -> None:
     rank_path(run / "global_step_5" / "actor", 2, 0).write_bytes(b"not a checkpoint")
     with pytest.raises(CheckpointError, match="global_step_5"):
-        unshard.merge_all(run, tmp_path / "first")
+        unshard.merge_all(run, tmp_path / "first", config="none")
     assert_same(merged(tmp_path / "first" / "global_step_10"), some_tensors(10))
     with pytest.raises(SystemExit) as ended:
-        main(["merge", str(run), str(tmp_path / "second"), "--all-steps"])
+        main(["merge", str(run), str(tmp_path / "second"), "--all-steps", "--config", "none"])
     assert ended.value.code == CheckpointError.exit_code
     told = capsys.readouterr().out.splitlines()
     assert f"saved to {tmp_path / 'second' / 'global_step_10'}" in told
@@ -76,10 +76,10 @@ def test_steps_that_were_merged_already_can_be_skipped(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    unshard.merge_all(run, out)
+    unshard.merge_all(run, out, config="none")
     save_ranks(run / "global_step_15" / "actor", some_tensors(15), 2)
     before = snapshot(out / "global_step_5")
-    reports = unshard.merge_all(run, out, skip_existing=True)
+    reports = unshard.merge_all(run, out, skip_existing=True, config="none")
     assert [report.step for report in reports] == [15]
     assert snapshot(out / "global_step_5") == before
     with pytest.raises(SystemExit) as ended:
@@ -94,10 +94,10 @@ def test_steps_that_were_merged_already_can_be_skipped(
 def test_only_what_was_made_from_a_step_counts_as_it(
     run: Path, tmp_path: Path, change: str
 ) -> None:
-    out, options = tmp_path / "out", MergeKeywords()
-    unshard.merge_all(run, out)
+    out, options = tmp_path / "out", MergeKeywords(config="none")
+    unshard.merge_all(run, out, config="none")
     if change == "options":
-        options = MergeKeywords(dtype="float16")
+        options = MergeKeywords(dtype="float16", config="none")
     elif change == "another step":
         (out / "global_step_5").rename(tmp_path / "away")
         shutil.copytree(out / "global_step_10", out / "global_step_5")
@@ -127,7 +127,7 @@ def test_files_that_are_steps_are_merged_each_under_its_own_name(tmp_path: Path)
     """MMEngine writes one file a step."""
     for step in (100, 200):
         torch.save({"state_dict": some_tensors(step)}, tmp_path / f"iter_{step}.pth")
-    reports = unshard.merge_all(tmp_path, tmp_path / "out")
+    reports = unshard.merge_all(tmp_path, tmp_path / "out", config="none")
     assert [report.step for report in reports] == [100, 200]
     for step in (100, 200):
         assert_same(merged(tmp_path / "out" / f"iter_{step}"), some_tensors(step))

@@ -82,7 +82,7 @@ def test_tensors_of_any_name_are_merged_or_refused(write: object, names: list[st
         write(folder, names)
         refused = ""
         try:
-            unshard.merge(folder, Path(scratch, "out"))
+            unshard.merge(folder, Path(scratch, "out"), config="none")
         except UnshardError as error:
             refused = str(error)
         if refused:
@@ -99,7 +99,7 @@ def test_half_a_surrogate_pair_in_a_pickled_name_is_refused_in_a_printable_sente
 ) -> None:
     save_pickled(tmp_path, ["a\ud800b", "fine"])
     with pytest.raises(UnshardError) as caught:
-        unshard.merge(tmp_path, tmp_path / "out")
+        unshard.merge(tmp_path, tmp_path / "out", config="none")
     assert r"a\ud800b" in str(caught.value)
     str(caught.value).encode("utf-8")
 
@@ -126,7 +126,7 @@ def test_a_warning_is_printable(tmp_path: Path) -> None:
     stale = folder / "shard-00002-model-00001-of-00001.safetensors"
     shutil.copy(stale, folder / "shard-00002-model-00003-of-00003.safetensors")
     heard: list[Event] = []
-    merge_checkpoint(folder, tmp_path / "out", MergeOptions(), heard.append)
+    merge_checkpoint(folder, tmp_path / "out", MergeOptions(config="none"), heard.append)
     warnings = [event.message for event in heard if isinstance(event, Warned)]
     assert any("stale" in warning and r"caf\udce9" in warning for warning in warnings)
     assert all(warning.isprintable() for warning in warnings)
@@ -137,7 +137,7 @@ def test_a_path_too_long_for_any_file_system_is_refused(tmp_path: Path) -> None:
     long = "x" * 300
     for attempt in (
         lambda: unshard.merge(long, tmp_path / "out"),
-        lambda: unshard.merge(tmp_path, tmp_path / long),
+        lambda: unshard.merge(tmp_path, tmp_path / long, config="none"),
         lambda: unshard.merge(tmp_path, tmp_path / "out", base=long),
         lambda: unshard.merge(tmp_path, tmp_path / "out", config=long),
         lambda: unshard.merge(tmp_path, tmp_path / "out", also=[long]),

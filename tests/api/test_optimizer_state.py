@@ -123,7 +123,9 @@ def test_a_fused_adapter_has_no_moments(tmp_path: Path) -> None:
     save_ranks(tmp_path / "run", tensors, WORLD)
     save_optimizer(tmp_path / "run", {key: like(tensors, 0) for key in KEYS}, WORLD)
     with pytest.raises(ConversionError, match="its values are computed"):
-        unshard.merge(tmp_path / "run", tmp_path / "out", optimizer=True, lora_alpha=4)
+        unshard.merge(
+            tmp_path / "run", tmp_path / "out", optimizer=True, lora_alpha=4, config="none"
+        )
     with unshard.open_checkpoint(tmp_path / "run", part="optimizer") as state:
         assert f"state.{path}.lora_A.default.weight.exp_avg" in state
 
@@ -188,7 +190,7 @@ def test_large_tensors_inside_a_list_are_resharded(tmp_path: Path) -> None:
     save_ranks(tmp_path / "a", tensors, WORLD)
     factors = [torch.randn(200, 200), torch.randn(3, 3)]
     save_optimizer(tmp_path / "a", {"exp_avg": like(tensors, 1)}, WORLD, extra={"GG": factors})
-    merging = unshard.merge(tmp_path / "a", tmp_path / "merged", optimizer=True)
+    merging = unshard.merge(tmp_path / "a", tmp_path / "merged", optimizer=True, config="none")
     assert any("dtype and shape are written: GG of a.weight" in one for one in merging.notes)
     unshard.reshard(tmp_path / "a", tmp_path / "three", world_size=3, verify="full")
     unshard.reshard(tmp_path / "three", tmp_path / "one", world_size=1)

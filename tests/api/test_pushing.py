@@ -72,8 +72,8 @@ def test_a_push_gives_the_repository_of_a_merge(
 
 def test_large_files_go_in_parts(hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     hub.part_bytes = 1_000_000
-    unshard.push(checkpoint, "model", listener=ignore)
-    unshard.merge(checkpoint, tmp_path / "out", listener=ignore)
+    unshard.push(checkpoint, "model", listener=ignore, config="none")
+    unshard.merge(checkpoint, tmp_path / "out", listener=ignore, config="none")
     found = hub.repos["someone/model"].files[WEIGHTS]
     assert found == (tmp_path / "out" / WEIGHTS).read_bytes()
     assert sum(request.startswith("PUT") for request in hub.requests) == 5
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_changes_is_not_committed(
 
     words = "no longer exists" if change == "removed" else "has changed while it was being read"
     with pytest.raises(CorruptError, match=rf"rank_1\.pt: {words}"):
-        unshard.push(checkpoint, "someone/model", listener=disturb)
+        unshard.push(checkpoint, "someone/model", listener=disturb, config="none")
     assert hub.repos["someone/model"].files == {WEIGHTS: b"old"}
     assert hub.repos["someone/model"].commits == []
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_changes_is_not_committed(
 def test_what_the_hub_did_not_take_is_not_called_pushed(hub: Hub, checkpoint: Path) -> None:
     hub.ignored.add(WEIGHTS)
     with pytest.raises(OutputError, match=rf"as they were sent: {WEIGHTS}") as caught:
-        unshard.push(checkpoint, "model", listener=ignore)
+        unshard.push(checkpoint, "model", listener=ignore, config="none")
     assert "a commit without them" in caught.value.found
 
 
@@ -159,7 +159,7 @@ def test_a_refusal_leaves_nothing_here_or_there(
     before = snapshot(tmp_path)
     words = r"was not pushed to the hub: the hub failed \(HTTP 500\)"
     with pytest.raises(OutputError, match=words) as caught:
-        unshard.push(checkpoint, "someone/model", listener=ignore)
+        unshard.push(checkpoint, "someone/model", listener=ignore, config="none")
     assert "nothing was written on this machine" in caught.value.found
     assert caught.value.hint == "push it again"
     assert hub.repos["someone/model"].files == {WEIGHTS: b"old"}
@@ -182,11 +182,11 @@ def test_what_cannot_be_pushed_is_not_read(
 
 
 def test_private_weights_never_go_to_a_public_repository(hub: Hub, checkpoint: Path) -> None:
-    unshard.push(checkpoint, "mine", private=True, listener=ignore)
+    unshard.push(checkpoint, "mine", private=True, listener=ignore, config="none")
     assert hub.repos["someone/mine"].private
     hub.repos["someone/model"] = Repo(private=False)
     with pytest.raises(OutputError, match="exists already and is public"):
-        unshard.push(checkpoint, "someone/model", private=True, listener=ignore)
+        unshard.push(checkpoint, "someone/model", private=True, listener=ignore, config="none")
     assert hub.repos["someone/model"].files == {}
 
 
@@ -195,11 +195,15 @@ def test_warnings_are_those_of_a_merge(hub: Hub, tmp_path: Path) -> None:
     tensors = {name: one * 1e5 for name, one in some_tensors().items()}
     save_ranks(tmp_path / "ckpt", tensors, 2)
     events: list[Event] = []
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16", listener=events.append)
+    unshard.merge(
+        tmp_path / "ckpt", tmp_path / "out", dtype="float16", listener=events.append, config="none"
+    )
     expected = [one for one in events if isinstance(one, Warned)]
     assert any("became infinite" in one.text for one in expected)
     events.clear()
-    report = unshard.push(tmp_path / "ckpt", "model", dtype="float16", listener=events.append)
+    report = unshard.push(
+        tmp_path / "ckpt", "model", dtype="float16", listener=events.append, config="none"
+    )
     assert [one for one in events if isinstance(one, Warned)] == expected
     assert report.notes == tuple(one.text for one in expected)
     assert hub.repos["someone/model"].commits
@@ -207,7 +211,7 @@ def test_warnings_are_those_of_a_merge(hub: Hub, tmp_path: Path) -> None:
 
 def test_progress_is_reported_of_both_passes(hub: Hub, checkpoint: Path) -> None:
     events: list[Event] = []
-    unshard.push(checkpoint, "model", listener=events.append)
+    unshard.push(checkpoint, "model", listener=events.append, config="none")
     stages = [one for one in events if isinstance(one, Stage)]
     assert [one.name for one in stages][-2:] == ["hashing", "uploading"]
     at = events.index(stages[-1])
@@ -222,7 +226,18 @@ def test_the_command_prints_where_it_went(
     from unshard.cli.main import main
 
     with pytest.raises(SystemExit) as ended:
-        main(["push", str(checkpoint), "someone/model", "--private", "--dtype", "bf16"])
+        main(
+            [
+                "push",
+                str(checkpoint),
+                "someone/model",
+                "--private",
+                "--dtype",
+                "bf16",
+                "--config",
+                "none",
+            ]
+        )
     printed = capsys.readouterr()
     assert ended.value.code == 0, printed.err
     assert "uploaded 2.2 MB in 1 file" in printed.out
@@ -235,7 +250,7 @@ def run_merge(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[i
     from unshard.cli.main import main
 
     with pytest.raises(SystemExit) as ended:
-        main(["merge", *map(str, arguments)])
+        main(["merge", *map(str, arguments), "--config", "none"])
     printed = capsys.readouterr()
     return int(ended.value.code or 0), printed.out, printed.err
 
@@ -249,7 +264,7 @@ def test_a_merge_without_a_local_output_is_a_push(
     assert code == 0, err
     assert f"pushed to {hub.address}/someone/a" in out
     assert snapshot(tmp_path) == before
-    unshard.push(checkpoint, "someone/b", dtype="bf16", include="w", listener=ignore)
+    unshard.push(checkpoint, "someone/b", dtype="bf16", include="w", listener=ignore, config="none")
     ours, theirs = hub.repos["someone/a"], hub.repos["someone/b"].files
     assert ours.private
     assert ours.files.pop("README.md").replace(b"# a", b"# b") == theirs.pop("README.md")

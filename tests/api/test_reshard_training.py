@@ -93,7 +93,7 @@ def test_what_a_format_has_no_place_for_is_reported(tmp_path: Path) -> None:
     assert "compute_tracker, total_tokens: left out" in told(counted, "verl")
     save_ranks(tmp_path / "bare", some_tensors(), 2)
     save_optimizer(tmp_path / "bare", {"exp_avg": like(some_tensors(), 1)}, 2)
-    unshard.merge(tmp_path / "bare", tmp_path / "merged", optimizer=True)
+    unshard.merge(tmp_path / "bare", tmp_path / "merged", optimizer=True, config="none")
     assert "optimizer: optimizer.json, optimizer.safetensors (not read)" in told(
         tmp_path / "merged", "dcp"
     )
@@ -120,7 +120,7 @@ def test_milestones_that_are_floats_stay(tmp_path: Path) -> None:
     scheduler = {**SCHEDULER, "milestones": Counter([12.5, 30.0])}
     step = WRITERS["verl"](tmp_path, [seeded(rank, scheduler) for rank in range(2)])
     unshard.reshard(step, tmp_path / "verl", world_size=3)
-    unshard.merge(step, tmp_path / "merged")
+    unshard.merge(step, tmp_path / "merged", config="none")
     for file in ("verl/extra_state_world_size_3_rank_2.pt", "merged/extra_state_merged.pt"):
         found = loaded(tmp_path / file)["lr_scheduler"]
         assert same(found, scheduler)

@@ -102,6 +102,7 @@ WAYS = (by_rename, in_place, with_old_times)
 
 def merging(**options: object) -> Make:
     def make(source: Path, output: Path, verify: str) -> object:
+        options.setdefault("config", "none")
         return unshard.merge(source, output, verify=verify, listener=ignore, **options)  # type: ignore[arg-type]
 
     return make
@@ -109,7 +110,7 @@ def merging(**options: object) -> Make:
 
 def average(source: Path, output: Path, verify: str) -> object:
     other = source.parent / "other"
-    return unshard.average([source, other], output, verify=verify, listener=ignore)  # type: ignore[arg-type]
+    return unshard.average([source, other], output, verify=verify, listener=ignore, config="none")  # type: ignore[arg-type]
 
 
 def reshard(source: Path, output: Path, verify: str) -> object:
@@ -210,7 +211,7 @@ def empty_model() -> torch.nn.Module:
 
 
 def read_virtual(source: Path, _: Path) -> None:
-    with unshard.virtual(source, listener=ignore) as files:
+    with unshard.virtual(source, listener=ignore, config="none") as files:
         try:
             files["model.safetensors"].read()
         except unshard.CorruptError:
@@ -224,7 +225,7 @@ READ: dict[str, Callable[[Path, Path], object]] = {
     "load_into": lambda source, _: unshard.load_into(empty_model(), source),
     "verify": lambda source, model: unshard.verify(model, source, listener=ignore),
     "base": lambda source, model: unshard.merge(
-        source.with_name("0"), model.with_name("out"), base=model, listener=ignore
+        source.with_name("0"), model.with_name("out"), base=model, listener=ignore, config="none"
     ),
 }
 
@@ -241,7 +242,9 @@ def test_all_that_reads_weights_notices_that_they_are_no_longer_what_was_opened(
     source, model, checked = tmp_path / "latest", tmp_path / "model", reading.check_coverage
     for step in range(STEPS):
         save_verl(tmp_path / str(step), step)
-        unshard.merge(tmp_path / str(step), tmp_path / f"model_{step}", listener=ignore)
+        unshard.merge(
+            tmp_path / str(step), tmp_path / f"model_{step}", listener=ignore, config="none"
+        )
     shutil.copytree(tmp_path / "0", source)
     shutil.copytree(tmp_path / "model_0", model)
 
@@ -272,11 +275,21 @@ def test_what_is_finished_of_half_of_two_steps_is_not_resumed(
             way(tmp_path / "1", source)
 
     with pytest.raises(unshard.CorruptError, match="has changed") as caught:
-        unshard.merge(source, out, resume=True, max_shard_size=90_000, workers=1, listener=rewrite)
+        unshard.merge(
+            source,
+            out,
+            resume=True,
+            max_shard_size=90_000,
+            workers=1,
+            listener=rewrite,
+            config="none",
+        )
     assert "resume" not in str(caught.value)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "latest"}
-    unshard.merge(source, out, resume=True, max_shard_size=90_000, listener=ignore)
-    unshard.merge(tmp_path / "1", tmp_path / "true", max_shard_size=90_000, listener=ignore)
+    unshard.merge(source, out, resume=True, max_shard_size=90_000, listener=ignore, config="none")
+    unshard.merge(
+        tmp_path / "1", tmp_path / "true", max_shard_size=90_000, listener=ignore, config="none"
+    )
     found, truth = contents(out), contents(tmp_path / "true")
     assert found | {RECORD_NAME: b""} == truth | {RECORD_NAME: b""}
 
@@ -290,7 +303,7 @@ def test_a_companion_that_is_removed_meanwhile_is_named(tmp_path: Path) -> None:
             (source / "tokenizer.json").unlink()
 
     with pytest.raises(unshard.CorruptError, match=r"tokenizer\.json: no longer exists"):
-        unshard.merge(source, tmp_path / "out", listener=remove)
+        unshard.merge(source, tmp_path / "out", listener=remove, config="none")
     assert list(tmp_path.iterdir()) == [source]
 
 

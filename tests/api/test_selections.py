@@ -23,7 +23,9 @@ def test_tensors_are_selected_by_name(
     tmp_path: Path, include: str | None, exclude: str | None, expected: list[str]
 ) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include, exclude=exclude)
+    unshard.merge(
+        tmp_path / "ckpt", tmp_path / "out", include=include, exclude=exclude, config="none"
+    )
     assert sorted(merged(tmp_path / "out")) == expected
 
 
@@ -33,4 +35,4 @@ def test_tensors_are_selected_by_name(
 def test_a_selection_of_nothing_is_refused(tmp_path: Path, include: str, words: str) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 1)
     with pytest.raises(UsageError, match=words):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include)
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", include=include, config="none")

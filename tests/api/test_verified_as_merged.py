@@ -78,7 +78,7 @@ def test_what_is_merged_with_an_option_is_verified_as_equal(
     option: str, tmp_path: Path, mixture: Path, halves: Path
 ) -> None:
     for number, sample in enumerate(SHAPED[option]):
-        given = dict(sample)
+        given = {"config": "none", **sample}
         checkpoint = {"ep_size": halves}.get(option, mixture)
         if option.startswith("lora"):
             checkpoint = tmp_path / "adapted"
@@ -98,7 +98,7 @@ def test_what_is_merged_with_an_option_is_verified_as_equal(
 
 def test_a_value_of_another_type_in_the_record_is_an_error(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=None)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", lora_alpha=None, config="none")
     path = tmp_path / "out" / "unshard.json"
     record = json.loads(path.read_text())
     for name, value in {"lora_alpha": "8", "include": 3, "names": ["hub"]}.items():
@@ -110,6 +110,8 @@ def test_a_value_of_another_type_in_the_record_is_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize("none", [{"include": ""}, {"exclude": ""}, {"lora_alpha": 0}])
 def test_an_empty_value_is_as_recorded(none: dict[str, Any], tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", include="norm", exclude="lm_head")
+    unshard.merge(
+        tmp_path / "ckpt", tmp_path / "out", include="norm", exclude="lm_head", config="none"
+    )
     found: Comparison = unshard.verify(tmp_path / "out", tmp_path / "ckpt", **none)
     assert found.equal

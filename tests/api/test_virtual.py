@@ -38,7 +38,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_it_is_a_collection_of_the_files_of_a_merge(checkpoint: Path) -> None:
-    with unshard.virtual(checkpoint, max_shard_size="6MB", listener=ignore) as files:
+    with unshard.virtual(checkpoint, max_shard_size="6MB", listener=ignore, config="none") as files:
         assert isinstance(files, Mapping)
         names = list(files)
         assert names[:2] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -67,7 +67,7 @@ def test_nothing_is_written_and_nothing_left(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     before = snapshot(tmp_path)
-    with unshard.virtual(checkpoint, dtype="bfloat16", listener=ignore) as files:
+    with unshard.virtual(checkpoint, dtype="bfloat16", listener=ignore, config="none") as files:
         assert len(files[WEIGHTS].read()) == files.sizes[WEIGHTS]
     assert snapshot(tmp_path) == before
 
@@ -92,21 +92,21 @@ def test_what_a_merge_refuses_is_refused(checkpoint: Path, tmp_path: Path) -> No
 
 def test_warnings_are_those_of_a_merge(checkpoint: Path, tmp_path: Path) -> None:
     events: list[Event] = []
-    unshard.merge(checkpoint, tmp_path / "out", listener=events.append)
+    unshard.merge(checkpoint, tmp_path / "out", listener=events.append, config="none")
     expected = [one for one in events if isinstance(one, Warned)]
     events.clear()
-    unshard.virtual(checkpoint, listener=events.append).close()
+    unshard.virtual(checkpoint, listener=events.append, config="none").close()
     assert [one for one in events if isinstance(one, Warned)] == expected != []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        unshard.virtual(checkpoint).close()
+        unshard.virtual(checkpoint, config="none").close()
     assert [str(one.message) for one in caught] == [one.message for one in expected]
 
 
 def test_several_threads_read_several_files_and_one(checkpoint: Path, tmp_path: Path) -> None:
-    unshard.merge(checkpoint, tmp_path / "out", dtype="bfloat16", listener=ignore)
+    unshard.merge(checkpoint, tmp_path / "out", dtype="bfloat16", listener=ignore, config="none")
     truth = (tmp_path / "out" / WEIGHTS).read_bytes()
-    with unshard.virtual(checkpoint, dtype="bfloat16", listener=ignore) as files:
+    with unshard.virtual(checkpoint, dtype="bfloat16", listener=ignore, config="none") as files:
         shared = files[WEIGHTS]
 
         def own(number: int) -> bool:
@@ -127,7 +127,7 @@ def test_several_threads_read_several_files_and_one(checkpoint: Path, tmp_path: 
 
 
 def test_a_closed_checkpoint_is_not_read(checkpoint: Path) -> None:
-    files = unshard.virtual(checkpoint, listener=ignore)
+    files = unshard.virtual(checkpoint, listener=ignore, config="none")
     file = files[WEIGHTS]
     files.close()
     files.close()
@@ -137,14 +137,14 @@ def test_a_closed_checkpoint_is_not_read(checkpoint: Path) -> None:
 
 
 def test_a_file_keeps_the_checkpoint_open(checkpoint: Path) -> None:
-    file = unshard.virtual(checkpoint, listener=ignore)[WEIGHTS]
+    file = unshard.virtual(checkpoint, listener=ignore, config="none")[WEIGHTS]
     gc.collect()
     assert len(file.read(1000)) == 1000
 
 
 def test_a_checkpoint_that_changes_is_noticed(checkpoint: Path) -> None:
     path = rank_path(checkpoint / "global_step_4" / "actor", 2, 0)
-    with unshard.virtual(checkpoint, listener=ignore) as files:
+    with unshard.virtual(checkpoint, listener=ignore, config="none") as files:
         (path.parent / "pin.pt").hardlink_to(path)
         files.check_sources()
         with path.open("r+b") as stream:
@@ -167,8 +167,8 @@ def test_compressed_items_are_decompressed_until_it_is_closed(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    unshard.merge(tmp_path / "step-3", tmp_path / "out", listener=ignore)
-    with unshard.virtual(tmp_path / "step-3", listener=ignore) as files:
+    unshard.merge(tmp_path / "step-3", tmp_path / "out", listener=ignore, config="none")
+    with unshard.virtual(tmp_path / "step-3", listener=ignore, config="none") as files:
         assert len(list(scratch.iterdir())) == 1
         truth = {path: data for path, (_, _, data) in snapshot(tmp_path / "out").items()}
         assert {name: file.read() for name, file in files.items()} == truth

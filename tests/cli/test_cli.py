@@ -23,6 +23,8 @@ from waiting import LIMIT_S
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "checkpoint"
 
+BARE = ["--config", "none"]
+
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
@@ -30,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_merge_prints_what_it_did(checkpoint: Path, tmp_path: Path) -> None:
-    done = unshard("merge", checkpoint, tmp_path / "out")
+    done = unshard("merge", checkpoint, tmp_path / "out", *BARE)
     assert done.returncode == 0
     assert "merged 3 tensors of 2 ranks: 3 float32" in done.stdout
     assert f"saved to {tmp_path / 'out'}" in done.stdout
@@ -63,13 +65,13 @@ def test_weights_without_a_config_are_not_announced_as_a_model(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = "weights only: not loadable by transformers without a config.json"
-    report = api.merge(checkpoint, tmp_path / "bare")
+    report = api.merge(checkpoint, tmp_path / "bare", config="none")
     print_report(report, as_json=False, quiet=False)
     assert capsys.readouterr().out.splitlines()[-1] == last
     print_report(report, as_json=True, quiet=False)
     assert json.loads(capsys.readouterr().out)["loadable"] is False
 
-    planned = api.merge(checkpoint, tmp_path / "planned", dry_run=True)
+    planned = api.merge(checkpoint, tmp_path / "planned", dry_run=True, config="none")
     print_report(planned, as_json=False, quiet=False)
     assert capsys.readouterr().out.splitlines()[-1] == last
 
@@ -81,12 +83,12 @@ def test_weights_without_a_config_are_not_announced_as_a_model(
 
 
 def test_quiet_prints_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    done = unshard("merge", checkpoint, tmp_path / "out", "--quiet")
+    done = unshard("merge", checkpoint, tmp_path / "out", "--quiet", *BARE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_json_is_one_object_on_stdout(checkpoint: Path, tmp_path: Path) -> None:
-    done = unshard("merge", checkpoint, tmp_path / "out", "--json")
+    done = unshard("merge", checkpoint, tmp_path / "out", "--json", *BARE)
     report = json.loads(done.stdout)
     assert report["tensors"] == 3
     assert report["files"].keys() == {"model.safetensors"}
@@ -106,13 +108,15 @@ def test_the_list_of_commands_cuts_no_summary(group: str) -> None:
 @pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 def test_one_tensor_is_counted_as_one(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    report = api.merge(tmp_path, tmp_path / "out", allow_missing=True, allow_unexpected=True)
+    report = api.merge(
+        tmp_path, tmp_path / "out", allow_missing=True, allow_unexpected=True, config="none"
+    )
     for one in (report, api.inspect(tmp_path)):
         assert re.search(r"\b1 tensor\b", repr(one))
 
 
 def test_a_dry_run_prints_the_plan(checkpoint: Path, tmp_path: Path) -> None:
-    done = unshard("merge", checkpoint, tmp_path / "out", "--dry-run", "--dtype", "bfloat16")
+    done = unshard("merge", checkpoint, tmp_path / "out", "--dry-run", "--dtype", "bfloat16", *BARE)
     assert done.returncode == 0
     for words in (
         "model.safetensors",
@@ -143,8 +147,9 @@ def test_inspect_prints_for_people_and_for_programs(checkpoint: Path) -> None:
         (["merge", "{ckpt}", "{out}", "--dtype", "int4"], 2, "--dtype int4: unknown"),
         (["merge", "{ckpt}", "{out}", "--role", "ref"], 3, "has no ref"),
         (["merge", "{out}"], 3, "no such file"),
-        (["merge", "{ckpt}", "{out}", "--dtype", "config"], 4, "there is no config.json"),
-        (["merge", "{ckpt}", "{ckpt}"], 5, "exists already"),
+        (["merge", "{ckpt}", "{out}"], 3, "no config.json was found"),
+        (["merge", "{ckpt}", "{out}", *BARE, "--dtype", "config"], 4, "there is no config.json"),
+        (["merge", "{ckpt}", "{ckpt}", *BARE], 5, "exists already"),
         (["inspect", "{tmp}/nowhere"], 3, "no such file"),
     ],
 )
@@ -170,7 +175,7 @@ def test_an_error_is_json_too(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_an_unwritable_place_is_an_output_error(checkpoint: Path) -> None:
-    done = unshard("merge", checkpoint, rank_path(checkpoint, 2, 0) / "out")
+    done = unshard("merge", checkpoint, rank_path(checkpoint, 2, 0) / "out", *BARE)
     assert done.returncode == 5
     assert "cannot be written" in done.stderr
 
@@ -199,7 +204,15 @@ main()
 
 def test_ctrl_c_exits_130_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     before = [path.name for path in tmp_path.iterdir()]
-    command = [sys.executable, "-c", INTERRUPTED, "merge", str(checkpoint), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPTED,
+        "merge",
+        str(checkpoint),
+        str(tmp_path / "out"),
+        *BARE,
+    ]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     assert child.returncode == 130
     assert "writing" in child.stderr
@@ -211,6 +224,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -
 def test_a_terminal_gets_a_progress_bar(checkpoint: Path, tmp_path: Path) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(tmp_path / "out")]
+    command += BARE
     child = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=slave, env=os.environ | {"TERM": "xterm"}
     )
@@ -241,15 +255,15 @@ Printed = pytest.CaptureFixture[str]
 def test_verbose_tells_what_is_read_and_planned(
     checkpoint: Path, tmp_path: Path, capsys: Printed
 ) -> None:
-    assert run_here("merge", checkpoint, tmp_path / "out", "-v") == 0
+    assert run_here("merge", checkpoint, tmp_path / "out", "-v", *BARE) == 0
     said = capsys.readouterr().err
     assert re.search(r"\d ms  unshard\.[\w.]+: .*rank files, written by verl.*step 7", said)
     assert "plan: 3 tensors in 1 file," in said
     assert "read w1" not in said
-    assert run_here("merge", checkpoint, tmp_path / "more", "-vv") == 0
+    assert run_here("merge", checkpoint, tmp_path / "more", "-vv", *BARE) == 0
     names = sorted(some_tensors())
     assert f"read {names[0]}: float32" in capsys.readouterr().err
-    assert run_here("merge", checkpoint, tmp_path / "less") == 0
+    assert run_here("merge", checkpoint, tmp_path / "less", *BARE) == 0
     assert " ms  " not in capsys.readouterr().err
 
 
@@ -270,8 +284,8 @@ def test_the_options_of_merge_are_in_groups(capsys: Printed) -> None:
 
 
 def test_the_output_of_merge_is_an_argument_or_an_option(checkpoint: Path, tmp_path: Path) -> None:
-    assert run_here("merge", checkpoint, tmp_path / "first") == 0
-    assert run_here("merge", checkpoint, "-o", tmp_path / "second") == 0
+    assert run_here("merge", checkpoint, tmp_path / "first", *BARE) == 0
+    assert run_here("merge", checkpoint, "-o", tmp_path / "second", *BARE) == 0
     assert_same(merged(tmp_path / "first"), merged(tmp_path / "second"))
 
 
@@ -287,8 +301,8 @@ def test_the_output_of_average_is_an_argument_or_an_option(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     other = save_ranks(tmp_path / "other", some_tensors(seed=1), 2)
-    assert run_here("average", checkpoint, other, tmp_path / "first") == 0
-    assert run_here("average", checkpoint, other, "-o", tmp_path / "second") == 0
+    assert run_here("average", checkpoint, other, tmp_path / "first", *BARE) == 0
+    assert run_here("average", checkpoint, other, "-o", tmp_path / "second", *BARE) == 0
     assert_same(merged(tmp_path / "first"), merged(tmp_path / "second"))
 
 
@@ -353,9 +367,9 @@ def test_one_is_not_a_plural(tmp_path: Path, capsys: Printed) -> None:
     checkpoint = save_ranks(tmp_path / "ckpt", {"w": torch.zeros(1)}, 1)
     run_here("inspect", checkpoint)
     assert "1 in 1 tensor, 4 B" in capsys.readouterr().out
-    run_here("merge", checkpoint, tmp_path / "out", "--dry-run")
+    run_here("merge", checkpoint, tmp_path / "out", "--dry-run", *BARE)
     assert "tensors:    1 (1 float32), 1 parameter\n" in capsys.readouterr().out
-    run_here("merge", checkpoint, tmp_path / "out")
+    run_here("merge", checkpoint, tmp_path / "out", *BARE)
     printed = capsys.readouterr().out
     assert "merged 1 tensor of 1 rank: 1 float32" in printed
     assert " in 1 file, " in printed

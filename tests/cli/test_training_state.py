@@ -31,6 +31,7 @@ from unshard.write.companions import state_file_names, write_training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
+BARE = ("--config", "none")
 EXTRA_STATE, SCHEDULER = "extra_state_merged.pt", "lr_scheduler_state.json"
 DATA = Path(__file__).parent.parent / "data" / "extra_state.tar.xz"
 VERSIONS = ("2.2", "2.4", "2.5", "2.6", "2.8", "2.9", "2.10", "2.12", "2.15")
@@ -107,7 +108,7 @@ def test_a_scheduler_goes_on_as_if_nothing_had_happened(
     steps(original, 5)
     saved = original.state_dict()
     step = WRITERS[writer](tmp_path, [Saved(saved), Saved(saved)])
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert told(report) == []
     resumed = SCHEDULERS[name](optimizer())
     resumed.optimizer.load_state_dict(original.optimizer.state_dict())
@@ -120,7 +121,7 @@ def test_the_scheduler_is_also_json(tmp_path: Path) -> None:
     original = schedulers.MultiStepLR(optimizer(), milestones=[2, 5, 5])
     steps(original, 3)
     step = WRITERS["verl"](tmp_path, [Saved(original.state_dict())])
-    unshard.merge(step, tmp_path / "out")
+    unshard.merge(step, tmp_path / "out", config="none")
     found = json.loads((tmp_path / "out" / SCHEDULER).read_text())
     assert found["milestones"] == {"2": 1, "5": 2}
     assert found["last_epoch"] == 3
@@ -142,7 +143,7 @@ def test_json_holds_as_text_what_it_has_no_form_for(tmp_path: Path) -> None:
 
 def test_without_a_scheduler_no_json_is_written(tmp_path: Path) -> None:
     step = WRITERS["verl"](tmp_path, [Saved(None)])
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert report.companions == (EXTRA_STATE,)
     assert not (tmp_path / "out" / SCHEDULER).exists()
     assert load(tmp_path / "out")["lr_scheduler"] is None
@@ -154,7 +155,7 @@ def test_several_schedulers_of_accelerate_are_all_kept(tmp_path: Path) -> None:
     step = WRITERS["accelerate"](tmp_path, [Saved({"last_epoch": 0})])
     for number in range(1, 11):
         torch.save({"last_epoch": number}, step / f"scheduler_{number}.bin")
-    unshard.merge(step, tmp_path / "out")
+    unshard.merge(step, tmp_path / "out", config="none")
     found = load(tmp_path / "out")
     assert found["lr_scheduler"] == {"last_epoch": 0}
     assert found["lr_schedulers"] == [{"last_epoch": number} for number in range(11)]
@@ -163,7 +164,7 @@ def test_several_schedulers_of_accelerate_are_all_kept(tmp_path: Path) -> None:
 
 def test_ranks_that_disagree_on_the_scheduler_are_reported(tmp_path: Path) -> None:
     ranks = [Saved({"last_epoch": number}) for number in range(3)]
-    report = unshard.merge(WRITERS["verl"](tmp_path, ranks), tmp_path / "out")
+    report = unshard.merge(WRITERS["verl"](tmp_path, ranks), tmp_path / "out", config="none")
     assert any("lr_scheduler differs between ranks" in one for one in told(report))
     assert len(load(tmp_path / "out")["lr_scheduler_by_rank"]) == 3
 
@@ -184,7 +185,7 @@ def test_every_generator_goes_on_from_where_it_was(tmp_path: Path, writer: str) 
     for number in range(3):
         ranks.append(seeded(number))
         drawn.append(draw())
-    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out")
+    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out", config="none")
     found = load(tmp_path / "out")
     restore(found["rng"])
     assert draw() == drawn[0]
@@ -194,7 +195,9 @@ def test_every_generator_goes_on_from_where_it_was(tmp_path: Path, writer: str) 
 
 
 def test_the_other_values_of_lmms_engine_are_kept(tmp_path: Path) -> None:
-    unshard.merge(WRITERS["lmms-engine"](tmp_path, [Saved(), Saved()]), tmp_path / "out")
+    unshard.merge(
+        WRITERS["lmms-engine"](tmp_path, [Saved(), Saved()]), tmp_path / "out", config="none"
+    )
     found = load(tmp_path / "out")
     assert found["total_tokens"] == 12345
     assert found["accumulated_grad_steps"] == 0
@@ -203,7 +206,7 @@ def test_the_other_values_of_lmms_engine_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_step_of_accelerate_is_kept(tmp_path: Path) -> None:
-    unshard.merge(WRITERS["accelerate"](tmp_path, [Saved()]), tmp_path / "out")
+    unshard.merge(WRITERS["accelerate"](tmp_path, [Saved()]), tmp_path / "out", config="none")
     assert load(tmp_path / "out")["step"] == 7
 
 
@@ -219,7 +222,7 @@ def test_the_guide_resumes_devices_in_rank_order(
     original = SCHEDULERS["cosine"](optimizer())
     steps(original, 3)
     ranks = [seeded(n, original.state_dict(), cuda=device(n)) for n in range(12)]
-    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out")
+    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out", config="none")
     given: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.extend)
     lr_scheduler = SCHEDULERS["cosine"](optimizer())
@@ -241,7 +244,7 @@ def test_of_the_devices_that_every_rank_saves_each_gives_its_own(
 ) -> None:
     saw = [[device(10 * rank + number) for number in range(2)] for rank in range(4)]
     ranks = [seeded(rank, cuda=saw[rank]) for rank in range(4)]
-    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out")
+    unshard.merge(WRITERS[writer](tmp_path, ranks), tmp_path / "out", config="none")
     found = load(tmp_path / "out")
     assert [one[0].item() for one in found["rng"]["cuda"]] == [0, 11, 20, 31]
     assert [one[0].item() for one in found["rng_by_rank"][3]["cuda"]] == [30, 31]
@@ -256,7 +259,7 @@ def test_extra_state_of_every_torch_version(tmp_path: Path, version: str) -> Non
         data = archive.extractfile(f"torch-{version}/{name}")
         assert data is not None
         (tmp_path / "ckpt" / name).write_bytes(data.read())
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert len(told(report)) == 1
     assert f"extra_state_world_size_{world}_rank_1.pt" in told(report)[0]
     found = load(tmp_path / "out")
@@ -284,7 +287,7 @@ def rank_file(step: Path, rank: int) -> Path:
 
 def test_ranks_that_are_missing_are_named(step: Path, tmp_path: Path) -> None:
     rank_file(step, 1).unlink()
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert rank_file(step, 1).name in told(report)[0]
     assert any("rng.cuda was left out" in one for one in told(report))
     found = load(tmp_path / "out")
@@ -297,7 +300,7 @@ def test_ranks_that_are_missing_are_named(step: Path, tmp_path: Path) -> None:
 def test_a_damaged_file_is_named_and_the_model_is_whole(step: Path, tmp_path: Path) -> None:
     data = rank_file(step, 0).read_bytes()
     rank_file(step, 0).write_bytes(data[: len(data) // 2])
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert merged(tmp_path / "out").keys() == some_tensors().keys()
     said = "\n".join(told(report))
     assert f"{rank_file(step, 0)}: truncated" in said
@@ -309,7 +312,7 @@ def test_a_damaged_file_is_named_and_the_model_is_whole(step: Path, tmp_path: Pa
 def test_where_no_file_can_be_read_nothing_is_written(step: Path, tmp_path: Path) -> None:
     for rank in range(3):
         rank_file(step, rank).write_bytes(b"")
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert not (tmp_path / "out" / EXTRA_STATE).exists()
     assert report.companions == ()
     assert all(str(rank_file(step, rank)) in "".join(told(report)) for rank in range(3))
@@ -319,7 +322,7 @@ def test_of_very_many_damaged_files_a_few_are_named(tmp_path: Path) -> None:
     step = WRITERS["verl"](tmp_path, [Saved()] * 8)
     for rank in range(8):
         (step / "actor" / f"extra_state_world_size_8_rank_{rank}.pt").write_bytes(b"")
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert len(told(report)) == 4
     assert "and 5 more files cannot be read" in told(report)[-1]
 
@@ -329,14 +332,14 @@ def test_a_file_that_holds_something_else_is_named(
     step: Path, tmp_path: Path, content: object
 ) -> None:
     torch.save(content, rank_file(step, 2))
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert f"{rank_file(step, 2)}: has unexpected contents" in told(report)[0]
 
 
 def test_what_is_not_a_file_is_named(step: Path, tmp_path: Path) -> None:
     rank_file(step, 2).unlink()
     rank_file(step, 2).mkdir()
-    report = unshard.merge(step, tmp_path / "out")
+    report = unshard.merge(step, tmp_path / "out", config="none")
     assert f"{rank_file(step, 2)}: cannot be opened: not a regular file" in told(report)[0]
 
 
@@ -369,7 +372,7 @@ class Unknown:
 
 def test_values_of_unknown_classes_are_named(tmp_path: Path) -> None:
     saved = Saved({"last_epoch": 3, "hook": Unknown(), "list": [Unknown()]})
-    report = unshard.merge(WRITERS["verl"](tmp_path, [saved] * 5), tmp_path / "out")
+    report = unshard.merge(WRITERS["verl"](tmp_path, [saved] * 5), tmp_path / "out", config="none")
     assert load(tmp_path / "out")["lr_scheduler"] == {"last_epoch": 3, "list": [None]}
     assert len(told(report)) == 1
     assert "lr_scheduler.hook: an instance of test_training_state.Unknown" in told(report)[0]
@@ -391,12 +394,12 @@ def test_a_file_that_runs_commands_is_refused(tmp_path: Path, writer: str) -> No
     before = snapshot(tmp_path)
     for dry_run in (True, False):
         with pytest.raises(UnsafeError) as caught:
-            unshard.merge(step, tmp_path / "out", dry_run=dry_run)
+            unshard.merge(step, tmp_path / "out", dry_run=dry_run, config="none")
         assert "system" in caught.value.subject
         assert "extra_state=False" in caught.value.hint
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "out").exists()
-    unshard.merge(step, tmp_path / "out", extra_state=False)
+    unshard.merge(step, tmp_path / "out", extra_state=False, config="none")
     assert not (tmp_path / "out" / EXTRA_STATE).exists()
 
 
@@ -404,22 +407,22 @@ def test_a_file_that_runs_commands_is_refused(tmp_path: Path, writer: str) -> No
 
 
 def test_it_can_be_left_out(step: Path, tmp_path: Path) -> None:
-    report = unshard.merge(step, tmp_path / "out", extra_state=False)
+    report = unshard.merge(step, tmp_path / "out", extra_state=False, config="none")
     assert report.companions == ()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "model.safetensors",
         "unshard.json",
     }
-    done = run_command("merge", step, tmp_path / "two", "--no-extra-state")
+    done = run_command("merge", step, tmp_path / "two", "--no-extra-state", *BARE)
     assert done.returncode == 0
     assert not (tmp_path / "two" / EXTRA_STATE).exists()
 
 
 def test_a_dry_run_lists_it_and_the_terminal_names_it(step: Path, tmp_path: Path) -> None:
-    done = run_command("merge", step, tmp_path / "out", "--dry-run")
+    done = run_command("merge", step, tmp_path / "out", "--dry-run", *BARE)
     assert f"  {EXTRA_STATE}\n  {SCHEDULER}\n" in done.stdout
     assert not (tmp_path / "out").exists()
-    done = run_command("merge", step, tmp_path / "out")
+    done = run_command("merge", step, tmp_path / "out", *BARE)
     assert f"with {EXTRA_STATE}, {SCHEDULER}\n" in done.stdout
 
 
@@ -428,7 +431,7 @@ def test_it_is_the_same_whatever_the_settings_and_nothing_is_touched(
 ) -> None:
     before = snapshot(step)
     for name, workers in (("one", 1), ("two", 4)):
-        unshard.merge(step, tmp_path / name, workers=workers)
+        unshard.merge(step, tmp_path / name, workers=workers, config="none")
     for name in (EXTRA_STATE, SCHEDULER):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert snapshot(step) == before
@@ -436,27 +439,27 @@ def test_it_is_the_same_whatever_the_settings_and_nothing_is_touched(
 
 def test_a_merge_in_place_adds_it_and_is_read_as_before(step: Path) -> None:
     actor = step / "actor"
-    unshard.merge(step, actor, overwrite=True)
+    unshard.merge(step, actor, overwrite=True, config="none")
     assert load(actor)["lr_scheduler"] == {"last_epoch": 3}
-    again = unshard.merge(step, step.parent / "out")
+    again = unshard.merge(step, step.parent / "out", config="none")
     assert told(again) == []
     assert unshard.inspect(step).world_size == 3
 
 
 def test_an_output_is_read_as_a_model_and_nothing_else(step: Path, tmp_path: Path) -> None:
-    unshard.merge(step, tmp_path / "out")
+    unshard.merge(step, tmp_path / "out", config="none")
     found = unshard.inspect(tmp_path / "out")
     assert len(found.tensors) == 3
-    report = unshard.merge(tmp_path / "out", tmp_path / "again")
+    report = unshard.merge(tmp_path / "out", tmp_path / "again", config="none")
     assert report.companions == ()
 
 
 def test_an_overwritten_output_gets_the_new_state(step: Path, tmp_path: Path) -> None:
-    unshard.merge(step, tmp_path / "out")
+    unshard.merge(step, tmp_path / "out", config="none")
     for rank in range(3):
         extra_state = torch.load(rank_file(step, rank), weights_only=False)
         torch.save(extra_state | {"lr_scheduler": {"last_epoch": 9}}, rank_file(step, rank))
-    unshard.merge(step, tmp_path / "out", overwrite=True)
+    unshard.merge(step, tmp_path / "out", overwrite=True, config="none")
     assert load(tmp_path / "out")["lr_scheduler"] == {"last_epoch": 9}
 
 

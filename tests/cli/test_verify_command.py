@@ -54,7 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def output(checkpoint: Path, tmp_path: Path) -> Path:
-    unshard.merge(checkpoint, tmp_path / "out")
+    unshard.merge(checkpoint, tmp_path / "out", config="none")
     return tmp_path / "out"
 
 
@@ -84,7 +84,7 @@ def test_a_merge_is_the_same_as_its_checkpoint(checkpoint: Path, output: Path) -
 def test_a_cast_merge_equals_its_checkpoint_exactly(
     checkpoint: Path, tmp_path: Path, dtype: Cast
 ) -> None:
-    unshard.merge(checkpoint, tmp_path / "out", dtype=dtype)
+    unshard.merge(checkpoint, tmp_path / "out", dtype=dtype, config="none")
     found = unshard.verify(tmp_path / "out", checkpoint)
     assert found.equal
     assert all(one.cast and one.dtype_ours == dtype for one in found.tensors)
@@ -155,7 +155,7 @@ def test_a_merge_in_place_is_compared_with_the_shards_next_to_it(
     run: Run, checkpoint: Path
 ) -> None:
     for limit in ("5GB", "500B"):
-        unshard.merge(checkpoint, checkpoint, overwrite=True, max_shard_size=limit)
+        unshard.merge(checkpoint, checkpoint, overwrite=True, max_shard_size=limit, config="none")
         assert run(checkpoint, "--against", checkpoint).returncode == 0
     files = sorted(checkpoint.glob("*.safetensors"))
     assert len(files) > 1

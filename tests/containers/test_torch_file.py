@@ -89,19 +89,19 @@ def test_storages_of_a_legacy_file_are_where_torch_wrote_them(tmp_path: Path) ->
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_legacy_file_is_merged_to_what_torch_loads(tmp_path: Path, protocol: int) -> None:
     path = save_legacy(odd_tensors(), tmp_path / "old.bin", protocol)
-    unshard.merge(path, tmp_path / "out")
+    unshard.merge(path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), odd_tensors())
     loadable = {name: one for name, one in odd_tensors().items() if name not in UNLOADABLE}
     save_legacy(loadable, path, protocol)
     assert_same(loadable, torch.load(path, weights_only=False))
-    unshard.merge(path, tmp_path / "loadable")
+    unshard.merge(path, tmp_path / "loadable", config="none")
     assert_same(merged(tmp_path / "loadable"), loadable)
 
 
 def test_a_legacy_file_of_a_model_is_read(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     path = save_legacy({"state_dict": model.state_dict(), "epoch": 3}, tmp_path / "m.ckpt")
-    unshard.merge(path, tmp_path / "out")
+    unshard.merge(path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), model.state_dict())
 
 

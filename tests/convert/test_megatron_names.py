@@ -157,7 +157,7 @@ def test_what_leaves_the_model_open_is_named(
     recorded = {**read_arguments(step / "common.pt"), **experts, **changed}
     torch.save({"args": Namespace(**recorded)}, step / "common.pt")
     with pytest.raises(ConversionError, match=re.escape(words)):
-        unshard.merge(step, dry_run=True)
+        unshard.merge(step, dry_run=True, config="none")
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_norms_that_are_stored_less_1_are_refused(tmp_path: Path, cases: Path) -
         unshard.merge(tmp_path, config=config, dry_run=True)
     assert "arithmetic" in error.value.expected
     with pytest.raises(ConversionError, match="apply_layernorm_1p is True"):
-        unshard.merge(tmp_path, dry_run=True)
+        unshard.merge(tmp_path, dry_run=True, config="none")
 
 
 def test_a_base_names_the_family_and_the_tensors(cases: Path, tmp_path: Path) -> None:

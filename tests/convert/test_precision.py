@@ -144,7 +144,7 @@ def test_values_too_large_for_float16_are_counted_and_named(
     tensors = {name: tensor.to(stored) for name, tensor in some_tensors().items()}
     tensors["lm_head.weight"][3, 1:4] = torch.tensor([7e4, -1e30, float("inf")], dtype=stored)
     save_ranks(tmp_path / "ckpt", tensors, 2)
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16", config="none")
     (warning,) = [one for one in report.warnings if "float16" in one]
     assert "2 values of 1 tensor became" in warning
     assert "lm_head.weight (2)" in warning
@@ -153,5 +153,5 @@ def test_values_too_large_for_float16_are_counted_and_named(
 
 def test_nothing_is_reported_where_nothing_overflows(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype="float16", config="none")
     assert not [one for one in report.warnings if "float16" in one]

@@ -130,7 +130,7 @@ def test_names_stay_where_training_names_are_asked_for_or_no_config_is_there(
     unshard.merge(ckpt, tmp_path / "training", names="training")
     assert_same(merged(tmp_path / "training"), state)
     (ckpt / "config.json").unlink()
-    report = unshard.merge(ckpt, tmp_path / "bare")
+    report = unshard.merge(ckpt, tmp_path / "bare", config="none")
     assert_same(merged(tmp_path / "bare"), state)
     assert not report.loadable
 

@@ -33,6 +33,7 @@ SECONDS = 60  # of the processor, for a command; the process is killed then
 LONGEST_MESSAGE = 300_000
 CHECKPOINT = Path("run", "checkpoint")  # a search for the run looks into both parents
 COMMANDS = ("inspect", "merge", "verify", "open")
+BARE = ("--config", "none")
 
 _FORBIDDEN = (
     "subprocess. os.system os.exec os.posix_spawn os.spawn os.fork os.startfile os.kill os.putenv "
@@ -149,7 +150,7 @@ def _run(command: str, place: Path, watch: Watch) -> Outcome:
     tempfile.tempdir = str(place / "temporary")
     arguments = {
         "inspect": ["inspect", str(checkpoint), "--json"],
-        "merge": ["merge", str(checkpoint), str(out), "--verify", "full", "--workers", "2"],
+        "merge": ["merge", str(checkpoint), str(out), "--verify=full", "--workers=2", *BARE],
         "verify": ["verify", str(place / "model"), "--against", str(checkpoint)],
     }
     gc.collect()  # of the command before: a process of its own would not have it

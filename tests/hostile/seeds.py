@@ -67,7 +67,7 @@ def _frames(data: bytes) -> Iterator[bytes]:
 
 def _records(checkpoint: Path, output: Path) -> Iterator[bytes]:
     """Yield the record of a real merge, and the smallest ones that have each part."""
-    merge(checkpoint, output, listener=ignore)
+    merge(checkpoint, output, listener=ignore, config="none")
     yield (output / "unshard.json").read_bytes()
     parts: list[dict[str, object]] = [
         {"files": {"model.safetensors": 1}},

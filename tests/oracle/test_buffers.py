@@ -68,7 +68,7 @@ def test_the_first_ranks_buffers_are_taken_as_torch_does(
     directory = run(scenario, world)
     expected = differing(directory, world)
     assert expected >= {*BUFFERS[scenario].split()}
-    report = unshard.merge(directory, tmp_path / "out", **options)
+    report = unshard.merge(directory, tmp_path / "out", config="none", **options)
     assert_same(merged(tmp_path / "out"), truth(directory))
     (note,) = (one for one in report.warnings if "with other values on other ranks" in one)
     assert {*note.rpartition(": ")[2].split(", ")} == expected
@@ -85,7 +85,9 @@ def test_parameters_that_the_optimizer_lists_are_no_buffers(
         unshard.merge(directory, tmp_path / "out")
     assert all(f"tensor {name}: a plain tensor" in str(error.value) for name in parameters)
     assert "running_mean" not in str(error.value)
-    unshard.merge(directory, tmp_path / "out", exclude="logit_scale", assume_dim0=True)
+    unshard.merge(
+        directory, tmp_path / "out", exclude="logit_scale", assume_dim0=True, config="none"
+    )
     made, whole = merged(tmp_path / "out"), truth(directory)
     assert torch.equal(made["running_gain"][:4], whole["running_gain"])
     assert made["running_gain"].shape == (8,)
@@ -97,7 +99,7 @@ def test_scalars_are_buffers_where_nothing_lists_them(run: Run, tmp_path: Path) 
     directory = run(buffers.ignored, 2)
     for path in directory.glob(OPTIMIZER):
         path.unlink()
-    report = unshard.merge(directory, tmp_path / "out")
+    report = unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), truth(directory))
     assert any("logit_scale" in one for one in report.warnings)
 
@@ -106,8 +108,8 @@ def test_every_command_takes_the_same_buffers(run: Run, tmp_path: Path) -> None:
     directory = run(buffers.statistics, 2)
     whole = truth(directory)
     assert_same(unshard.load_state_dict(directory), whole)
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert unshard.verify(tmp_path / "out", directory).equal
     unshard.reshard(directory, tmp_path / "again", world_size=3)
-    unshard.merge(tmp_path / "again", tmp_path / "out-again")
+    unshard.merge(tmp_path / "again", tmp_path / "out-again", config="none")
     assert_same(merged(tmp_path / "out-again"), whole)

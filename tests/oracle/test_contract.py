@@ -65,7 +65,9 @@ class TestEveryFormat:
     ) -> None:
         run = samples.form(name)
         before = snapshot(run)
-        report = unshard.merge(run / FORMS[name].levels[0], tmp_path / "out", verify="full")
+        report = unshard.merge(
+            run / FORMS[name].levels[0], tmp_path / "out", verify="full", config="none"
+        )
         assert_same(merged(tmp_path / "out"), TRUTH)
         assert snapshot(run) == before
         assert report.tensors == len(TRUTH)
@@ -92,14 +94,14 @@ class TestEveryFormat:
     def test_the_bytes_are_those_that_safetensors_writes(
         self, samples: Samples, expected: Expected, tmp_path: Path, name: str
     ) -> None:
-        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out")
+        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out", config="none")
         assert weight_files(tmp_path / "out") == expected("5GB")
 
     def test_several_files_are_those_of_the_hub_where_the_order_is_known(
         self, samples: Samples, expected: Expected, tmp_path: Path, name: str
     ) -> None:
         source = samples.form(name) / FORMS[name].levels[0]
-        report = unshard.merge(source, tmp_path / "out", max_shard_size=SMALL)
+        report = unshard.merge(source, tmp_path / "out", max_shard_size=SMALL, config="none")
         assert len(report.files) > 2
         found, theirs = weight_files(tmp_path / "out"), expected(SMALL)
         assert (without_index(found) == without_index(theirs)) is FORMS[name].ordered
@@ -143,7 +145,9 @@ class TestEveryFormat:
         self, samples: Samples, name: str
     ) -> None:
         form, run = FORMS[name], samples.form(name)
-        outputs = {unshard.merge(run / level, dry_run=True).output for level in form.levels}
+        outputs = {
+            unshard.merge(run / level, dry_run=True, config="none").output for level in form.levels
+        }
         assert outputs == {str(run / form.output)}
 
     def test_a_dry_run_writes_nothing(self, samples: Samples, tmp_path: Path, name: str) -> None:
@@ -151,7 +155,7 @@ class TestEveryFormat:
         shutil.copytree(run, tmp_path / "run")
         before = snapshot(tmp_path)
         report = unshard.merge(
-            tmp_path / "run" / FORMS[name].levels[0], tmp_path / "out", dry_run=True
+            tmp_path / "run" / FORMS[name].levels[0], tmp_path / "out", dry_run=True, config="none"
         )
         assert report.dry_run
         assert report.bytes_written > report.parameters
@@ -162,8 +166,12 @@ class TestEveryFormat:
         self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         source = samples.form(name) / FORMS[name].levels[0]
-        unshard.merge(source, tmp_path / "one", workers=1, memory="1MB", max_shard_size=SMALL)
-        unshard.merge(source, tmp_path / "four", workers=4, memory="64MB", max_shard_size=SMALL)
+        unshard.merge(
+            source, tmp_path / "one", workers=1, memory="1MB", max_shard_size=SMALL, config="none"
+        )
+        unshard.merge(
+            source, tmp_path / "four", workers=4, memory="64MB", max_shard_size=SMALL, config="none"
+        )
         for path in (tmp_path / "one").iterdir():
             assert path.read_bytes() == (tmp_path / "four" / path.name).read_bytes(), path.name
 
@@ -171,7 +179,7 @@ class TestEveryFormat:
         self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         form = FORMS[name]
-        unshard.merge(samples.form(name) / form.levels[0], tmp_path / "out")
+        unshard.merge(samples.form(name) / form.levels[0], tmp_path / "out", config="none")
         source = json.loads((tmp_path / "out" / "unshard.json").read_text())["source"]
         assert source["format"] == form.name
         assert source["world_size"] == form.world
@@ -181,7 +189,9 @@ class TestEveryFormat:
         self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
         form = FORMS[name]
-        report = unshard.merge(samples.form(name) / form.levels[0], tmp_path / "out", dry_run=True)
+        report = unshard.merge(
+            samples.form(name) / form.levels[0], tmp_path / "out", dry_run=True, config="none"
+        )
         assert sorted(one.fqn for one in report.skipped) == sorted(form.skipped)
         assert all(one.reason for one in report.skipped)
 
@@ -215,8 +225,8 @@ class TestEveryFormat:
     def test_a_merged_model_merges_again_to_the_same_bytes(
         self, samples: Samples, tmp_path: Path, name: str
     ) -> None:
-        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out")
-        unshard.merge(tmp_path / "out", tmp_path / "again")
+        unshard.merge(samples.form(name) / FORMS[name].levels[0], tmp_path / "out", config="none")
+        unshard.merge(tmp_path / "out", tmp_path / "again", config="none")
         assert weight_files(tmp_path / "again") == weight_files(tmp_path / "out")
 
 

@@ -79,7 +79,7 @@ def test_a_merge_gives_the_whole_tensors_from_every_level(
 ) -> None:
     source = samples.write(scenario, world)
     before = snapshot(source.directory)
-    report = unshard.merge(source.directory / level, tmp_path / "out", verify="full")
+    report = unshard.merge(source.directory / level, tmp_path / "out", verify="full", config="none")
     assert_same(merged(tmp_path / "out"), source.truth)
     assert report.tensors == len(source.truth) > 0
     assert snapshot(source.directory) == before
@@ -96,7 +96,7 @@ def test_a_merge_gives_what_accelerate_merges(
     worker_pool.run(MERGE_WITH_ACCELERATE, 1, tmp_path / DCP)
     theirs = load_file(tmp_path / "accelerate" / "model.safetensors")
     assert_same(theirs, source.truth)
-    unshard.merge(tmp_path / DCP, tmp_path / "out")
+    unshard.merge(tmp_path / DCP, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), theirs)
 
 
@@ -159,7 +159,7 @@ def test_scheduler_and_random_state_come_along(
     is_trainer = scenario.startswith("trainer")
     scheduler = "scheduler.pt" if is_trainer else "scheduler.bin"
     states = "rng_state_{}.pth" if is_trainer else "random_states_{}.pkl"
-    report = unshard.merge(folder, tmp_path / "out")
+    report = unshard.merge(folder, tmp_path / "out", config="none")
     assert not [one for one in report.warnings if one.startswith("training state")]
     found = torch.load(tmp_path / "out" / "extra_state_merged.pt", weights_only=True)
     assert found["lr_scheduler"] == torch.load(folder / scheduler, weights_only=False)

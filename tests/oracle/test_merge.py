@@ -38,7 +38,7 @@ def test_a_merge_gives_the_unsharded_tensors_bit_for_bit(
 ) -> None:
     truth = write_checkpoint(scenario, world, tmp_path / "ckpt")
     before = snapshot(tmp_path / "ckpt")
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), truth)
     assert report.tensors == len(truth) > 0
     assert snapshot(tmp_path / "ckpt") == before
@@ -49,7 +49,7 @@ def test_every_dtype_and_dimension_is_merged(
     write_checkpoint: WriteCheckpoint, tmp_path: Path, world: int
 ) -> None:
     truth = write_checkpoint("dtensor_dtypes", world, tmp_path / "ckpt")
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", memory="140KB", workers=1)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", memory="140KB", workers=1, config="none")
     assert_same(merged(tmp_path / "out"), truth)
     dtypes = {tensor.dtype for tensor in truth.values()}
     assert len(dtypes) >= 12
@@ -70,7 +70,7 @@ def test_a_cast_gives_what_torch_casts_to(
     write_checkpoint: WriteCheckpoint, tmp_path: Path, scenario: str, dtype: Cast
 ) -> None:
     truth = write_checkpoint(scenario, 3, tmp_path / "ckpt")
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype=dtype)
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", dtype=dtype, config="none")
     cast = {
         name: tensor.to(CASTS[dtype]) if tensor.dtype in CASTABLE else tensor
         for name, tensor in truth.items()
@@ -92,7 +92,7 @@ def test_tied_weights_are_both_written_and_equal(
     write_checkpoint: WriteCheckpoint, tmp_path: Path
 ) -> None:
     write_checkpoint("fsdp2", 3, tmp_path / "ckpt")
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     found = merged(tmp_path / "out")
     groups = unshard.inspect(tmp_path / "ckpt").shared
     assert groups
@@ -106,7 +106,7 @@ def test_any_one_replica_of_hsdp_is_enough(
     truth = write_checkpoint("fsdp2_hsdp", 4, tmp_path / "ckpt")
     for rank in (1, 2):
         rank_path(tmp_path / "ckpt", 4, rank).unlink()
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), truth)
 
 
@@ -140,5 +140,5 @@ def test_a_plain_buffer_that_sorts_first_does_not_decide_for_the_others(
     first = min(truth)
     assert unshard.inspect(tmp_path / "ckpt").placements["plain"] >= 1
     assert first == "a_buffer"
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert merged(tmp_path / "out")[first].shape == truth[first].shape

@@ -162,7 +162,7 @@ def test_groups_that_were_flattened_are_groups_again(
     optimizer = save_flattened(tmp_path / "flat", decay=decay)
     reports = (
         unshard.reshard(tmp_path / "flat", tmp_path / "verl", world_size=1, to="verl"),
-        unshard.merge(tmp_path / "flat", tmp_path / "merged", optimizer=True),
+        unshard.merge(tmp_path / "flat", tmp_path / "merged", optimizer=True, config="none"),
     )
     for report in reports:
         assert any("without its parameter groups" in note for note in report.notes)
@@ -191,9 +191,9 @@ def test_a_merge_writes_it_next_to_the_model(
 ) -> None:
     directory = trained("fsdp2")
     source = directory / "lmms"
-    unshard.merge(source, tmp_path / "model", max_shard_size=size)
+    unshard.merge(source, tmp_path / "model", max_shard_size=size, config="none")
     report = unshard.merge(
-        source, tmp_path / "out", optimizer=True, verify="full", max_shard_size=size
+        source, tmp_path / "out", optimizer=True, verify="full", max_shard_size=size, config="none"
     )
     truth = truth_of(directory, "grouped")
     assert_same(written(tmp_path / "out"), truth)
@@ -220,7 +220,9 @@ def test_a_merge_writes_it_next_to_the_model(
 
 
 def test_a_merge_of_compressed_items(trained: Trained, tmp_path: Path) -> None:
-    report = unshard.merge(trained("fsdp2") / "dcp-zstd", tmp_path / "out", optimizer=True)
+    report = unshard.merge(
+        trained("fsdp2") / "dcp-zstd", tmp_path / "out", optimizer=True, config="none"
+    )
     assert_same(written(tmp_path / "out"), truth_of(trained("fsdp2"), "all"))
     assert json.loads((tmp_path / "out" / "optimizer.json").read_text())["step"] == STEPS
     assert not report.loadable  # there is no config.json
@@ -230,7 +232,9 @@ def test_torch_loads_what_was_merged(trained: Trained, tmp_path: Path) -> None:
     """A flattened state dict, of which `optimizer.json` has the hyper-parameters."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    unshard.merge(trained("fsdp2") / "lmms", tmp_path, overwrite=True, optimizer=True)
+    unshard.merge(
+        trained("fsdp2") / "lmms", tmp_path, overwrite=True, optimizer=True, config="none"
+    )
     model = Model()
     trainable = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=0.5, amsgrad=True)

@@ -125,8 +125,8 @@ def test_tensor_parallelism_ends(
 def test_tensor_parallelism_of_other_versions_ends(tmp_path: Path, version: str) -> None:
     source = unpack_rank_files(tmp_path) / f"torch-{version}" / "fsdp2_tp"
     unshard.reshard(source, tmp_path / "three", world_size=3, verify="full")
-    unshard.merge(source, tmp_path / "one")
-    unshard.merge(tmp_path / "three", tmp_path / "two", verify="full")
+    unshard.merge(source, tmp_path / "one", config="none")
+    unshard.merge(tmp_path / "three", tmp_path / "two", verify="full", config="none")
     assert_same(merged(tmp_path / "two"), merged(tmp_path / "one"))
     for path in (tmp_path / "three").glob("model_*.pt"):
         for tensor in loaded(path).values():
@@ -262,7 +262,7 @@ def test_hyper_parameters_that_are_left_out_are_reported(tmp_path: Path) -> None
     (written,) = loaded(tmp_path / "verl" / "optim_world_size_3_rank_1.pt")["param_groups"]
     assert written["betas"] == [0.8, 0.95]
     assert "hook" not in written
-    merging = unshard.merge(tmp_path / "a", tmp_path / "out", optimizer=True)
+    merging = unshard.merge(tmp_path / "a", tmp_path / "out", optimizer=True, config="none")
     assert any("hook: an instance of" in note for note in merging.notes)
 
 
@@ -281,8 +281,8 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_output_is_merged_as_the_source_is(trained: Path, tmp_path: Path) -> None:
     unshard.reshard(trained, tmp_path / "six", world_size=6)
-    unshard.merge(trained, tmp_path / "one", optimizer=True)
-    unshard.merge(tmp_path / "six", tmp_path / "two", optimizer=True, verify="full")
+    unshard.merge(trained, tmp_path / "one", optimizer=True, config="none")
+    unshard.merge(tmp_path / "six", tmp_path / "two", optimizer=True, verify="full", config="none")
     for name in ("model.safetensors", "optimizer.safetensors", "optimizer.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -319,7 +319,7 @@ def test_any_tensors_on_any_number_of_ranks(
         save_ranks(root / "a", cut, before, placements=[Shard(dim)], plain=[whole] * before)
         unshard.reshard(root / "a", root / "b", world_size=after, torch=version, verify="full")
         assert len(list((root / "b").iterdir())) == after
-        unshard.merge(root / "b", root / "out", verify="full")
+        unshard.merge(root / "b", root / "out", verify="full", config="none")
         assert_same(merged(root / "out"), truth)
 
 
@@ -365,7 +365,7 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotMergeableError, match=r"not DTensors|no device mesh"):
         unshard.reshard(known / "fsdp1_sharded", tmp_path / "out", world_size=4)
     save_ranks(tmp_path / "a", some_tensors(), 2)
-    unshard.merge(tmp_path / "a", tmp_path / "merged")
+    unshard.merge(tmp_path / "a", tmp_path / "merged", config="none")
     with pytest.raises(NotMergeableError, match="expected: rank files"):
         unshard.reshard(tmp_path / "merged", tmp_path / "out", world_size=2)
     for path in (tmp_path / "a").iterdir():  # as accelerate names them

@@ -274,7 +274,7 @@ def test_lists_in_the_state_of_an_optimizer_in_dcp_are_reported(
     saved = {"model": {"w": torch.rand(4, 3)}, "optimizer": optimizer}
     save(saved, checkpoint_id=tmp_path / "source", no_dist=True)
     report = unshard.reshard(tmp_path / "source", tmp_path / "verl", world_size=2, to="verl")
-    merging = unshard.merge(tmp_path / "source", tmp_path / "merged", optimizer=True)
+    merging = unshard.merge(tmp_path / "source", tmp_path / "merged", optimizer=True, config="none")
     for notes in (report.notes, merging.notes):
         assert any("optimizer.state.w.GG.1: inside a list or dict" in note for note in notes)
     unshard.reshard(tmp_path / "source", tmp_path / "again", world_size=2)
@@ -323,7 +323,7 @@ def test_what_cannot_be_written_is_refused(samples: Samples, tmp_path: Path) -> 
         unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, to="dcp", mesh=(1, 2))
     with pytest.raises(UsageError, match="is not a type of device"):
         unshard.reshard(tmp_path / "a", tmp_path / "out", world_size=2, device="cuda:1")
-    unshard.merge(tmp_path / "a", tmp_path / "whole")
+    unshard.merge(tmp_path / "a", tmp_path / "whole", config="none")
     with pytest.raises(NotMergeableError, match="name the format to write: --to verl"):
         unshard.reshard(tmp_path / "whole", tmp_path / "out", world_size=2)
     (tmp_path / "whole" / "config.json").write_text('{"quantization_config": {"bits": 4}}')

@@ -67,7 +67,7 @@ def test_rank_files_of_all_nodes_are_merged(
     nodes = split(ranks, tmp_path, [names_of(*part) for part in parts], ACTOR)
     before = snapshot(tmp_path)
     first, *others = (node / level for node in nodes)
-    report = unshard.merge(first, tmp_path / "out", also=others, verify="full")
+    report = unshard.merge(first, tmp_path / "out", also=others, verify="full", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert (report.world_size, report.step) == (WORLD, 3)
     shutil.rmtree(tmp_path / "out")
@@ -79,7 +79,7 @@ def test_the_nodes_may_be_given_at_different_levels(
     ranks: Path, tmp_path: Path, levels: tuple[str, str]
 ) -> None:
     one, two = split(ranks, tmp_path, [names_of(0, 3), names_of(1, 2)], ACTOR)
-    unshard.merge(one / levels[0], tmp_path / "out", also=[two / levels[1]])
+    unshard.merge(one / levels[0], tmp_path / "out", also=[two / levels[1]], config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
@@ -118,7 +118,7 @@ def test_of_several_steps_the_same_is_taken(ranks: Path, tmp_path: Path) -> None
     one, two = split(ranks, tmp_path, [names_of(0, 1), names_of(2, 3)], ACTOR)
     stale = save_ranks(tmp_path / "stale", some_tensors(seed=1), WORLD)
     shutil.copytree(stale, two / "global_step_9" / "actor")
-    report = unshard.merge(one, tmp_path / "out", also=[two])
+    report = unshard.merge(one, tmp_path / "out", also=[two], config="none")
     assert report.step == 3
     assert_same(merged(tmp_path / "out"), some_tensors())
 
@@ -128,7 +128,7 @@ def test_a_step_that_is_complete_on_no_node_is_passed_over(ranks: Path, tmp_path
     for node, rank in ((one, 0), (two, 2)):
         (node / "global_step_9" / "actor").mkdir(parents=True)
         shutil.copy(rank_path(ranks, WORLD, rank), node / "global_step_9" / "actor")
-    report = unshard.merge(one, tmp_path / "out", also=[two])
+    report = unshard.merge(one, tmp_path / "out", also=[two], config="none")
     assert report.step == 3
     assert any("passed over" in warning for warning in report.warnings)
 
@@ -150,7 +150,7 @@ def test_an_empty_directory_is_named(ranks: Path, tmp_path: Path, what: str) -> 
 
 
 def test_the_same_directory_again_changes_nothing(ranks: Path, tmp_path: Path) -> None:
-    unshard.merge(ranks, tmp_path / "out", also=[ranks])
+    unshard.merge(ranks, tmp_path / "out", also=[ranks], config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
@@ -160,7 +160,7 @@ def test_the_output_may_not_be_where_another_node_keeps_its_files(
     one, two = split(ranks, tmp_path, [names_of(0, 1), names_of(2, 3)], ACTOR)
     before = snapshot(tmp_path)
     with pytest.raises(unshard.UnshardError):
-        unshard.merge(one, two / ACTOR, also=[two])
+        unshard.merge(one, two / ACTOR, also=[two], config="none")
     assert snapshot(tmp_path) == before
 
 
@@ -182,7 +182,7 @@ def test_safetensors_shards_may_be_split(tmp_path: Path) -> None:
         part = value[2 * rank : 2 * rank + 2].clone()
         save_file({"w": part}, folder / name, metadata={"DCP_SHARDING_INFO": known})
     others = [tmp_path / "node1" / "step-3", tmp_path / "node2"]
-    unshard.merge(tmp_path / "node0", tmp_path / "out", also=others)
+    unshard.merge(tmp_path / "node0", tmp_path / "out", also=others, config="none")
     assert_same(merged(tmp_path / "out"), {"w": value})
     with pytest.raises(CheckpointError):
         unshard.merge(tmp_path / "node0", tmp_path / "less", also=[tmp_path / "node2"])
@@ -204,7 +204,7 @@ def test_dcp_may_be_split_with_its_metadata_on_one_node_only(tmp_path: Path, fir
     assert len(items) == 3
     nodes = split(source, tmp_path, [[".metadata", items[0]], items[1:]], "step-3")
     one, two = nodes[first], nodes[1 - first]
-    unshard.merge(one, tmp_path / "out", also=[two / "step-3"], verify="full")
+    unshard.merge(one, tmp_path / "out", also=[two / "step-3"], verify="full", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     with pytest.raises(IncompleteError, match=r"also="):
         unshard.merge(one, tmp_path / "less")
@@ -235,7 +235,7 @@ def test_dcp_without_collectives_has_its_metadata_on_every_node(tmp_path: Path) 
         "__2.metadata",
         "__3.metadata",
     }
-    unshard.merge(one, tmp_path / "out", also=[two], verify="full")
+    unshard.merge(one, tmp_path / "out", also=[two], verify="full", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     with pytest.raises(CheckpointError):
         unshard.merge(one, tmp_path / "less")

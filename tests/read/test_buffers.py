@@ -34,7 +34,7 @@ def assert_first(tmp_path: Path, plain: list[Tensors], **sharded: torch.Tensor) 
     checkpoint = save(tmp_path, plain, **sharded)
     for assume_dim0 in (False, True):
         output = tmp_path / f"out-{assume_dim0}"
-        report = unshard.merge(checkpoint, output, assume_dim0=assume_dim0)
+        report = unshard.merge(checkpoint, output, assume_dim0=assume_dim0, config="none")
         assert_same(merged(output), some_tensors() | sharded | plain[0])
         (note,) = (one for one in report.warnings if "plain" in one or "buffer" in one)
         assert note.endswith(f"are taken: {', '.join(plain[0])}")
@@ -47,7 +47,7 @@ def assert_refused(tmp_path: Path, plain: list[Tensors], **sharded: torch.Tensor
         unshard.merge(checkpoint, tmp_path / "out")
     assert all(name in str(error.value) for name in plain[0])
     if all(one.ndim for one in plain[0].values()):
-        unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True)
+        unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True, config="none")
         joined = {name: torch.cat([part[name] for part in plain]) for name in plain[0]}
         assert_same(merged(tmp_path / "out"), some_tensors() | sharded | joined)
 
@@ -117,7 +117,7 @@ def test_where_all_tensors_are_plain_nothing_is_a_buffer(tmp_path: Path, name: s
     checkpoint = save_ranks(tmp_path / "ckpt", {}, 2, plain=plain)
     with pytest.raises(NotMergeableError, match=f"tensor {name}"):
         unshard.merge(checkpoint, tmp_path / "out")
-    unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True)
+    unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True, config="none")
     joined = {one: torch.cat([part[one] for part in plain]) for one in plain[0]}
     assert_same(merged(tmp_path / "out"), joined)
 
@@ -125,7 +125,7 @@ def test_where_all_tensors_are_plain_nothing_is_a_buffer(tmp_path: Path, name: s
 def test_buffers_make_no_other_tensor_ambiguous(tmp_path: Path) -> None:
     equal = {"inv_freq": torch.ones(4)}
     plain = [part | equal for part in per_rank(**{"bn.running_mean": (4,)})]
-    unshard.merge(save(tmp_path, plain), tmp_path / "out")
+    unshard.merge(save(tmp_path, plain), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors() | plain[0])
 
 
@@ -136,7 +136,9 @@ class TestSelected:
         names = {"mlp.experts.0.w": (4, 3), "bn.running_mean": (4,), "steps": ()}
         equal = {"inv_freq": torch.ones(4)}
         plain = [part | equal for part in per_rank(**names)]
-        report = unshard.merge(save(tmp_path, plain), tmp_path / "out", exclude=r"experts|running")
+        report = unshard.merge(
+            save(tmp_path, plain), tmp_path / "out", exclude=r"experts|running", config="none"
+        )
         kept = {name: plain[0][name] for name in ("steps", "inv_freq")}
         assert_same(merged(tmp_path / "out"), some_tensors() | kept)
         (note,) = (one for one in report.warnings if "plain" in one or "buffer" in one)
@@ -147,14 +149,15 @@ class TestSelected:
         plain = per_rank(**{"mlp.experts.0.w": (4, 3), "w": (4,)})
         checkpoint = save(tmp_path, plain)
         with pytest.raises(NotMergeableError, match=r"^tensor w: a plain tensor that differs"):
-            unshard.merge(checkpoint, tmp_path / "out", include="^(w|lm_head)")
-        unshard.merge(checkpoint, tmp_path / "out", include="^(norm|lm_head)")
+            unshard.merge(checkpoint, tmp_path / "out", include="^(w|lm_head)", config="none")
+        unshard.merge(checkpoint, tmp_path / "out", include="^(norm|lm_head)", config="none")
         assert {*merged(tmp_path / "out")} == {"lm_head.weight"}
 
     @pytest.mark.parametrize("options", [{"include": "^ones"}, {"exclude": "^w$"}])
     def test_where_all_tensors_are_plain_an_equal_one_may_still_be_a_part(
         self, tmp_path: Path, options: MergeKeywords
     ) -> None:
+        options = {**options, "config": "none"}
         plain = [part | {"ones": torch.ones(4)} for part in per_rank(w=(4, 3))]
         checkpoint = save_ranks(tmp_path / "ckpt", {}, 2, plain=plain)
         with pytest.raises(NotMergeableError, match=r"^tensor ones: a plain tensor that may be"):
@@ -165,16 +168,16 @@ class TestSelected:
         plain = [part | {name: torch.ones(4)} for part in per_rank(**{"mlp.experts.w": (4, 3)})]
         checkpoint = save(tmp_path, plain)
         with pytest.raises(NotMergeableError, match=f"^tensor {name}: a plain tensor that may be"):
-            unshard.merge(checkpoint, tmp_path / "out", exclude=r"experts\.w")
-        unshard.merge(checkpoint, tmp_path / "out", exclude="expert")
+            unshard.merge(checkpoint, tmp_path / "out", exclude=r"experts\.w", config="none")
+        unshard.merge(checkpoint, tmp_path / "out", exclude="expert", config="none")
         assert_same(merged(tmp_path / "out"), some_tensors())
 
     def test_names_of_the_files_do_not_count(self, tmp_path: Path) -> None:
         plain = per_rank(**{"block._orig_mod.w": (4, 3)})
         checkpoint = save(tmp_path, plain)
         with pytest.raises(NotMergeableError, match=r"_orig_mod.w: a plain tensor that differs"):
-            unshard.merge(checkpoint, tmp_path / "out", exclude="_orig_mod")
-        unshard.merge(checkpoint, tmp_path / "out", exclude=r"^block\.w")
+            unshard.merge(checkpoint, tmp_path / "out", exclude="_orig_mod", config="none")
+        unshard.merge(checkpoint, tmp_path / "out", exclude=r"^block\.w", config="none")
         assert_same(merged(tmp_path / "out"), some_tensors())
 
     def test_an_adapter_written_by_itself_must_be_mergeable_whole(self, tmp_path: Path) -> None:
@@ -188,7 +191,9 @@ class TestSelected:
             plain=plain,
         )
         with pytest.raises(NotMergeableError, match=r"lora_[\s\S]*plain tensor that differs"):
-            unshard.merge(checkpoint, tmp_path / "out", lora="both", exclude="x", lora_alpha=6)
+            unshard.merge(
+                checkpoint, tmp_path / "out", lora="both", exclude="x", lora_alpha=6, config="none"
+            )
 
 
 def base_of(tmp_path: Path, tensors: Tensors) -> Path:

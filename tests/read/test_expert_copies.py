@@ -30,7 +30,7 @@ def test_without_ep_size_they_are_refused_and_it_is_named(tmp_path: Path, groups
 
 def test_with_ep_size_the_groups_are_joined(tmp_path: Path, groups: Groups) -> None:
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups)
-    report = unshard.merge(checkpoint, tmp_path / "out", ep_size=2, verify="full")
+    report = unshard.merge(checkpoint, tmp_path / "out", ep_size=2, verify="full", config="none")
     assert_same(merged(tmp_path / "out"), {**some_tensors(), **truth()})
     (said,) = [one for one in report.warnings if "ep_size=2" in one]
     assert all(name in said for name in EXPERTS)
@@ -59,7 +59,7 @@ def test_ep_size_where_no_experts_differ_is_refused(tmp_path: Path) -> None:
 def test_honest_copies_on_submeshes_are_merged_as_one(tmp_path: Path, groups: Groups) -> None:
     """Parameters outside the plan of expert parallelism: every group holds all of them."""
     checkpoint = save_experts(tmp_path / "ckpt", truth(), groups, whole=True)
-    unshard.merge(checkpoint, tmp_path / "out", verify="full")
+    unshard.merge(checkpoint, tmp_path / "out", verify="full", config="none")
     assert_same(merged(tmp_path / "out"), {**some_tensors(), **truth()})
 
 
@@ -72,7 +72,7 @@ def test_a_single_element_that_differs_shows_that_they_are_experts(tmp_path: Pat
     checkpoint = save_experts(tmp_path / "ckpt", {EXPERTS[0]: value}, BLOCKS)
     with pytest.raises(NotMergeableError, match="ep_size=2"):
         unshard.merge(checkpoint, tmp_path / "out")
-    unshard.merge(checkpoint, tmp_path / "out", ep_size=2)
+    unshard.merge(checkpoint, tmp_path / "out", ep_size=2, config="none")
     assert_same(merged(tmp_path / "out"), {**some_tensors(), EXPERTS[0]: value})
 
 
@@ -80,7 +80,7 @@ def test_equal_experts_among_different_ones_are_joined_too(tmp_path: Path) -> No
     """Zeros (a bias, a LoRA B) are equal in all groups, and parts all the same."""
     experts = {**truth(), "layers.0.mlp.experts.bias": torch.zeros(4, 6)}
     checkpoint = save_experts(tmp_path / "ckpt", experts, INTERLEAVED)
-    unshard.merge(checkpoint, tmp_path / "out", ep_size=2)
+    unshard.merge(checkpoint, tmp_path / "out", ep_size=2, config="none")
     assert_same(merged(tmp_path / "out"), {**some_tensors(), **experts})
 
 
@@ -104,7 +104,7 @@ def test_a_rank_of_a_group_that_is_missing_is_noticed(tmp_path: Path, groups: Gr
 def test_a_missing_rank_does_not_hide_that_groups_differ(tmp_path: Path) -> None:
     """The other tensors are replicated, so that nothing else has a hole."""
     checkpoint = save_experts(tmp_path / "ckpt", truth(), INTERLEAVED, replicas=2)
-    unshard.merge(checkpoint, tmp_path / "whole", ep_size=2)
+    unshard.merge(checkpoint, tmp_path / "whole", ep_size=2, config="none")
     assert_same(merged(tmp_path / "whole"), {**some_tensors(), **truth()})
     rank_path(checkpoint, 4, 2).unlink()
     with pytest.raises(unshard.CheckpointError):

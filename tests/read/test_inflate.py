@@ -89,7 +89,7 @@ def test_a_merge_gives_the_tensors_and_leaves_nothing_else(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     before = snapshot(checkpoint)
-    report = unshard.merge(checkpoint, tmp_path / "out" / "merged", verify="full")
+    report = unshard.merge(checkpoint, tmp_path / "out" / "merged", verify="full", config="none")
     assert_same(merged(tmp_path / "out" / "merged"), some_tensors())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"merged"}
     assert {path.name for path in (tmp_path / "out" / "merged").iterdir()} == {
@@ -102,7 +102,7 @@ def test_a_merge_gives_the_tensors_and_leaves_nothing_else(
 
 def test_scheduler_and_random_state_come_along(checkpoint: Path, tmp_path: Path) -> None:
     torch.save({"last_epoch": 3}, checkpoint / "scheduler.bin")
-    report = unshard.merge(checkpoint, tmp_path / "out")
+    report = unshard.merge(checkpoint, tmp_path / "out", config="none")
     assert report.companions == ("extra_state_merged.pt", "lr_scheduler_state.json")
     found = torch.load(tmp_path / "out" / "extra_state_merged.pt")
     assert found == {"lr_scheduler": {"last_epoch": 3}}
@@ -142,13 +142,17 @@ def test_files_that_a_caller_adds_before_the_merge_are_written(
     def add(prepared: Prepared) -> Prepared:
         return replace(prepared, files={"more.json": b"{}"})
 
-    report = merge_checkpoint(checkpoint, tmp_path / "out", MergeOptions(), ignore, before=add)
+    report = merge_checkpoint(
+        checkpoint, tmp_path / "out", MergeOptions(config="none"), ignore, before=add
+    )
     assert report.companions == ("more.json",)
     assert (tmp_path / "out" / "more.json").read_bytes() == b"{}"
 
 
 def test_other_cuts_and_dtypes_of_the_output_work_too(checkpoint: Path, tmp_path: Path) -> None:
-    unshard.merge(checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size=200, workers=2)
+    unshard.merge(
+        checkpoint, tmp_path / "out", dtype="bfloat16", max_shard_size=200, workers=2, config="none"
+    )
     truth = {name: value.bfloat16() for name, value in some_tensors().items()}
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
     assert_same(merged(tmp_path / "out"), truth)
@@ -159,7 +163,7 @@ def test_a_dry_run_plans_without_decompressing(
 ) -> None:
     without_zstd(monkeypatch)
     before = snapshot(tmp_path)
-    report = unshard.merge(checkpoint, tmp_path / "out", dry_run=True)
+    report = unshard.merge(checkpoint, tmp_path / "out", dry_run=True, config="none")
     assert report.tensors == 3
     assert report.bytes_written >= sum(value.nbytes for value in some_tensors().values())
     assert unshard.inspect(checkpoint).parameters == 162
@@ -182,7 +186,7 @@ def test_without_a_library_the_extra_is_named(
 ) -> None:
     without_zstd(monkeypatch)
     with pytest.raises(UsageError, match=r"\[zstd\]"):
-        unshard.merge(checkpoint, tmp_path / "out" / "merged")
+        unshard.merge(checkpoint, tmp_path / "out" / "merged", config="none")
     assert not list((tmp_path).glob("out/*"))
 
 
@@ -192,7 +196,7 @@ def test_the_disk_must_have_room_for_what_is_decompressed(
     """Room for the output alone is not enough."""
     monkeypatch.setattr("unshard.read.dcp.items._SLACK", 1 << 50)
     with pytest.raises(unshard.OutputError, match="space"):
-        unshard.merge(checkpoint, tmp_path / "out")
+        unshard.merge(checkpoint, tmp_path / "out", config="none")
 
 
 def test_the_place_of_temporary_files_must_have_room_too(
@@ -263,7 +267,7 @@ def test_an_item_that_is_not_the_tensor_is_refused(
     make, words = BAD[what]
     replace_item(checkpoint, NAME, make())
     with pytest.raises(CheckpointError, match=words):
-        unshard.merge(checkpoint, tmp_path / "out" / "merged")
+        unshard.merge(checkpoint, tmp_path / "out" / "merged", config="none")
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -290,7 +294,7 @@ def test_an_uncompressed_item_among_compressed_ones_is_read(
     assert isinstance(index, MetadataIndex)
     metadata.storage_data[index].transform_descriptors = None
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    unshard.merge(checkpoint, tmp_path / "out", verify="full")
+    unshard.merge(checkpoint, tmp_path / "out", verify="full", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 

@@ -114,7 +114,7 @@ def test_without_common_pt_the_tensors_are_read(run: Path, tmp_path: Path) -> No
     (run / STEP / "common.pt").unlink()
     unshard.merge(run, tmp_path / "out", config=str(run / "hf_config"))
     with pytest.raises(unshard.ConversionError, match=r"no config\.json"):
-        unshard.merge(run, dry_run=True)
+        unshard.merge(run, dry_run=True, config="none")
 
 
 def test_the_arguments_are_read_and_nothing_is_run(tmp_path: Path, cases: Path) -> None:
@@ -218,7 +218,7 @@ def test_dcp_with_another_metadata_json_is_dcp(tmp_path: Path, text: str) -> Non
         save(some_tensors(), checkpoint_id=tmp_path / "step-5")
     (tmp_path / "step-5" / "metadata.json").write_text(text)
     assert unshard.inspect(tmp_path).format == "torch DCP"
-    unshard.merge(tmp_path, tmp_path / "out")
+    unshard.merge(tmp_path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 

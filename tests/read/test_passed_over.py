@@ -33,7 +33,7 @@ def saved(directory: Path, state: dict[str, object], *, flat: bool = True) -> Pa
 def test_a_newer_whole_step_is_newer(tmp_path: Path) -> None:
     save_ranks(tmp_path / "run" / "checkpoint-10" / "pytorch_model_fsdp_0", some_tensors(1), 2)
     whole(tmp_path / "run" / "checkpoint-20", 2)
-    report = unshard.merge(tmp_path / "run", tmp_path / "out")
+    report = unshard.merge(tmp_path / "run", tmp_path / "out", config="none")
     assert report.step == 20
     assert_same(merged(tmp_path / "out"), some_tensors(2))
 
@@ -54,7 +54,7 @@ def test_a_higher_step_without_weights_is_named(tmp_path: Path) -> None:
     save_ranks(tmp_path / "run" / "checkpoint-10" / "pytorch_model_fsdp_0", some_tensors(), 2)
     (tmp_path / "run" / "checkpoint-30").mkdir()
     (tmp_path / "run" / "checkpoint-30" / "trainer_state.json").write_text("{}")
-    report = unshard.merge(tmp_path / "run", tmp_path / "out")
+    report = unshard.merge(tmp_path / "run", tmp_path / "out", config="none")
     assert any("checkpoint-30: it has no weights" in warning for warning in report.warnings)
 
 
@@ -74,7 +74,7 @@ def test_a_rank_file_that_is_named_means_its_own_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beside", [torch.tensor(3), torch.arange(5)])
 def test_a_counter_next_to_an_object_is_not_the_model(tmp_path: Path, beside: torch.Tensor) -> None:
     saved(tmp_path / "ckpt", {"model": some_tensors(), "step": beside}, flat=False)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
@@ -100,7 +100,7 @@ def test_a_link_to_a_file_without_a_suffix_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     link = tmp_path / "snapshot" / "model.safetensors"
     link.symlink_to(tmp_path / "blobs" / "abcdef")
-    unshard.merge(link, tmp_path / "out")
+    unshard.merge(link, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors(3))
     assert unshard.verify(link, tmp_path / "out").equal
 
@@ -110,7 +110,7 @@ def test_two_full_models_of_accelerate_are_not_one(tmp_path: Path) -> None:
         torch.save(some_tensors(), tmp_path / name)
     with pytest.raises(NotMergeableError, match="weights of 2 models"):
         unshard.merge(tmp_path, tmp_path / "out")
-    unshard.merge(tmp_path / "pytorch_model_fsdp_1.bin", tmp_path / "out")
+    unshard.merge(tmp_path / "pytorch_model_fsdp_1.bin", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
@@ -132,5 +132,5 @@ def test_single_files_of_wrapping_modules_lose_the_wrapper(tmp_path: Path, wrap:
     assert callable(wrap)
     wrapped = {f"model.{name}": tensor for name, tensor in some_tensors().items()}
     torch.save(wrap(wrapped), tmp_path / "last.pt")
-    unshard.merge(tmp_path / "last.pt", tmp_path / "out")
+    unshard.merge(tmp_path / "last.pt", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())

@@ -23,19 +23,19 @@ def save(directory: Path, parts: Parts) -> Path:
 
 def test_equal_plain_tensors_are_one_copy(tmp_path: Path) -> None:
     buffers = {"inv_freq": torch.rand(7), "count": torch.tensor(3), "a_mask": torch.ones(2, 2) > 0}
-    unshard.merge(save(tmp_path / "ckpt", [buffers] * 3), tmp_path / "out")
+    unshard.merge(save(tmp_path / "ckpt", [buffers] * 3), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors() | buffers)
 
 
 def test_nan_buffers_with_equal_bits_are_equal(tmp_path: Path) -> None:
     buffers = {"inv_freq": torch.full((4,), float("nan"))}
-    unshard.merge(save(tmp_path / "ckpt", [buffers] * 2), tmp_path / "out")
+    unshard.merge(save(tmp_path / "ckpt", [buffers] * 2), tmp_path / "out", config="none")
     assert merged(tmp_path / "out")["inv_freq"].isnan().all()
 
 
 def test_plain_tensors_of_one_rank_are_whole(tmp_path: Path) -> None:
     plain = {"w": torch.rand(5, 3), "norm": torch.ones(5)}
-    unshard.merge(save(tmp_path / "ckpt", [plain]), tmp_path / "out")
+    unshard.merge(save(tmp_path / "ckpt", [plain]), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors() | plain)
 
 
@@ -62,7 +62,9 @@ def test_a_difference_far_into_a_large_tensor_is_seen(tmp_path: Path) -> None:
 def test_shards_are_joined_along_dimension_0_when_told_so(tmp_path: Path) -> None:
     whole = torch.rand(5, 3)
     parts: Parts = [{"w": whole[:2]}, {"w": whole[2:4]}, {"w": whole[4:]}]
-    report = unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True)
+    report = unshard.merge(
+        save(tmp_path / "ckpt", parts), tmp_path / "out", assume_dim0=True, config="none"
+    )
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": whole})
     assert any(
         "shards along dimension 0 (assume_dim0=True): w" in warning for warning in report.warnings
@@ -87,7 +89,7 @@ def test_an_ambiguous_tensor_is_taken_as_a_copy_and_listed_under_assume_dim0(
     tmp_path: Path,
 ) -> None:
     checkpoint = save(tmp_path / "ckpt", ambiguous())
-    report = unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True)
+    report = unshard.merge(checkpoint, tmp_path / "out", assume_dim0=True, config="none")
     assert merged(tmp_path / "out")["norm"].shape == (2,)
     assert any("as copies (assume_dim0=True): norm" in warning for warning in report.warnings)
 
@@ -108,7 +110,7 @@ def test_what_cannot_be_joined_is_refused_even_then(tmp_path: Path, parts: Parts
 def test_transposed_copies_are_compared_by_value(tmp_path: Path) -> None:
     tensor = torch.rand(300, 20)
     parts: Parts = [{"w": tensor}, {"w": tensor.t().contiguous().t()}]
-    unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out")
+    unshard.merge(save(tmp_path / "ckpt", parts), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors() | {"w": tensor})
 
 
@@ -167,6 +169,6 @@ def test_values_that_are_no_weights_are_left_out(tmp_path: Path) -> None:
     }
     (tmp_path / "ckpt").mkdir()
     torch.save({**some_tensors(), **others}, tmp_path / "ckpt" / "pytorch_model.bin")
-    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out")
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert [one.fqn for one in report.skipped] == list(others)

@@ -69,7 +69,7 @@ def test_a_missing_replica_is_not_an_error(tmp_path: Path) -> None:
     )
     for rank in (0, 3):
         rank_path(directory, 4, rank).unlink()
-    report = unshard.merge(directory, tmp_path / "out")
+    report = unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert any(
         "the file of rank 0, 3 is missing; replicas" in warning for warning in report.warnings
@@ -88,7 +88,7 @@ def test_a_missing_rank_and_its_replica_are_an_error(tmp_path: Path) -> None:
 def test_stale_files_of_another_world_size_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
     stale = save_ranks(tmp_path / "stale", some_tensors(seed=1), 2)
     rank_path(stale, 2, 1).rename(rank_path(checkpoint, 2, 1))
-    report = unshard.merge(checkpoint, tmp_path / "out")
+    report = unshard.merge(checkpoint, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert any("1 stale rank files of world size 2" in warning for warning in report.warnings)
 
@@ -98,7 +98,7 @@ def test_of_two_complete_sets_fsdp_config_decides(tmp_path: Path, world: int) ->
     directory = save_ranks(tmp_path / "ckpt", some_tensors(4), 4)
     save_ranks(directory, some_tensors(2), 2)
     (directory / "fsdp_config.json").write_text(json.dumps({"world_size": world}))
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors(world))
 
 
@@ -168,13 +168,13 @@ def test_a_renamed_rank_file_is_noticed(checkpoint: Path) -> None:
 def test_shards_of_a_later_dimension_are_placed(tmp_path: Path, world: int) -> None:
     tensors = {"w": torch.rand(5, 12, 3)}
     directory = save_ranks(tmp_path / "ckpt", tensors, world, placements=[Shard(1)])
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), tensors)
 
 
 def test_replicated_tensors_are_taken_once(tmp_path: Path) -> None:
     directory = save_ranks(tmp_path / "ckpt", some_tensors(), 3, placements=[Replicate()])
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 
@@ -216,7 +216,7 @@ def test_values_that_are_not_tensors_are_skipped_and_reported(tmp_path: Path) ->
     directory = save_ranks(
         tmp_path / "ckpt", some_tensors(), 2, extra={"extra": Unknown(3), "epoch": 7, "none": None}
     )
-    report = unshard.merge(directory, tmp_path / "out")
+    report = unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert {item.fqn: item.reason for item in report.skipped} == {
         "extra": "not a tensor: test_rank_files.Unknown",
@@ -239,7 +239,9 @@ def test_an_unknown_tensor_subclass_is_refused_unless_vouched_for(tmp_path: Path
     plain = special()
     directory = save_ranks(tmp_path / "ckpt", {}, 1, plain=[plain])
     refused(directory, NotMergeableError, "tensor w", "allow_globals=['test_rank_files.Special']")
-    unshard.merge(directory, tmp_path / "out", allow_globals=["test_rank_files.Special"])
+    unshard.merge(
+        directory, tmp_path / "out", allow_globals=["test_rank_files.Special"], config="none"
+    )
     assert_same(merged(tmp_path / "out"), {"w": plain["w"].as_subclass(torch.Tensor)})
 
 
@@ -247,7 +249,7 @@ def test_a_plain_tensor_that_carries_attributes_is_read(tmp_path: Path) -> None:
     tensor = torch.rand(3)
     tensor._has_been_cloned = True  # type: ignore[attr-defined]
     directory = save_ranks(tmp_path / "ckpt", {}, 1, plain=[{"w": tensor}])
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), {"w": tensor})
 
 
@@ -260,7 +262,7 @@ def test_parameters_views_and_shared_storages_are_read(tmp_path: Path) -> None:
         "expanded": base[:1].expand(5),
     }
     directory = save_ranks(tmp_path / "ckpt", {}, 1, plain=[plain])
-    unshard.merge(directory, tmp_path / "out")
+    unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), {name: t.detach() for name, t in plain.items()})
 
 

@@ -89,7 +89,7 @@ def test_the_files_made_here_have_the_form_of_the_real_writer(tmp_path: Path) ->
 
 def merge(source: Path, directory: Path) -> Tensors:
     output = directory / f"{source.name}.out"
-    unshard.merge(source, output, verify="full")
+    unshard.merge(source, output, verify="full", config="none")
     return merged(output)
 
 
@@ -121,7 +121,7 @@ def test_shards_of_several_nodes_are_read_as_one(tmp_path: Path) -> None:
     reading = read(tmp_path / "a", [tmp_path / "b"])
     assert reading.missing == ()
     assert reading.tensors.keys() == tensors.keys()
-    unshard.merge(tmp_path / "a", tmp_path / "out", also=[tmp_path / "b"])
+    unshard.merge(tmp_path / "a", tmp_path / "out", also=[tmp_path / "b"], config="none")
     assert_same(merged(tmp_path / "out"), tensors)
 
 
@@ -133,14 +133,14 @@ def test_a_rank_without_tensors_writes_no_file(tmp_path: Path) -> None:
     assert reading.missing_ranks == (1, 2)
     assert reading.missing == (shard_path(tmp_path, 1), shard_path(tmp_path, 2))
     assert reading.tensors["a"].shape == (9, 2)
-    unshard.merge(tmp_path, tmp_path / "out")
+    unshard.merge(tmp_path, tmp_path / "out", config="none")
 
 
 def test_a_shard_in_the_path_means_all_of_them(tmp_path: Path) -> None:
     tensors = write_odd(tmp_path / "in")
     (found,) = discover(shard_path(tmp_path / "in", 2), Choice())
     assert found.format is SAFETENSORS_SHARDS
-    unshard.merge(shard_path(tmp_path / "in", 2), tmp_path / "out")
+    unshard.merge(shard_path(tmp_path / "in", 2), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), tensors)
 
 
@@ -197,7 +197,7 @@ def test_a_piece_that_two_files_have_among_others_is_no_evidence_of_a_copy(tmp_p
     norm, rows = torch.randn(3), torch.randn(12, 2)
     for rank, piece in enumerate(cut(rows, 3)):
         write_shard(shard_path(tmp_path, rank), {"w": piece, "norm": whole(norm)})
-    unshard.merge(tmp_path, tmp_path / "out")
+    unshard.merge(tmp_path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), {"w": rows, "norm": norm})
 
 
@@ -369,7 +369,7 @@ def test_stale_files_of_another_count_are_left_out(tmp_path: Path) -> None:
     write_shard(shard_path(tmp_path, 2, 3, 3), {"old": whole(torch.randn(3))})
     (note,) = read(tmp_path).notes
     assert "stale" in note
-    unshard.merge(tmp_path, tmp_path / "out")
+    unshard.merge(tmp_path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), {"model.norm.weight": tensor})
 
 
@@ -382,7 +382,7 @@ def test_several_complete_sets_are_refused_unless_a_file_of_one_is_given(tmp_pat
     assert caught.value.found == (
         "4 files of 4 ranks, numbered 1 to 1; 2 files of 1 ranks, numbered 1 to 2"
     )
-    unshard.merge(shard_path(tmp_path, 0), tmp_path / "out")
+    unshard.merge(shard_path(tmp_path, 0), tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), {"model.norm.weight": tensor})
 
 

@@ -108,7 +108,7 @@ def test_the_stages_of_a_pipeline_have_files_of_their_own(tmp_path: Path) -> Non
     )
     write(tmp_path, [*first, *second], 2)
     truth = {name: tensor for name, (_, tensor) in a_model().items()}
-    unshard.merge(tmp_path, tmp_path / "out")
+    unshard.merge(tmp_path, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), truth)
 
 

@@ -84,7 +84,7 @@ def lmms(tmp_path: Path) -> Path:
 def test_what_the_ema_set_lacks_is_taken_from_the_regular_weights(
     lmms: Path, tmp_path: Path
 ) -> None:
-    report = unshard.merge(lmms, tmp_path / "out", weights="ema", verify="full")
+    report = unshard.merge(lmms, tmp_path / "out", weights="ema", verify="full", config="none")
     expected = some_tensors(1) | {EMBED: some_tensors(0)[EMBED]}
     assert_same(merged(tmp_path / "out"), expected)
     (warning,) = [one for one in report.warnings if "EMA set" in one]
@@ -93,7 +93,7 @@ def test_what_the_ema_set_lacks_is_taken_from_the_regular_weights(
 
 
 def test_regular_weights_ignore_the_ema_set(lmms: Path, tmp_path: Path) -> None:
-    report = unshard.merge(lmms, tmp_path / "out")
+    report = unshard.merge(lmms, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors(0))
     assert not any("EMA" in warning for warning in report.warnings)
 
@@ -102,7 +102,7 @@ def test_an_ema_set_alone_is_whole_by_itself(lmms: Path, tmp_path: Path) -> None
     for path in (lmms / "pytorch_model_fsdp_0").iterdir():
         path.unlink()
     (lmms / "pytorch_model_fsdp_0").rmdir()
-    unshard.merge(lmms, tmp_path / "out", weights="ema")
+    unshard.merge(lmms, tmp_path / "out", weights="ema", config="none")
     assert EMBED not in merged(tmp_path / "out")
 
 
@@ -115,7 +115,7 @@ def test_regular_weights_that_lack_what_is_needed_of_them_are_named(
 
 
 def test_every_file_that_was_read_is_in_the_record(lmms: Path, tmp_path: Path) -> None:
-    unshard.merge(lmms, tmp_path / "out", weights="ema")
+    unshard.merge(lmms, tmp_path / "out", weights="ema", config="none")
     record = json.loads((tmp_path / "out" / "unshard.json").read_text())
     assert len(record["source"]["files"]) == 4
 
@@ -126,7 +126,7 @@ def test_the_ema_of_torchs_averaged_model_is_the_ema(tmp_path: Path) -> None:
     averaged = {f"module.{name}": tensor for name, tensor in some_tensors(1).items()}
     plain = [{"n_averaged": torch.tensor(7)}] * 2
     save_ranks(step / "pytorch_ema_model_fsdp_0", averaged, 2, plain=plain)
-    unshard.merge(step, tmp_path / "out", weights="ema")
+    unshard.merge(step, tmp_path / "out", weights="ema", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors(1))
 
 

@@ -36,7 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_weights_of_training_are_read_as_they_are(
     written: Path, tmp_path: Path, case: str, stored: str
 ) -> None:
-    unshard.merge(written / case / stored, tmp_path / "out")
+    unshard.merge(written / case / stored, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), load_file(written / case / "truth.safetensors"))
 
 
@@ -45,7 +45,7 @@ def test_weights_of_training_are_read_as_they_are(
 def test_they_are_resharded(written: Path, tmp_path: Path, stored: str, to: str) -> None:
     case = written / "float8_experts"
     unshard.reshard(case / stored, tmp_path / "again", world_size=2, to=to)
-    unshard.merge(tmp_path / "again", tmp_path / "out")
+    unshard.merge(tmp_path / "again", tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), load_file(case / "truth.safetensors"))
 
 

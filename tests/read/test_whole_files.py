@@ -41,7 +41,7 @@ def read(path: Path) -> Catalog:
 
 def merge(source: Path, directory: Path) -> Tensors:
     output = directory / "merged.out"
-    unshard.merge(source, output, verify="full")
+    unshard.merge(source, output, verify="full", config="none")
     return merged(output)
 
 
@@ -156,7 +156,7 @@ def test_the_full_state_dict_of_accelerate_is_merged(tmp_path: Path) -> None:
 def test_what_unshard_made_says_where_it_comes_from(tmp_path: Path) -> None:
     tensors = some_tensors()
     save_ranks(tmp_path / "global_step_7", tensors, 2)
-    unshard.merge(tmp_path / "global_step_7", tmp_path / "out")
+    unshard.merge(tmp_path / "global_step_7", tmp_path / "out", config="none")
     reading = read(tmp_path / "out")
     assert reading.writer == f"unshard {unshard.__version__}"
     made = (

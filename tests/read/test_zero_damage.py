@@ -158,7 +158,7 @@ def test_hpz_is_read_like_any_stage_3(tmp_path: Path) -> None:
     for path in (*tag.glob("*model_states.pt"), *tag.glob("*optim_states.pt")):
         state = torch.load(path, weights_only=False)
         torch.save({**state, "ds_config": {**state.get("ds_config", {}), **hpz}}, path)
-    unshard.merge(tag, tmp_path / "out")
+    unshard.merge(tag, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), MODEL.truth)
 
 
@@ -227,7 +227,7 @@ def with_moments(directory: Path, stage: int, steps: Sequence[float], lr: float 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_value_that_is_not_a_number_is_equal_on_all_ranks(tmp_path: Path, stage: int) -> None:
     tag = with_moments(tmp_path / "tag", stage, [3.0, 3.0], lr=math.nan)
-    unshard.merge(tag, dry_run=True, optimizer=True)
+    unshard.merge(tag, dry_run=True, optimizer=True, config="none")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -239,7 +239,7 @@ def test_ranks_of_two_steps_are_refused(tmp_path: Path, stage: int) -> None:
         assert OPTIM in error.value.subject
         assert (error.value.expected, error.value.found) == ("step 3", "step 4")
     alike = with_moments(tmp_path / "alike", stage, [3.0, 3.0])
-    unshard.merge(alike, dry_run=True, optimizer=True)
+    unshard.merge(alike, dry_run=True, optimizer=True, config="none")
 
 
 def test_a_rank_that_has_only_padding_may_state_another_step(tmp_path: Path) -> None:
@@ -262,4 +262,4 @@ def test_ranks_of_other_hyper_parameters_are_refused(tmp_path: Path) -> None:
     tag = with_moments(tmp_path / "mixed", 2, [3.0, 3.0], lr=0.2)
     with pytest.raises(CorruptError, match="about lr of group 0"):
         unshard.merge(tag, dry_run=True, optimizer=True)
-    unshard.merge(tag, dry_run=True)
+    unshard.merge(tag, dry_run=True, config="none")

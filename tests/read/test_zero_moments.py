@@ -170,7 +170,7 @@ def test_full_verification_notices_a_flipped_bit(
         tag = save_zero(tmp_path / "tag", model, world=1, stage=2)
     flipped(tag / file, key)
     with pytest.raises(CorruptError, match="does not match its checksum") as raised:
-        unshard.merge(tag, tmp_path / "out", optimizer=True, verify="full")
+        unshard.merge(tag, tmp_path / "out", optimizer=True, verify="full", config="none")
     assert Path(file).name in str(raised.value)
 
 
@@ -183,5 +183,5 @@ def test_no_note_says_that_there_are_no_checksums(tmp_path: Path, kind: str) -> 
         if kind == "universal"
         else save_zero(tag, model, world=2, stage=2)
     )
-    report = unshard.merge(place, tmp_path / "out", optimizer=True, verify="full")
+    report = unshard.merge(place, tmp_path / "out", optimizer=True, verify="full", config="none")
     assert not [note for note in report.warnings if "checksum" in note]

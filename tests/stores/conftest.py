@@ -30,5 +30,5 @@ def store(served: Store) -> Store:
 def truth(local: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the weights that a merge of a module's checkpoint `local` writes to disk."""
     output = tmp_path_factory.mktemp("truth") / "out"
-    unshard.merge(local, output)
+    unshard.merge(local, output, config="none")
     return (output / "model.safetensors").read_bytes()

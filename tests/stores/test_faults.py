@@ -63,10 +63,10 @@ def test_faults_now_and_then_change_nothing(  # noqa: PLR0917
     options: dict[str, str],
 ) -> None:
     if options:
-        unshard.merge(local, tmp_path / "local", **options)  # type: ignore[arg-type]
+        unshard.merge(local, tmp_path / "local", config="none", **options)  # type: ignore[arg-type]
         truth = (tmp_path / "local" / WEIGHTS).read_bytes()
     store.fault = fault
-    unshard.merge(address, tmp_path / "out", **options)  # type: ignore[arg-type]
+    unshard.merge(address, tmp_path / "out", config="none", **options)  # type: ignore[arg-type]
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == truth
 
 
@@ -107,7 +107,7 @@ def test_an_object_replaced_in_the_middle_is_an_error(
 
     store.fault = replace
     with pytest.raises(CorruptError, match="has changed while it was being read"):
-        unshard.merge(address, tmp_path / "out")
+        unshard.merge(address, tmp_path / "out", config="none")
     assert changed.is_set()
     assert list(tmp_path.iterdir()) == []
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_saved_over_at_any_request_gives_one_step_or_an_error(
 
         store.fault = fault
         try:
-            unshard.merge(address, target, verify="full")
+            unshard.merge(address, target, verify="full", config="none")
         except CorruptError as error:
             seen.add(str(error).splitlines()[0].rpartition(": ")[2])
         else:
@@ -163,7 +163,7 @@ def test_without_obstore_the_error_says_what_to_install(
 
 READING = """
 import sys, unshard
-with unshard.virtual(sys.argv[1]) as files:
+with unshard.virtual(sys.argv[1], config="none") as files:
     for name, file in files.items():
         while data := file.read(1 << 20):
             pass

@@ -110,9 +110,11 @@ def test_the_files_of_all_ranks_are_found_by_the_name_of_one(
 ) -> None:
     address, root = web
     place = save_ranks(root / "a run" / "global_step_4" / "actor", some_matrices(), 3)
-    unshard.merge(place, tmp_path / "local")
+    unshard.merge(place, tmp_path / "local", config="none")
     setattr(handler, without, False)
-    report = unshard.merge(f"{address}/{folder}/global_step_4/actor/{RANK}", tmp_path / "remote")
+    report = unshard.merge(
+        f"{address}/{folder}/global_step_4/actor/{RANK}", tmp_path / "remote", config="none"
+    )
     assert report.source == f"{address}/{folder}/global_step_4/actor"
     truth = (tmp_path / "local" / WEIGHTS).read_bytes()
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
@@ -125,13 +127,13 @@ def test_files_are_found_by_known_names(
 ) -> None:
     address, root = web
     save_ranks(tmp_path / "ckpt", some_matrices(), 2)
-    unshard.merge(tmp_path / "ckpt", root / "model", max_shard_size="200KB")
-    unshard.merge(tmp_path / "ckpt", root / "one")
+    unshard.merge(tmp_path / "ckpt", root / "model", max_shard_size="200KB", config="none")
+    unshard.merge(tmp_path / "ckpt", root / "one", config="none")
     handler.pages = pages
     names = {"folder": "model", "file": f"one/{WEIGHTS}", "index": f"model/{WEIGHTS}.index.json"}
     place = f"{address}/{names[given]}"
     assert unshard.inspect(place).parameters == sum(one.numel() for one in some_matrices().values())
-    unshard.merge(place, tmp_path / "remote")
+    unshard.merge(place, tmp_path / "remote", config="none")
     truth = (root / "one" / WEIGHTS).read_bytes()
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == truth
 
@@ -204,7 +206,7 @@ def test_what_is_not_there_and_what_cannot_be_written(
     address, root = web
     save_ranks(root / "ckpt", some_matrices(), 3)
     with pytest.raises(UsageError, match="nothing can be written there"):
-        unshard.merge(f"{address}/ckpt/{RANK}", f"{address}/out")
+        unshard.merge(f"{address}/ckpt/{RANK}", f"{address}/out", config="none")
     with pytest.raises(UsageError, match="with credentials"):
         unshard.merge(address.replace("http://", "http://me:secret@"), tmp_path / "out")
 
@@ -229,7 +231,7 @@ def test_a_repository_of_the_hub_is_read(
 ) -> None:
     monkeypatch.setattr(buckets, "_buckets", {})
     place = save_ranks(tmp_path / "ckpt", some_matrices(), 3)
-    unshard.merge(place, tmp_path / "local", dtype="keep")
+    unshard.merge(place, tmp_path / "local", dtype="keep", config="none")
     files = {WEIGHTS: (tmp_path / "local" / WEIGHTS).read_bytes(), "config.json": b"{}"}
     files |= {f"a folder/step/{path.name}": path.read_bytes() for path in place.iterdir()}
     with standing_in(monkeypatch, tmp_path) as hub:
@@ -238,5 +240,7 @@ def test_a_repository_of_the_hub_is_read(
             with pytest.raises(UnknownFormatError, match="no such file or directory"):
                 unshard.inspect(f"hf://someone/model{given}")
             return
-        unshard.merge(f"hf://someone/model{given}", tmp_path / "remote", dtype="keep")
+        unshard.merge(
+            f"hf://someone/model{given}", tmp_path / "remote", dtype="keep", config="none"
+        )
     assert (tmp_path / "remote" / WEIGHTS).read_bytes() == files[WEIGHTS]

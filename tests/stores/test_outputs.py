@@ -101,12 +101,12 @@ def test_small_tensors_are_read_together(store: Store, tmp_path: Path) -> None:
     tensors = {f"w{n}": torch.randn(40, 30 + n, generator=generator) for n in range(100)}
     local = save_ranks(tmp_path / "ckpt", tensors, 2)
     source = store.upload(local, "small/ckpt")
-    unshard.merge(source, url("small/out"), dry_run=True)
+    unshard.merge(source, url("small/out"), dry_run=True, config="none")
     planning = len([one for one in store.requests if one.range])
     store.forget_requests()
-    unshard.merge(source, url("small/out"), verify="off")
+    unshard.merge(source, url("small/out"), verify="off", config="none")
     assert len([one for one in store.requests if one.range]) <= planning + 4
-    unshard.merge(local, tmp_path / "out")
+    unshard.merge(local, tmp_path / "out", config="none")
     weights = (tmp_path / "out" / "model.safetensors").read_bytes()
     assert store.files("small/out")["model.safetensors"] == weights
 
@@ -369,11 +369,11 @@ def test_all_steps_and_averages_go_into_a_bucket(store: Store, tmp_path: Path) -
         save_ranks(tmp_path / "run" / f"global_step_{step}" / "actor", state, 2)
     run = store.upload(tmp_path / "run", "run")
     for _ in range(2):
-        unshard.merge_all(run, url("all"), skip_existing=True)
-    unshard.merge_all(tmp_path / "run", tmp_path / "all")
+        unshard.merge_all(run, url("all"), skip_existing=True, config="none")
+    unshard.merge_all(tmp_path / "run", tmp_path / "all", config="none")
     assert store.files("all") == files_in(tmp_path / "all")
-    unshard.average(run, url("mean"))
-    unshard.average(tmp_path / "run", tmp_path / "mean")
+    unshard.average(run, url("mean"), config="none")
+    unshard.average(tmp_path / "run", tmp_path / "mean", config="none")
     assert store.files("mean") == files_in(tmp_path / "mean")
-    unshard.merge(run)
+    unshard.merge(run, config="none")
     assert store.files("run/merged/global_step_2") == files_in(tmp_path / "all" / "global_step_2")

@@ -272,7 +272,11 @@ def test_a_merge_that_could_not_be_pushed_does_not_begin(
 def test_a_merge_is_pushed(hub: Hub, tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     report = unshard.merge(
-        tmp_path / "ckpt", tmp_path / "out", push_to_hub="their-org/model", listener=ignore
+        tmp_path / "ckpt",
+        tmp_path / "out",
+        push_to_hub="their-org/model",
+        listener=ignore,
+        config="none",
     )
     assert report.url == f"{hub.address}/their-org/model"
     assert "model.safetensors" in hub.repos["their-org/model"].files

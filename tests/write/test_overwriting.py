@@ -58,7 +58,7 @@ def test_an_average_does_not_take_the_place_of_its_sources(whole: Path, tmp_path
     other = save_ranks(tmp_path / "other", some_tensors(1), 2)
     before = snapshot(whole)
     with pytest.raises(OutputError, match="would be lost"):
-        unshard.average([whole, other], whole, options=MergeOptions(overwrite=True))
+        unshard.average([whole, other], whole, options=MergeOptions(overwrite=True), config="none")
     assert snapshot(whole) == before
 
 
@@ -75,30 +75,30 @@ def test_the_state_of_another_step_does_not_stay(tmp_path: Path, place: str) -> 
     run = tmp_path / "run"
     first, second = (with_state(run / f"global_step_{n}", n, n) for n in (10, 20))
     out = run if place == "in place" else tmp_path / "out"
-    unshard.merge(first, out, overwrite=True)
+    unshard.merge(first, out, overwrite=True, config="none")
     assert names(out) >= STATE
     assert torch.load(out / "extra_state_merged.pt")["lr_scheduler"]["last_epoch"] == 10
-    unshard.merge(second, out, overwrite=True)
+    unshard.merge(second, out, overwrite=True, config="none")
     assert torch.load(out / "extra_state_merged.pt")["lr_scheduler"]["last_epoch"] == 20
     recorded = json.loads((out / "unshard.json").read_text())["output"]["training_state"]
     assert set(recorded) == STATE
-    unshard.merge(first, out, overwrite=True, extra_state=False)
+    unshard.merge(first, out, overwrite=True, extra_state=False, config="none")
     assert not names(out) & STATE
     assert_same(merged(out), some_tensors(10))
 
 
 def test_an_average_leaves_no_state_of_a_merge(tmp_path: Path) -> None:
     steps = [with_state(tmp_path / f"global_step_{n}", n, n) for n in (10, 20)]
-    unshard.merge(steps[0], tmp_path / "out")
-    unshard.average(steps, tmp_path / "out", options=MergeOptions(overwrite=True))
+    unshard.merge(steps[0], tmp_path / "out", config="none")
+    unshard.average(steps, tmp_path / "out", options=MergeOptions(overwrite=True), config="none")
     assert not names(tmp_path / "out") & STATE
 
 
 def test_a_state_that_another_program_put_there_stays(tmp_path: Path) -> None:
     step = with_state(tmp_path / "global_step_10", 10, 10)
-    unshard.merge(step, tmp_path / "out", extra_state=False)
+    unshard.merge(step, tmp_path / "out", extra_state=False, config="none")
     (tmp_path / "out" / "extra_state_merged.pt").write_text("mine")
-    unshard.merge(step, tmp_path / "out", extra_state=False, overwrite=True)
+    unshard.merge(step, tmp_path / "out", extra_state=False, overwrite=True, config="none")
     assert (tmp_path / "out" / "extra_state_merged.pt").read_text() == "mine"
 
 
@@ -116,7 +116,7 @@ def test_a_config_that_was_asked_for_takes_the_place_of_the_old(tmp_path: Path, 
     assert json.loads((step / "config.json").read_text())["mine"] == "new"
     kept = json.loads((step / "tokenizer.json").read_text())["mine"]
     assert kept == ("old" if kind == "file" else "new")
-    unshard.merge(step, step, overwrite=True)  # without it, what is there stays
+    unshard.merge(step, step, overwrite=True, config="none")  # without it, what is there stays
     assert json.loads((step / "config.json").read_text())["mine"] == "new"
 
 
@@ -325,10 +325,15 @@ def test_the_current_directory_is_not_taken_away(
         config.write_text('{"model_type": "old"}')
         unshard.merge(older, here, config=config, overwrite=True)
     monkeypatch.chdir(here / "notes" if earlier == "from below" else here)
-    unshard.merge(step, "." if earlier != "from below" else "..", overwrite=earlier != "nothing")
+    unshard.merge(
+        step,
+        "." if earlier != "from below" else "..",
+        overwrite=earlier != "nothing",
+        config="none",
+    )
     assert Path.cwd().is_relative_to(here)
     assert_same(merged(Path("." if earlier != "from below" else "..")), some_tensors(0))
     assert unshard.verify(here, step).equal
-    expected = unshard.merge(step, tmp_path / "expected")
+    expected = unshard.merge(step, tmp_path / "expected", config="none")
     assert names(here) - {"notes", "config.json"} == names(Path(expected.output))
     assert names(here.parent) == {"run", "out", "expected", "config.json"} & names(here.parent)

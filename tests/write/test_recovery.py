@@ -95,7 +95,7 @@ def test_a_staging_that_was_shipped_with_a_checkpoint_is_named_and_left_alone(
     named = target.format(tmp=tmp_path)
     strangers_key(parent, named, ("authorized_keys",), (parent / named).stat().st_ino)
     before = snapshot(tmp_path)
-    unshard.merge(parent.parent, parent / "out")
+    unshard.merge(parent.parent, parent / "out", config="none")
     assert_same(merged(parent / "out"), some_tensors())
     shutil.rmtree(parent / "out")
     assert snapshot(tmp_path) == before
@@ -123,7 +123,7 @@ def test_a_key_that_was_lost_once_the_directory_had_its_name_ends_the_merge(
     monkeypatch.setattr("unshard.write.staging.stage.staging_name", named_then_lost)
     source = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     with pytest.raises(OutputError, match=r"out: cannot be written: .*key of this user"):
-        unshard.merge(source, tmp_path / "out")
+        unshard.merge(source, tmp_path / "out", config="none")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "state"]
 
 
@@ -132,7 +132,7 @@ def test_a_key_that_was_lost_before_the_journal_ends_the_merge_with_the_old_outp
 ) -> None:
     """A journal that is not sealed would never be followed, and half the output never moved."""
     source, out = save_ranks(tmp_path / "ckpt", some_tensors(), 2), tmp_path / "out"
-    unshard.merge(source, out, dtype="float16")
+    unshard.merge(source, out, dtype="float16", config="none")
     before = snapshot(out)
 
     def lost_then_written(place: StagingDirectory, journal: Journal) -> None:
@@ -141,7 +141,7 @@ def test_a_key_that_was_lost_before_the_journal_ends_the_merge_with_the_old_outp
 
     monkeypatch.setattr("unshard.write.staging.stage.write_journal", lost_then_written)
     with pytest.raises(OutputError, match=r"out: cannot be written: .*key of this user"):
-        unshard.merge(source, out, overwrite=True)
+        unshard.merge(source, out, overwrite=True, config="none")
     assert snapshot(out) == before
     assert staged(tmp_path) == []
 
@@ -314,10 +314,10 @@ def test_no_file_of_a_staging_directory_is_open_when_that_is_removed(
     tmp_path: Path, before: str
 ) -> None:
     source, out = save_ranks(tmp_path / "ckpt", some_tensors(), 2), tmp_path / "out"
-    limit, options = 1 << 20, ["--workers", "1"]
+    limit, options = 1 << 20, ["--workers", "1", "--config", "none"]
     if before == "an output":
-        unshard.merge(source, out)
-        options = ["--overwrite"]
+        unshard.merge(source, out, config="none")
+        options = ["--overwrite", "--config", "none"]
     if before == "a dead merge":
         in_child(lambda: setattr(Staging(tmp_path / "other", 10).__enter__(), "kept", True))
     if before == "a limit":

@@ -56,7 +56,12 @@ def merge(
     listener: Callable[[Event], None] = ignore,
     **more: Unpack[MergeKeywords],
 ) -> None:
-    chosen: MergeKeywords = {"dtype": "float16", "max_shard_size": SHARD_BYTES, "workers": 1}
+    chosen: MergeKeywords = {
+        "config": "none",
+        "dtype": "float16",
+        "max_shard_size": SHARD_BYTES,
+        "workers": 1,
+    }
     chosen.update(more)
     unshard.merge(checkpoint, target, listener=listener, **chosen)
 
@@ -375,17 +380,17 @@ def test_an_average_is_resumed_too(tmp_path: Path) -> None:
         pytest.MonkeyPatch().setattr(
             "unshard.api.merging.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
-        unshard.average(paths, out, options=options)
+        unshard.average(paths, out, options=options, config="none")
 
     assert not in_child(ended)
     before = finished(staged(tmp_path / "mean")[0])
     assert len(before) == 2
-    unshard.average(paths, out, coefficients=[1, 1], options=options)
+    unshard.average(paths, out, coefficients=[1, 1], options=options, config="none")
     assert before.items() <= statuses(out, set(before)).items()
     shutil.rmtree(out)
     assert not in_child(ended)
     before = finished(staged(tmp_path / "mean")[0])
-    unshard.average(paths, out, coefficients=[1, 2], options=options)
+    unshard.average(paths, out, coefficients=[1, 2], options=options, config="none")
     assert not before.items() & statuses(out, set(before)).items()
 
 

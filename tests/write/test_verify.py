@@ -103,6 +103,7 @@ def test_an_output_larger_than_the_address_space_is_verified(tmp_path: Path) -> 
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
     command = ["merge", str(checkpoint), str(tmp_path / "out"), "--workers", "1"]
+    command += ["--config", "none"]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *command], capture_output=True, text=True, check=False
     )

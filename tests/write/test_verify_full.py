@@ -46,7 +46,14 @@ def large() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("memory", ["64MB", "140KB"])
 def test_an_undamaged_checkpoint_passes(tmp_path: Path, dtype: DtypeLike, memory: str) -> None:
     save_ranks(tmp_path / "ckpt", large(), 3)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full", dtype=dtype, memory=memory)
+    unshard.merge(
+        tmp_path / "ckpt",
+        tmp_path / "out",
+        verify="full",
+        dtype=dtype,
+        memory=memory,
+        config="none",
+    )
     assert merged(tmp_path / "out").keys() == large().keys()
 
 
@@ -59,9 +66,9 @@ def test_a_flipped_byte_of_a_storage_is_found_by_its_checksum(
     path = rank_path(tmp_path / "ckpt", 2, 1)
     start, length = stored(path, name)
     flip(path, start + (length - 1 if last == "last" else 0))
-    unshard.merge(tmp_path / "ckpt", tmp_path / "light")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "light", config="none")
     with pytest.raises(CorruptError, match="does not match its checksum") as error:
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full")
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full", config="none")
     assert str(path) in str(error.value)
     assert f"tensor {name} of rank 1" in str(error.value)
     assert not (tmp_path / "out").exists()
@@ -93,11 +100,13 @@ def without_checksums(
 
 def test_files_that_have_no_checksums_are_named(tmp_path: Path) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
-    first = unshard.merge(tmp_path / "ckpt", tmp_path / "first", verify="full", max_shard_size=300)
+    first = unshard.merge(
+        tmp_path / "ckpt", tmp_path / "first", verify="full", max_shard_size=300, config="none"
+    )
     assert not any("checksums" in note for note in first.notes)
-    light = unshard.merge(tmp_path / "first", tmp_path / "light")
+    light = unshard.merge(tmp_path / "first", tmp_path / "light", config="none")
     assert not any("checksums" in note for note in light.notes)
-    again = unshard.merge(tmp_path / "first", tmp_path / "again", verify="full")
+    again = unshard.merge(tmp_path / "first", tmp_path / "again", verify="full", config="none")
     (note,) = [one for one in again.notes if "checksums" in one]
     assert "saved in model-00001-of-00002.safetensors, model-0000" in note
     assert note.endswith("these 2 files have no checksums")
@@ -112,9 +121,9 @@ def test_replicas_that_differ_are_found_without_checksums(tmp_path: Path, name: 
     without_checksums(tmp_path / "ckpt", 4, (2, 2), ("ddp", "fsdp"))
     path = rank_path(tmp_path / "ckpt", 4, 3)
     flip(path, stored(path, name)[0] + 17)
-    unshard.merge(tmp_path / "ckpt", tmp_path / "light")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "light", config="none")
     with pytest.raises(CorruptError, match=f"tensor {name}: the replicas") as error:
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full")
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full", config="none")
     assert "rank 1," in error.value.expected
     assert "rank 3" in error.value.found
     assert path.name in error.value.found
@@ -146,7 +155,9 @@ def test_a_flipped_byte_of_the_output_is_found(
 
     damaging(damage, monkeypatch)
     with pytest.raises(OutputError, match="differs from its source") as error:
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="full", dtype=dtype)
+        unshard.merge(
+            tmp_path / "ckpt", tmp_path / "out", verify="full", dtype=dtype, config="none"
+        )
     assert f"tensor {'short' if offset < 0 else 'long'}" in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -160,7 +171,7 @@ def test_a_flipped_byte_of_an_output_header_is_found_by_light_verification(tmp_p
             flip(path, path.read_bytes().index(b'"pt"') + 1)
 
     with pytest.raises(OutputError, match="its header is not what was laid out"):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", listener=damaging)
+        unshard.merge(tmp_path / "ckpt", tmp_path / "out", listener=damaging, config="none")
 
 
 def test_verification_can_be_turned_off_and_is_one_of_three(
@@ -168,6 +179,6 @@ def test_verification_can_be_turned_off_and_is_one_of_three(
 ) -> None:
     save_ranks(tmp_path / "ckpt", large(), 2)
     monkeypatch.setattr(unshard.api.making, "verify_light", lambda *_: pytest.fail("verified"))
-    unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", verify="off", config="none")
     with pytest.raises(UsageError, match="verify='some'"):
         unshard.merge(tmp_path / "ckpt", tmp_path / "out2", verify="some")  # type: ignore[arg-type]

@@ -215,10 +215,7 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
-    """Return a checkpoint with config and tokenizer of the base that a file of the trainer names.
-
-    It must be here, and the only one. Besides, an adapter alone gets the weights that it needs.
-    """
+    """Return a checkpoint with what it needs of the one base that its trainer's files name."""
     companions = checkpoint.companions
     has_config, is_alone = companions.config_file is not None, is_adapter(checkpoint)
     if options.config == "none" or options.lora == "adapter" or (has_config and not is_alone):

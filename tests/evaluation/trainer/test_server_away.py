@@ -88,7 +88,7 @@ class Training:
 
     def _checksum(self) -> int:
         output = self.run.with_name(f"{self.run.name}-merged")
-        merge(self.run / f"checkpoint-{LAST}", output)
+        merge(self.run / f"checkpoint-{LAST}", output, config="none")
         return zlib.crc32((output / "model.safetensors").read_bytes())
 
 
