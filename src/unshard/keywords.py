@@ -245,8 +245,8 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "Output": {
         "config": Option(
-            "A config.json to use instead. Or a directory with config, tokenizer and the like; none: "
-            "write the weights alone if none is found.",
+            "A config.json to use instead. Or a directory with config, tokenizer and the like; "
+            "none: write the weights alone if none is found.",
             "FILE|DIR|none",
         ),
         "extra_state": Option("Leave out scheduler and random state.", kind=bool),

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
