@@ -5,6 +5,7 @@ base is a directory instead of an id of the hub, and the number of the step is a
 else of a line is changed.
 """
 
+import json
 import os
 import re
 import shlex
@@ -56,6 +57,7 @@ class Case:
         truth: the run's, or another next to it.
         needs: a package, without which the test is skipped.
         close: how near the live logits must be; 0: the same bits.
+        recorded: whether a file of the run names the base, so that the line needs no `--base`.
     """
 
     page: str
@@ -66,6 +68,7 @@ class Case:
     truth: str = "run"
     needs: str = "torch"
     close: float = 0.0
+    recorded: bool = False
 
     @property
     def lora(self) -> bool:
@@ -98,7 +101,9 @@ TRAINED = {
     "accelerate, LoRA": Case(
         "accelerate", "accelerate:accelerate_lora", "checkpoint_1", llama, section="LoRA"
     ),
-    "Lightning": Case("lightning", "lightning:lightning_fsdp2", EPOCH, needs="lightning"),
+    "Lightning": Case(
+        "lightning", "lightning:lightning_fsdp2", EPOCH, needs="lightning", recorded=True
+    ),
     "Lightning, LoRA": Case(
         "lightning", "lightning:lightning_lora", EPOCH, section="LoRA", needs="lightning"
     ),
@@ -139,8 +144,8 @@ def numberless(path: str | Path) -> str:
     return re.sub(r"\d+", "N", Path(path).name)
 
 
-def run_line(case: Case, run: Path, directory: Path) -> Path:
-    """Put a run where the line of its page has it, run the line, and return its output."""
+def place(case: Case, run: Path, directory: Path) -> list[str]:
+    """Put a run where the line of its page has it, and return the words of the line."""
     words = line_of(case.page, case.section)
     tree = Path(words[1])
     assert numberless(tree) == numberless(case.step)
@@ -152,6 +157,15 @@ def run_line(case: Case, run: Path, directory: Path) -> Path:
         base.save_pretrained(directory / "base")
         tiny_tokenizer().save_pretrained(directory / "base")
         words = ["base" if word in BASES else word for word in words]
+    return words
+
+
+def run_line(case: Case, run: Path, directory: Path) -> Path:
+    """Run the line of a page on a run, and return its output."""
+    return run_words(place(case, run, directory), directory)
+
+
+def run_words(words: list[str], directory: Path) -> Path:
     done = unshard(*words, cwd=directory)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
     return directory / words[2]
@@ -177,8 +191,8 @@ def from_hub(output: Path, state: dict[str, torch.Tensor], dtype: torch.dtype) -
 
 def assert_live(case: Case, output: Path, run: Path) -> None:
     """Compare the logits of the merged model with those of the trained one."""
-    place = run.with_name(case.truth)
-    truth, live = torch.load(truth_file(place)), torch.load(logits_file(place))
+    trained = run.with_name(case.truth)
+    truth, live = torch.load(truth_file(trained)), torch.load(logits_file(trained))
     assert not torch.allclose(logits(case.model()), live, atol=1e-2)  # training changed it
     if case.lora:
         assert_live_adapter(case, output, truth, live)
@@ -244,9 +258,15 @@ def test_the_line_makes_the_live_model(worker_pool: WorkerPool, tmp_path: Path, 
     run = tmp_path / "trained" / "run"
     run.mkdir(parents=True)
     worker_pool.run(getattr(import_module(f"oracle.writers.{module}"), function), 2, run)
-    output = run_line(case, run, tmp_path)
+    words = place(case, run, tmp_path)
+    output = run_words(words, tmp_path)
     assert_live(case, output, run)
     if not case.lora:
+        assert_tokenizer(output)
+    if case.recorded:
+        assert words[3:] == ["--base", "base"]
+        output = run_words([*words[:2], "again"], tmp_path)
+        assert_live(case, output, run)
         assert_tokenizer(output)
 
 
@@ -272,15 +292,32 @@ def test_the_line_makes_the_live_model_of_verl(tmp_path: Path, kind: str) -> Non
         assert_tokenizer(output)
 
 
-def test_the_line_takes_what_axolotl_puts_into_the_run(samples: Samples, tmp_path: Path) -> None:
-    """axolotl saves config and tokenizer into the run before the Trainer begins."""
-    run = tmp_path / "trained" / "run"
-    sample = samples.write("trainer_fsdp2", 2).directory
+def copied(sample: Path, directory: Path) -> Path:
+    """Return a copy of a sample's run, to which files may be added, next to its truth."""
+    run = directory / "trained" / "run"
     shutil.copytree(sample, run)
     for find in (truth_file, logits_file):
         shutil.copy(find(sample), find(run))
+    return run
+
+
+def test_the_line_takes_what_axolotl_puts_into_the_run(samples: Samples, tmp_path: Path) -> None:
+    """axolotl saves config and tokenizer into the run before the Trainer begins."""
+    run = copied(samples.write("trainer_fsdp2", 2).directory, tmp_path)
     tiny_model().config.save_pretrained(run)
     tiny_tokenizer().save_pretrained(run)
+    case = Case("axolotl", "", "checkpoint-2")
+    output = run_line(case, run, tmp_path)
+    assert_live(case, output, run)
+    assert_tokenizer(output)
+
+
+def test_the_line_takes_the_model_that_ms_swift_records(samples: Samples, tmp_path: Path) -> None:
+    run = copied(samples.write("trainer_fsdp2", 2).directory, tmp_path)
+    base = tmp_path / "models" / "tiny"
+    tiny_model().save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    (run / "args.json").write_text(json.dumps({"model": str(base), "model_type": "qwen2"}))
     case = Case("axolotl", "", "checkpoint-2")
     output = run_line(case, run, tmp_path)
     assert_live(case, output, run)

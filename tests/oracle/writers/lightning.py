@@ -21,9 +21,9 @@ __all__ = ["lightning_fsdp2", "lightning_lora"]
 class _Tuned(LightningModule):
     """A model of transformers under the name `model`, as tutorials have it."""
 
-    def __init__(self, *, lora: bool) -> None:
+    def __init__(self, *, model_name_or_path: str, lora: bool) -> None:  # noqa: ARG002 (saved)
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters()  # into hparams.yaml
         self.model: Any = None
         self.lora = lora
 
@@ -71,7 +71,7 @@ def _train(place: tuple[int, int, Path], *, lora: bool) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = _Tuned(lora=lora)
+    module = _Tuned(model_name_or_path="base", lora=lora)
     trainer.fit(module, torch.utils.data.DataLoader(Sentences(), batch_size=2))
     leave_logits(place, module.model)
     leave_truth(place, full_state(module.model))
