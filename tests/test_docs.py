@@ -311,4 +311,4 @@ def test_every_message_in_the_table_of_failures_is_one_that_the_evaluation_has()
     source = re.sub("%[sd]", "…", "\n".join(map(constants, modules)))  # of the log
     assert len(messages) >= 20
     assert len(messages) == table.count("\n| `")
-    assert [one for one in messages if one not in source] == []
+    assert [one for one in messages if one.removesuffix("…") not in source] == []

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),  # by huggingface_hub
 ]
-WHERE = "{0}/global_step_2/actor, its huggingface/, {0}/global_step_2, the run {0}"
+WHERE = "{0}/global_step_2/actor, {0}/global_step_2, huggingface/ in them, the run {0}"
 
 
 @pytest.fixture

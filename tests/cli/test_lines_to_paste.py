@@ -87,6 +87,17 @@ def base_that_differs(top: Path) -> list[str]:
     return ["merge", str(floats(top / "run")), str(top / "out"), "--base", str(top / "base")]
 
 
+def bare(place: Path) -> Path:
+    save_ranks(place, some_tensors(), 2)
+    return place
+
+
+def base_without_config(top: Path) -> list[str]:
+    model(top / "base", some_tensors())
+    (top / "base" / "config.json").unlink()
+    return merging(bare, "--base", str(top / "base"))(top)
+
+
 def on_two_nodes(top: Path, name: str) -> list[str]:
     """A DCP checkpoint of which a file is in another directory, DIR."""
     from trainers import dcp_under
@@ -274,10 +285,10 @@ ROWS = [
     Row("merge them with ⟦+--lora fuse⟧, or leave", merging(adapter_beside)),
     Row("leave it out with ⟦+--lora ignore⟧", merging(lambda top: adapter_beside(top, "IA3"))),
     Row("that the adapter was trained with: ⟦+--lora-alpha N⟧", merging(lora)),
-    Row(
-        "give that model: ⟦+--base MODEL⟧; or", merging(lambda top: lora(top, whole=False, alpha=2))
-    ),
+    Row("⟦+--base ⟧", merging(lambda top: lora(top, whole=False, alpha=2))),
     Row("to write the output all the same: ⟦+--allow-", base_that_differs),
+    Row("⟦+--base ⟧", merging(bare)),
+    Row("⟦+--config FILE⟧", base_without_config),
     Row("name it: ⟦+--base MODEL⟧", merging(floats, "--dtype", "base")),
     Row("or give a config: ⟦+--config FILE|DIR⟧", merging(floats, "--dtype", "config")),
     Row("name that node's directory: ⟦+--also DIR⟧", lambda top: on_two_nodes(top, ".metadata")),
@@ -344,6 +355,7 @@ NOT_PASTED = {
     "to evaluate them again: unshard eval watch --again": SERVER,
     "fetches it, or `unshard eval watch ": SERVER,
     "to evaluate one of them: unshard eval submit": SERVER,
+    "has no tokenizer on this machine; to download it": "needs the hub: api/test_recorded_bases",
     "upload the checkpoint: unshard push ": "needs an object store: tests/stores/test_outputs",
     "`unshard reshard` takes what was merged": "a statement, not advice",
     "`unshard merge` and unshard.merge_all take ⟦--role all⟧": "a statement, not advice",
@@ -532,6 +544,7 @@ def test_a_step_that_was_passed_over_needs_no_line(
 
     for step in (1, 2):
         dcp_under()(tmp_path / f"step-{step}", some_tensors())
+        (tmp_path / f"step-{step}" / "config.json").write_text('{"model_type": "unheard-of"}')
     (tmp_path / "step-2" / ".metadata").unlink()
     code, text = printed(command_line, ["inspect", str(tmp_path), "--step", "1"], capfd)
     assert code == 0

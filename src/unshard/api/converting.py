@@ -119,7 +119,7 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
         if (model := last.config_of) is not None:
-            other = "⟦+--base MODEL⟧ or ⟦--config FILE⟧"
+            other = "⟦--base MODEL⟧ or ⟦--config FILE⟧"
             what = f"{model.file} names {model.name} as the base model; give another with {other}"
             expected = replace(expected, advice=what)
         if not all_shapes or made.config.fields.get("auto_map") is not None:

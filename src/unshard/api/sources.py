@@ -258,11 +258,12 @@ def no_config(
     if checkpoint.base is None:
         found, base = advice(find_base_names(at), "it is")
         give = f"{base} or ⟦--config FILE⟧"
+    weights = "" if at.weights_dir == at.step_dir else f"{at.weights_dir}, "
     run = "" if at.step is None else f", the run {at.step_dir.parent}"
     return kind(
         f"no config.json was found in or next to {at.weights_dir}: transformers needs one to load "
         "the weights",
-        expected=f"config.json in {at.weights_dir}, its huggingface/, {at.step_dir}{run}",
+        expected=f"config.json in {weights}{at.step_dir}, huggingface/ in them{run}",
         found=found,
         hint=f"give it with {give}{otherwise}",
     )
