@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 
 def merge(*words: object) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["merge", *map(str, words)])
+        main(["merge", *map(str, words), "--config", "none"])
     return int(ended.value.code or 0)
 
 
@@ -43,7 +43,7 @@ def test_every_role_of_a_step_goes_into_its_own_directory(
     assert {one.name for one in (tmp_path / "out").iterdir()} == {*ROLES}
     for role in ROLES:
         assert_same(merged(tmp_path / "out" / role), tensors_of(step, role))
-        alone = unshard.merge(run / path, tmp_path / f"alone-{role}", role=role)
+        alone = unshard.merge(run / path, tmp_path / f"alone-{role}", role=role, config="none")
         assert alone.step == step
         assert_same(merged(Path(alone.output)), tensors_of(step, role))
 
@@ -65,7 +65,7 @@ def test_without_an_output_each_role_has_its_own(
 
 def test_every_role_of_every_step(run: Path, tmp_path: Path) -> None:
     assert merge(run, tmp_path / "out", "--role", "all", "--all-steps") == 0
-    reports = unshard.merge_all(run, tmp_path / "python", role="all")
+    reports = unshard.merge_all(run, tmp_path / "python", role="all", config="none")
     assert [report.step for report in reports] == [5] * 4 + [10] * 4
     for out in (tmp_path / "out", tmp_path / "python"):
         assert len([*out.iterdir()]) == 8
@@ -76,7 +76,7 @@ def test_every_role_of_every_step(run: Path, tmp_path: Path) -> None:
 
 
 def test_python_merges_every_role_of_one_step(run: Path, tmp_path: Path) -> None:
-    unshard.merge_all(run / "global_step_5", tmp_path / "out", role="all")
+    unshard.merge_all(run / "global_step_5", tmp_path / "out", role="all", config="none")
     names = {"global_step_5", *(f"global_step_5-{role}" for role in ROLES[1:])}
     assert {one.name for one in (tmp_path / "out").iterdir()} == names
 
@@ -101,7 +101,7 @@ def test_a_role_that_fails_keeps_back_no_other(
     assert [row.get("role") for row in rows] == [None, "critic", None, None]
     assert "critic" in rows[1]["failed"]
     with pytest.raises(CheckpointError, match="critic"):
-        unshard.merge_all(step, tmp_path / "python", role="all")
+        unshard.merge_all(step, tmp_path / "python", role="all", config="none")
     assert len([*(tmp_path / "python").iterdir()]) == 3
 
 
@@ -187,7 +187,7 @@ def test_one_repository_cannot_hold_every_role(
 def test_what_needs_one_model_refuses_every_role(
     run: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example = unshard.merge(run, tmp_path / "example").output
+    example = unshard.merge(run, tmp_path / "example", config="none").output
     places = {"RUN": str(run), "OUT": str(tmp_path / "out"), "EXAMPLE": str(example)}
     with pytest.raises(SystemExit) as ended:
         main([*(places.get(word, word) for word in words), "--role", "all"])

@@ -476,7 +476,7 @@ def test_without_a_config_the_ways_to_give_one_are_named(checkpoint: Path) -> No
     (checkpoint / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json was found in or next to") as caught:
         unshard.from_pretrained(checkpoint)
-    assert "config=… or base=…" in str(caught.value)
+    assert "give it with base=… or config=…" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["names", "include", "state_dict", "output_loading_info"])

@@ -60,7 +60,7 @@ def alone(irregular: Path, _: Path) -> list[str | Path]:
 def among_weights(irregular: Path, place: Path) -> list[str | Path]:
     (place / "model-00002-of-00002.safetensors").symlink_to(irregular)
     save_file({"weight": torch.zeros(2)}, place / "model-00001-of-00002.safetensors")
-    return ["merge", place, place / "out", "--allow-missing"]
+    return ["merge", place, place / "out", "--allow-missing", "--config", "none"]
 
 
 def as_weights(name: str) -> Callable[[Path, Path], list[str | Path]]:
@@ -75,7 +75,8 @@ def beside(name: str) -> Callable[[Path, Path], list[str | Path]]:
     def arrange(irregular: Path, place: Path) -> list[str | Path]:
         save_file({"weight": torch.zeros(2)}, place / "model.safetensors")
         (place / name).symlink_to(irregular)
-        return ["merge", place, place / "out", "--allow-missing", "--allow-unexpected"]
+        allowed = ["--allow-missing", "--allow-unexpected", "--config", "none"]
+        return ["merge", place, place / "out", *allowed]
 
     return arrange
 

@@ -20,14 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 OPTIONS = (
-    "--dtype",
-    "float16",
-    "--max-shard-size",
-    "200KB",
-    "--memory",
-    "600KB",
-    "--lora-alpha",
-    "16",
+    *("--dtype", "float16", "--max-shard-size", "200KB", "--memory", "600KB"),
+    *("--lora-alpha", "16", "--config", "none"),
 )
 ENVIRONMENT = {
     "RANK": "0",

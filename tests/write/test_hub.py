@@ -259,14 +259,13 @@ def test_a_merge_that_could_not_be_pushed_does_not_begin(
     elif role == "wrong":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     events: list[Event] = []
+    places = (tmp_path / "ckpt", tmp_path / "out")
     with pytest.raises(OutputError, match=words) as caught:
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", push_to_hub=repo, listener=events.append)
+        unshard.merge(*places, push_to_hub=repo, listener=events.append, config="none")
     assert "leave push_to_hub=… out" in caught.value.hint
     assert (events, hub.repos) == ([], {})
     assert not (tmp_path / "out").exists()
-    unshard.merge(
-        tmp_path / "ckpt", tmp_path / "out", push_to_hub=repo, dry_run=True, listener=ignore
-    )
+    unshard.merge(*places, push_to_hub=repo, dry_run=True, listener=ignore, config="none")
 
 
 def test_a_merge_is_pushed(hub: Hub, tmp_path: Path) -> None:

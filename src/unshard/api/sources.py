@@ -177,9 +177,9 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint has a LoRA adapter, and not the weights that it updates."""
     tensors = checkpoint.catalog.tensors
     recipes = {name: take(entry) for name, entry in tensors.items()} if lora_names(tensors) else {}
-    with suppress(ConversionError):  # raised again when it is fused
+    with suppress(ConversionError):
         return split_adapter(recipes).adapter_only
-    return False
+    return True  # or a part of one, which is an error when it is fused
 
 
 def adapter_beside(checkpoint: Checkpoint) -> Path | None:
