@@ -259,6 +259,134 @@ def test_several_names_are_listed_and_none_is_taken(tmp_path: Path) -> None:
     assert not (run / "merged").exists()
 
 
+# What a run may have that is no record of one base model, each with `org/wrong` in the cache, whose
+# tensors have the same shapes. The texts are those that the error must have.
+RIGHT, WRONG = "org/right", "org/wrong"
+DOUBTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "a path that is gone": (
+        {"args.json": '{"model": "/gone/right"}', "eval.yaml": f"model_name_or_path: {WRONG}"},
+        ("names /gone/right, but it is not on this machine", f"names {WRONG}"),
+    ),
+    "a path below home": (
+        {"a.yaml": "base_model: ~/gone/x", "README.md": f"---\nbase_model: {WRONG}\n---\n"},
+        ("names ~/gone/x, but it is not on this machine", f"names {WRONG}"),
+    ),
+    "an address": (
+        {
+            "config.yaml": f"base_model: {WRONG}\nactor_rollout_ref: {{model: {{path: 'hdfs://a/b'}}}}"
+        },
+        ("names hdfs://a/b, but", f"names {WRONG}"),
+    ),
+    "a list of a card": (
+        {"README.md": f"---\nbase_model:\n- {RIGHT}\n- {WRONG}\n---\n"},
+        (f"names {RIGHT}, but", f"names {WRONG}"),
+    ),
+    "two documents": (
+        {"sft.yaml": f"base_model: {WRONG}\n---\nbase_model: {RIGHT}\n"},
+        (f"names {RIGHT}, but", f"names {WRONG}"),
+    ),
+    "a tag of Python": (
+        {
+            "args.json": json.dumps({"model": WRONG}),
+            "hparams.yaml": "model_name_or_path: !!python/object/apply:pathlib.PosixPath [/, a]",
+        },
+        ("names !tag:yaml.org,2002:python/object/apply:pathlib.PosixPath, but", f"names {WRONG}"),
+    ),
+    "a revision": (
+        {"config.yaml": f"base_model: {WRONG}\nrevision_of_model: v2\n"},
+        (f"names {WRONG}, but its revision v2 is not on this machine",),
+    ),
+    "two logged runs": (
+        {
+            "wandb/run-1/files/config.yaml": f"model_name_or_path: {{value: {WRONG}}}",
+            "wandb/run-2/files/config.yaml": "lr: {value: 1}",
+        },
+        (f"names {WRONG}, but", "wandb has 2 runs"),
+    ),
+    "results of lm-eval": (
+        {"results_2025.json": json.dumps({"model_name": WRONG, "model_name_or_path": WRONG})},
+        ("give it with --base MODEL",),
+    ),
+} | {
+    f"YAML, {number}": (
+        {"config.yaml": text + f"\njudge:\n  model_name: {WRONG}\n"},
+        (f"names {RIGHT}, but it is not on this machine",),
+    )
+    for number, text in enumerate(
+        (
+            f"base: &b {RIGHT}\nbase_model: *b",
+            f"model_name_or_path: >-\n  {RIGHT}",
+            f"model_name_or_path: # the base\n  {RIGHT}",
+            f"'model_name_or_path': {RIGHT}",
+            f"\ufeffbase_model: {RIGHT}",
+        )
+    )
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_what_is_not_one_known_base_is_named_and_not_taken(tmp_path: Path, doubt: str) -> None:
+    files, texts = DOUBTS[doubt]
+    run = tmp_path / "run"
+    save_like_trainer(run / "checkpoint-10", trained())
+    cached(tmp_path, WRONG)
+    for path, text in files.items():
+        write(run, path, text)
+    done = command("merge", run, tmp_path / "out")
+    assert done.returncode == 3, done.stderr
+    assert [text for text in texts if text not in done.stderr] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_not_fused_into_a_base_that_its_own_config_does_not_name(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    train_adapter(run, "/gone/right")
+    cached(tmp_path, WRONG)
+    write(run, "README.md", f"---\nbase_model: {WRONG}\n---\n")
+    with pytest.raises(ConversionError, match="has a LoRA adapter only") as raised:
+        unshard.merge(run, tmp_path / "out")
+    assert "names /gone/right, but it is not on this machine" in raised.value.found
+    assert f"names {WRONG}" in raised.value.found
+
+
+@pytest.mark.parametrize("name", ["exp#3", "exp,3", "my models", "exp}"])
+def test_a_path_is_read_whole(tmp_path: Path, name: str) -> None:
+    run, base = tmp_path / "run", tmp_path / name
+    save_like_trainer(run / "checkpoint-10", trained())
+    for place in (base, tmp_path / "exp", tmp_path / "my"):
+        tiny_model(rope_theta=100.0 if place == base else 1.0).config.save_pretrained(place)
+    write(run, "config.yaml", f"model_name_or_path: {base}\n")
+    for number in range(40):  # of which none is read: they are too many
+        write(run, f"other-{number}.yaml", "model_name_or_path: org/other\n")
+    unshard.merge(run, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((base / "config.json").read_text()) | {"dtype": "float32"}
+
+
+def test_a_critic_is_given_a_config_and_no_base(tmp_path: Path) -> None:
+    for role in ("actor", "critic"):
+        save_ranks(tmp_path / "run" / "global_step_1" / role, trained(), 2)
+    write(tmp_path / "run", "config.yaml", VERL)
+    done = command("merge", tmp_path / "run", tmp_path / "out", "--role", "critic")
+    assert done.returncode == 3
+    assert "names org/critic, but it is not on this machine" in done.stderr
+    assert done.stderr.rstrip().endswith("--role critic --config FILE")
+
+
+def test_an_adapter_without_alpha_gets_one_line_for_both(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_adapter(run, NAME)
+    (run / "adapter_config.json").unlink()
+    done = command("merge", run, tmp_path / "out")
+    assert done.stderr.rstrip().endswith(f"{tmp_path}/out --base MODEL --lora-alpha N")
+    done = command("merge", run, tmp_path / "out", "--names", "training")
+    assert done.stderr.rstrip().endswith("--names training --lora keep")
+    line = ["merge", str(run), str(tmp_path / "out"), "--names", "training", "--lora", "keep"]
+    assert command(*line).returncode == 0
+
+
 def test_a_model_that_does_not_fit_is_refused_with_the_file_that_names_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_like_trainer(run / "checkpoint-10", trained())
@@ -338,7 +466,8 @@ def test_an_adapter_alone_takes_weights_that_are_here(tmp_path: Path) -> None:
             cached(tmp_path, weights=weights)
         with pytest.raises(ConversionError, match="has a LoRA adapter only") as raised:
             unshard.merge(run, tmp_path / "out")
-        assert f"names {NAME}, but its weights are not on this machine" in raised.value.found
+        lacks = "it is" if weights is None else "its weights are"
+        assert f"names {NAME}, but {lacks} not on this machine" in raised.value.found
         assert f"base='{NAME}'" in str(raised.value)
     shutil.rmtree(tmp_path / "cache")
     cached(tmp_path)
@@ -379,10 +508,12 @@ def test_without_a_config_on_purpose_no_base_is_looked_for(tmp_path: Path) -> No
     [
         "base_model: " + "x" * 5000,
         "base_model: a/b\0c",
-        "base_model: ../..",
-        "base_model: s3://b/c",
+        "base_model: [",
+        "judge:\n  model_name_or_path: org/judge",
+        "stages:\n- {model_name_or_path: org/a}\n- {model_name_or_path: org/b}",
+        "description: |\n  base_model: org/other",
+        "draft_model: {base_model: org/draft}",
     ],
-    ids=["too long", "a zero byte", "a parent", "an address"],
 )
 def test_what_names_no_model_is_passed_over(tmp_path: Path, text: str) -> None:
     run = tmp_path / "run"

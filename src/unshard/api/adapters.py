@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from unshard.api.options import MergeOptions
 from unshard.api.sources import adapter_beside
 from unshard.containers.json_file import json_object
 from unshard.convert.heads import left_out_heads
@@ -23,10 +24,9 @@ from unshard.tensors.catalog import Catalog
 from unshard.write.companions import ADAPTER_CONFIG_NAME
 
 
-def fuse_adapter(
-    checkpoint: Checkpoint, lora: Lora | None, alpha: float | None
-) -> Noted[Mapping[str, Recipe]]:
+def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
     """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
+    lora = options.lora
     if lora == "keep":
         return Noted(as_stored(checkpoint.catalog))
     source = checkpoint.adapter or checkpoint
@@ -47,14 +47,14 @@ def fuse_adapter(
     model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
     if split.adapter_only:
         if model is None:
-            raise _without_base(checkpoint, split)
+            raise _without_base(checkpoint, split, config, options)
         base = as_stored(model)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
             base = training_names(base, checkpoint.config, modules)
         base = {**base, **_own_heads(base, split, config, _config_of_model(checkpoint))}
     types = () if checkpoint.config is None else checkpoint.config.types
-    fused = fuse(split, config, alpha, base, types)
+    fused = fuse(split, config, options.lora_alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
@@ -87,13 +87,20 @@ def _own_heads(
     }
 
 
-def _without_base(checkpoint: Checkpoint, split: Split) -> ConversionError:
-    found, give = advice(find_base_names(checkpoint.location), "its weights are")
+def _without_base(
+    checkpoint: Checkpoint, split: Split, config: AdapterConfig | None, options: MergeOptions
+) -> ConversionError:
+    found, give = advice(find_base_names(checkpoint.location), what="its weights are")
+    hint = f"give that model: {give}; or write the adapter by itself: ⟦--lora adapter⟧"
+    if options.lora_alpha is None and (config is None or config.alpha is None):
+        hint = f"give that model and the adapter's alpha: {give} ⟦+--lora-alpha N⟧"
+    if options.names == "training":
+        found, hint = "", "keep its matrices as training has them: ⟦+--lora keep⟧"
     return ConversionError(
         f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
         "not the model that it was trained on",
         found=found,
-        hint=f"give that model: {give}; or write the adapter by itself: ⟦--lora adapter⟧",
+        hint=hint,
     )
 
 

@@ -119,8 +119,8 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
         expected, by = replace(expected, name=str(made.config.path)), "config"
         if (model := last.config_of) is not None:
-            other = "⟦--base MODEL⟧ or ⟦--config FILE⟧"
-            what = f"{model.file} names {model.name} as the base model; give another with {other}"
+            what = f"{model.file} names {model.name} as the base model; give another with "
+            what += "⟦--base MODEL⟧ or ⟦--config FILE⟧; for the weights alone: ⟦--config none⟧"
             expected = replace(expected, advice=what)
         if not all_shapes or made.config.fields.get("auto_map") is not None:
             expected = expected.with_embeddings_only()
@@ -189,7 +189,7 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if base is not None and not dtypes and options.dtype == "base":
         raise ConversionError(f"⟦--dtype base⟧: the dtypes of {base.name} are not known")
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
-    adapted = fuse_adapter(checkpoint, options.lora, options.lora_alpha)
+    adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
     # How a model is stored is what its own config says: the user's may be that of the output.
     own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)

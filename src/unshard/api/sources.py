@@ -256,8 +256,9 @@ def no_config(
     """Return the error about a checkpoint without a config; `otherwise` is a hint to add."""
     at, found, give = checkpoint.location, "", "⟦+--config FILE⟧"
     if checkpoint.base is None:
-        found, base = advice(find_base_names(at), "it is")
-        give = f"{base} or ⟦--config FILE⟧"
+        found, base = advice(find_base_names(at))
+        # A base is the model of the hub, whose head is another than that of a critic or a reward.
+        give = give if at.role in ("critic", "value", "reward") else f"{base} or ⟦--config FILE⟧"
     weights = "" if at.weights_dir == at.step_dir else f"{at.weights_dir}, "
     run = "" if at.step is None else f", the run {at.step_dir.parent}"
     return kind(

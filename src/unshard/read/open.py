@@ -79,8 +79,8 @@ class Checkpoint:
         """Where the config is from, for people: empty if the user or the checkpoint gives it."""
         if self.config_of is None:
             return ""
-        part, (name, file, _) = "config of" if self.base is None else "base", self.config_of
-        return f", with the {part} {name}, which {file.name} names"
+        part, model = "config of" if self.base is None else "base", self.config_of
+        return f", with the {part} {model.name}, which {model.file.name} names"
 
     @property
     def title(self) -> str:

@@ -115,7 +115,7 @@ def _fit_names(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
         options = opened.options
-        adapted = fuse_adapter(opened.checkpoint, options.lora, options.lora_alpha)
+        adapted = fuse_adapter(opened.checkpoint, options)
         fused = without_trl_wrapper(adapted.value)
         recorded = opened.checkpoint.catalog.recorded
         trained = without_megatron_names(fused, config, recorded).value

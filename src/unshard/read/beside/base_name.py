@@ -1,7 +1,7 @@
 """Which base model the files of a trainer name, and whether it is on this machine.
 
-The hub is never asked. A file may name several models: of reinforcement learning, the policy's and
-the critic's. Only those of the role that is merged count.
+The hub is never asked. A base is believed only if all files name it, each under the key that its
+trainer writes: another model of the same shapes would be taken for it, unnoticed.
 """
 
 import os
@@ -16,52 +16,86 @@ from typing import NamedTuple
 from unshard.containers.file_states import check_regular
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError
-from unshard.read.format import Location, Role, role_in
+from unshard.read.format import Location
 from unshard.read.step_names import holds_steps
 from unshard.read.tree import Tree
 from unshard.stores.remote_path import RemotePath
 
-# Settings of the trainer, and where Hydra, W&B, MLflow and Lightning record them.
-_ANY = (
-    "*.json *.yaml *.yml *.toml .hydra/*.yaml wandb/run-*/files/config.yaml "
-    "mlruns/*/*/params/*name_or_path lightning_logs/version_*/hparams.yaml"
-)
+_SETTINGS = ("*.yaml", "*.yml", "*.toml", "config.json", "train_config.json", ".hydra/config.yaml")
+
+
+class _Row(NamedTuple):
+    """Which model a file names.
+
+    Attributes:
+        files: patterns, in the folders of weights, step and run.
+        keys: from the top of the file; several name one model, and the first that is here is meant.
+        by: what writes it.
+        roles: whose model it is; "": of the only one.
+        revision: the key next to it that has the model's revision.
+    """
+
+    files: tuple[str, ...]
+    keys: str
+    by: str
+    roles: tuple[str, ...] = ("", "actor")
+    revision: str = ""
+
+    @property
+    def ways(self) -> list[list[str]]:
+        """The keys on the way to each value."""
+        return [one.split(".") for one in self.keys.split()]
+
+
+_CRITIC, _REWARD = ("critic", "value"), ("reward",)
 _ROWS = (
-    # files in the folders of weights, step and run; the ends of keys, the best first; written by
-    ("adapter_config.json", "base_model_name_or_path", "PEFT"),
-    ("README.md", "base_model", "model cards of PEFT, TRL, transformers' Trainer"),
-    ("args.json", "model model_id_or_path model_dir", "ms-swift"),
-    (_ANY, "base_model", "axolotl"),
-    (_ANY, "model_name_or_path", "LLaMA-Factory, TRL, settings of transformers' Trainer"),
-    (_ANY, "pretrained_model_name_or_path", "NeMo AutoModel"),
-    (_ANY, "model_name", "NeMo-RL: policy.model_name"),
-    (_ANY, "load_from_pretrained_path", "lmms-engine"),
-    (_ANY, "model.path", "verl: actor_rollout_ref.model.path, critic.model.path; SkyRL"),
-    (_ANY, "actor.path", "AReaL"),
-    (_ANY, "critic.path", "AReaL"),
-    (_ANY, "model.name", "prime-rl"),
-    (_ANY, "hf_checkpoint", "slime"),
-    (_ANY, "checkpoint.initial_load_path model.hf_assets_path", "torchtitan"),
-    (_ANY, "_name_or_path", "configs of transformers in other files, as W&B gets them"),
+    _Row(("adapter_config.json",), "base_model_name_or_path", "PEFT", revision="revision"),
+    _Row(("README.md",), "base_model", "model cards of PEFT, TRL, transformers' Trainer"),
+    _Row(("args.json",), "model model_id_or_path model_dir", "ms-swift", revision="model_revision"),
+    _Row(_SETTINGS, "base_model", "axolotl", revision="revision_of_model"),
+    _Row(
+        _SETTINGS,
+        "model_name_or_path",
+        "LLaMA-Factory, TRL, settings of the Trainer, hparams.yaml of Lightning",
+        revision="model_revision",
+    ),
+    _Row(_SETTINGS, "_name_or_path", "configs of transformers, as W&B and MLflow log them"),
+    _Row(_SETTINGS, "model.pretrained_model_name_or_path", "NeMo AutoModel"),
+    _Row(_SETTINGS, "policy.model_name", "NeMo-RL"),
+    _Row(_SETTINGS, "model_config.load_from_pretrained_path", "lmms-engine"),
+    _Row(_SETTINGS, "actor_rollout_ref.model.path", "verl"),
+    _Row(_SETTINGS, "critic.model.path", "verl", _CRITIC),
+    _Row(_SETTINGS, "reward_model.model.path", "verl", _REWARD),
+    _Row(_SETTINGS, "trainer.policy.model.path", "SkyRL"),
+    _Row(_SETTINGS, "trainer.critic.model.path", "SkyRL", _CRITIC),
+    _Row(_SETTINGS, "actor.path", "AReaL"),
+    _Row(_SETTINGS, "critic.path", "AReaL", _CRITIC),
+    _Row(_SETTINGS, "model.name", "prime-rl"),
+    _Row(_SETTINGS, "hf_checkpoint", "slime"),
+    _Row(_SETTINGS, "checkpoint.initial_load_path model.hf_assets_path", "torchtitan"),
 )
-_LARGEST = 1 << 20
-_MOST_FILES = 64
-_LINE = re.compile(r"(?P<indent> *)(?:- +)?(?P<key>[\w.]+|\"[\w.]+\") *[:=](?P<value>.*)")
-_ITEM = re.compile(r" *- +(?P<value>.*)")
-_FLOW = re.compile(r"[{,]\s*[\"']?(?P<key>\w+)[\"']?\s*:\s*(?P<value>[^,}]*)")
-_VALUE = re.compile(r"\s*(?:([\"'])(?P<quoted>.*?)\1|(?P<plain>[^\"'\s,}#]+))")
+_KNOWN = frozenset(one for row in _ROWS for one in row.files if "*" not in one) | {"config.yaml"}
+# Where loggers keep the settings of a run, each run in a folder of its own.
+_LOGGED = {
+    "lightning_logs/version_*": "hparams.yaml",
+    "wandb/run-*": "files/config.yaml",
+    "mlruns/*/*": "params/*name_or_path",
+}
+_LARGEST, _MOST_FILES, _MOST_SHOWN = 1 << 17, 32, 5
 _CARD = re.compile(r"\A---\s*\n(.*?\n)---", re.DOTALL)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-_Keys = tuple[str, ...]  # on the way to a value
-
 
 class BaseName(NamedTuple):
-    """A base model that a file names, by hub id or path; and where its config is, if here."""
+    """A base model that a file names, by hub id or path; and where its config is, if here.
+
+    `lacks` is why it is not taken; "" if it is here.
+    """
 
     name: str
     file: Path
     directory: Path | None = None
+    lacks: str = ""
 
 
 def find_base_names(location: Location) -> list[BaseName]:
@@ -69,132 +103,113 @@ def find_base_names(location: Location) -> list[BaseName]:
     tree, models = Tree(), dict[str, BaseName]()
     folders = _folders(location)
     for folder in folders:
+        # What is next to the weights is about them, whatever role they have.
+        role = "" if folder == location.weights_dir else location.role or ""
         places = [one for one in (folder, folders[-1], Path()) if not isinstance(one, RemotePath)]
-        for path, rows in _files(tree, folder).items():
-            named = list(_named(path, rows, places))
-            for model in _of_role(named, location.role, is_own=folder == location.weights_dir):
-                at = model.directory
-                models.setdefault(str(at.resolve() if at else model.name), model)
-    # A path on another machine counts only if nothing else is named.
-    usable = [one for one in models.values() if one.directory or not one.name.startswith("/")]
-    return usable or list(models.values())
+        for path, rows, doubt in _files(tree, folder):
+            for model in _named(path, [row for row in rows if role in row.roles], places):
+                one = model._replace(directory=None, lacks=doubt) if doubt else model
+                at = one.directory
+                models.setdefault(str(at.resolve() if at else one.name), one)
+    return list(models.values())
 
 
-def advice(models: Sequence[BaseName], what: str) -> tuple[str, str]:
-    """Return which files name which models, and how to give one; `what` a single one lacks here."""
-    found = "; ".join(f"{one.file} names {one.name}" for one in models)
-    if len(models) > 1:
-        return found, " or ".join(f"⟦--base {shlex.quote(one.name)}⟧" for one in models)
-    name = shlex.quote(models[0].name) if models else "MODEL"
-    return found + f", but {what} not on this machine" * len(models), f"⟦+--base {name}⟧"
+def advice(models: Sequence[BaseName], what: str = "it is") -> tuple[str, str]:
+    """Return which files name which models, and how to give one; `what` of the only one is away."""
+    if len(models) == 1 and models[0].directory:
+        models = [models[0]._replace(lacks=f"{what} not on this machine")]
+    shown = models[:_MOST_SHOWN]
+    found = [f"{one.file} names {one.name}{one.lacks and ', but '}{one.lacks}" for one in shown]
+    found += [f"and {len(models) - len(shown)} more"] if len(models) > len(shown) else []
+    names = [shlex.quote(one.name) for one in shown] or ["MODEL"]
+    if len(names) > 1:
+        return "; ".join(found), " or ".join(f"⟦--base {name}⟧" for name in names)
+    return "; ".join(found), f"⟦+--base {names[0]}⟧"
 
 
-def _named(
-    path: Path, rows: Sequence[Sequence[_Keys]], places: Sequence[Path]
-) -> Iterator[tuple[_Keys, BaseName]]:
-    """Yield the models that a file names, with their keys: one for each row and place in it."""
-    settings = list(_settings(path))
-    for ends in rows:
-        groups: dict[_Keys, list[tuple[_Keys, BaseName]]] = {}
-        for end in ends:
-            for keys, value in settings:
-                if keys[-len(end) :] == end and (model := _model(value, path, places)) is not None:
-                    groups.setdefault(keys[: -len(end)], []).append((keys, model))
-        for group in groups.values():
-            yield next((one for one in group if one[1].directory), group[0])
+def _named(path: Path, rows: Sequence[_Row], places: Sequence[Path]) -> Iterator[BaseName]:
+    """Yield the models that a file names: for each row one, or all of a list."""
+    with suppress(CorruptError, OSError, ValueError, RecursionError):  # not valid: it names none
+        for document in _documents(path):
+            for row in rows:
+                named = [[*_models(document, keys, row, path, places)] for keys in row.ways]
+                here = (group for group in named if any(one.directory for one in group))
+                yield from next(here, next(filter(None, named), []))
 
 
-def _model(name: str, file: Path, places: Sequence[Path]) -> BaseName | None:
-    """Return the model that the value of a setting means; None if it means none."""
+def _models(
+    document: object, keys: Sequence[str], row: _Row, file: Path, places: Sequence[Path]
+) -> Iterator[BaseName]:
+    """Yield the models that the value of a setting means."""
+    value, version = _at(document, keys), _at(document, [*keys[:-1], row.revision])
+    for one in value if isinstance(value, list) else [value]:
+        model = _model(str(one or ""), str(version or ""), file, places)
+        # prime-rl's `model.name` is an id of the hub, torchtitan's the name of a family.
+        if model is not None and (model.directory or keys[-1] != "name" or "/" in model.name):
+            yield model
+
+
+def _at(document: object, keys: Sequence[str]) -> object:
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document
+
+
+def _model(name: str, version: str, file: Path, places: Sequence[Path]) -> BaseName | None:
+    """Return the model of a name; None if nothing can have such a name."""
+    lacks = f"its revision {version} is" if version else "it is"
+    lacks += " not on this machine"
     try:
-        for place in places if name else ():
+        for place in places if name and not version else ():
             at = place / os.path.expanduser(name)  # noqa: PTH111 (there may be no home)
             if (at / "config.json").is_file():
                 return BaseName(name, file, at)
-            if at.is_dir():  # a checkpoint, or a folder of a tokenizer
-                return None
-        if _HUB_ID.fullmatch(name) is None:
-            return BaseName(name, file) if name.startswith("/") else None
-        from huggingface_hub import try_to_load_from_cache
+            lacks = f"{at} has no config.json" if at.is_dir() else lacks
+        if _HUB_ID.fullmatch(name):
+            from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(name, "config.json")
-    except (OSError, ValueError):  # the name is too long, or of no model
+            cached = try_to_load_from_cache(name, "config.json", revision=version or None)
+            if isinstance(cached, str):
+                return BaseName(name, file, Path(cached).parent)
+    except (OSError, ValueError):  # too long, or with a zero byte
         return None
-    if isinstance(cached, str):
-        return BaseName(name, file, Path(cached).parent)
-    return BaseName(name, file) if "/" in name else None
+    return BaseName(name, file, None, lacks) if name else None
 
 
-def _of_role(
-    named: Sequence[tuple[_Keys, BaseName]], role: Role | None, *, is_own: bool
-) -> list[BaseName]:
-    """Return the models that may be meant: of the role, the nearest to the top of the file.
+def _documents(path: Path) -> Iterator[object]:
+    """Yield the documents of a file of settings."""
+    check_regular(path)
+    if path.suffix == ".json":
+        yield json_object(path)
+        return
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    if path.suffix == ".toml":
+        yield tomllib.loads(text)
+    elif path.parent.name == "params":  # MLflow: a file for each value
+        yield {path.name: text.strip()}
+    else:
+        text = "".join(_CARD.findall(text)) if path.suffix == ".md" else text
+        for document in _read_yaml(text):
+            is_wandb = path.parent.name == "files" and isinstance(document, dict)
+            yield {k: _at(v, ["value"]) for k, v in document.items()} if is_wandb else document
 
-    Args:
-        named: all base models that a file names.
-        role: whose weights are merged; None: the model that was trained.
-        is_own: whether the file is next to the weights, so that what has no role is theirs.
+
+def _read_yaml(text: str) -> list[object]:
+    """Return the documents of a text; of a value with a tag of Python, its tag.
+
+    Raises:
+        ValueError: it is not YAML.
     """
-    wanted = role or "actor"
-    kept = [one for one in named if _role_of(one[0]) == wanted]
-    if not kept and (is_own or wanted == "actor"):
-        kept = [one for one in named if _role_of(one[0]) is None]
-    nearest = min((len(keys) for keys, _ in kept), default=0)
-    return [model for keys, model in kept if len(keys) == nearest]
+    import yaml
 
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        pass
 
-def _role_of(keys: _Keys) -> Role | None:
-    is_actor = any(key.startswith("actor_") for key in keys)  # verl: actor_rollout_ref
-    return role_in(keys) or ("actor" if is_actor else None)
-
-
-def _settings(path: Path) -> Iterator[tuple[_Keys, str]]:
-    """Yield the text values of a file, each with its keys; of a file that is not valid, none."""
-    with suppress(CorruptError, OSError, ValueError, RecursionError):
-        check_regular(path)
-        if path.suffix == ".json":
-            yield from _leaves(json_object(path))
-            return
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if path.suffix == ".toml":
-            yield from _leaves(tomllib.loads(text))
-        elif path.suffix == ".md":
-            yield from _lines("".join(_CARD.findall(text)))
-        elif path.parent.name == "params":  # MLflow: a file for each value
-            yield (path.name,), text.strip()
-        else:
-            is_wandb = path.parent.name == "files"  # where each value is below `value`
-            for keys, value in _lines(text):
-                yield tuple(key for key in keys if not (is_wandb and key == "value")), value
-
-
-def _leaves(fields: object, above: _Keys = ()) -> Iterator[tuple[_Keys, str]]:
-    if isinstance(fields, dict):
-        for key, value in fields.items():
-            yield from _leaves(value, (*above, str(key)))
-    elif isinstance(fields, str) and above:
-        yield above, fields
-
-
-def _lines(text: str) -> Iterator[tuple[_Keys, str]]:
-    """Yield the settings of a YAML file, as its lines and their indentation show them."""
-    above: list[tuple[int, str]] = []
-    for line in text.splitlines():
-        match, item = _LINE.match(line), _ITEM.match(line)
-        if match is None:
-            if item and above and (name := _VALUE.match(item["value"])):  # of a card's list
-                yield (above[-1][1],), name["quoted"] or name["plain"] or ""
-            continue
-        indent = len(match["indent"])
-        while above and above[-1][0] >= indent:
-            above.pop()
-        above.append((indent, match["key"].strip('"')))
-        keys = tuple(part for _, key in above for part in key.split("."))
-        inner = list(_FLOW.finditer(match["value"]))
-        found = [((*keys, one["key"]), one["value"]) for one in inner] or [(keys, match["value"])]
-        for path, value in found:
-            if name := _VALUE.match(value):
-                yield path, name["quoted"] or name["plain"] or ""
+    Loader.add_multi_constructor("", lambda _loader, tag, _node: f"!{tag}")
+    try:
+        return list(yaml.load_all(text, Loader))
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(str(error)) from None
 
 
 def _folders(location: Location) -> list[Path]:
@@ -208,14 +223,24 @@ def _folders(location: Location) -> list[Path]:
     return list(folders)
 
 
-def _files(tree: Tree, folder: Path) -> dict[Path, list[list[_Keys]]]:
-    """Return the small files of settings of a folder, with the keys of their rows."""
-    rows: dict[Path, list[list[_Keys]]] = {}
-    for patterns, ends, _ in _ROWS:
-        keys = [tuple(end.split(".")) for end in ends.split()]
-        with suppress(OSError):
-            for path in (path for one in patterns.split() for path in tree.glob(folder, one)):
-                is_small = tree.is_file(path) and tree.size(path) <= _LARGEST
-                if is_small and (path in rows or len(rows) < _MOST_FILES):
-                    rows.setdefault(path, []).append(keys)
-    return rows
+def _files(tree: Tree, folder: Path) -> Iterator[tuple[Path, list[_Row], str]]:
+    """Yield the small files of settings of a folder, their rows, and why they are not believed."""
+    with suppress(OSError):
+        rows: dict[Path, list[_Row]] = {}
+        for row in _ROWS:
+            for path in (path for one in row.files for path in tree.glob(folder, one)):
+                rows.setdefault(path, []).append(row)
+        if len(rows) > _MOST_FILES:  # a folder of something else
+            rows = {path: found for path, found in rows.items() if path.name in _KNOWN}
+        doubts = dict.fromkeys(rows, "")
+        for runs, inner in _LOGGED.items():
+            logged = [one for one in tree.glob(folder, runs) if tree.is_dir(one)]
+            logged = [one for one in logged if one.name != "models"]  # MLflow's, next to its runs
+            place = folder / runs.partition("/")[0]
+            why = f"{place} has {len(logged)} runs" if len(logged) > 1 else ""
+            found = {path: why for one in logged for path in tree.glob(one, inner)}
+            rows |= {path: [row for row in _ROWS if row.files == _SETTINGS] for path in found}
+            doubts |= found
+        for path, why in doubts.items():
+            if tree.is_file(path) and tree.size(path) <= _LARGEST:
+                yield path, rows[path], why
