@@ -20,6 +20,7 @@ from unshard import errors, keywords
 from unshard.cli.examples import EXAMPLES
 from unshard.cli.main import app, main
 from unshard.errors import how_to_install
+from unshard.read.beside import base_name
 
 ROOT = Path(__file__).parent.parent
 PREFACE = """# The command line
@@ -268,6 +269,13 @@ def test_every_promise_of_the_replaced_tools_names_a_test_that_is_there() -> Non
         path, _, name = test.removesuffix(" |").strip("`").partition("::")
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         assert name in {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}, test
+
+
+def test_the_page_on_bases_has_every_key_by_which_one_is_found() -> None:
+    page = (ROOT / "docs" / "guides" / "base.md").read_text(encoding="utf-8")
+    keys = {key for row in base_name._ROWS for key in row.keys.split()}
+    assert len(keys) > 15
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 
 
 def test_every_row_of_the_formats_table_names_a_test_that_is_there() -> None:
