@@ -121,7 +121,8 @@ def test_no_two_commands_of_a_guide_write_to_the_same_output() -> None:
     """A reader may paste them one after the other, and nothing is replaced without a word."""
     shown = re.compile(r"^(?:    |\$ )?unshard (?:merge|average|reshard) (.*)$", re.MULTILINE)
     outputs: list[tuple[str, str]] = []
-    for page in (ROOT / "docs" / "guides").glob("*.md"):
+    folders = (ROOT / "docs" / one for one in ("guides", "trainers"))
+    for page in (page for folder in folders for page in folder.glob("*.md")):
         for line in shown.findall(page.read_text(encoding="utf-8")):
             words = shlex.split(line, comments=True)
             options = [at for at, word in enumerate(words) if word[0] == "-"]

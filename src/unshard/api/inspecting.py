@@ -182,10 +182,11 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
         sources = Sources((found,))
         refuse_unloadable(sources, chosen)
         prepared = plan_output(sources, convert(sources, chosen), chosen)
-    except ConversionError as error:
-        return _describe(found, chosen, "nothing: " + error.subject, ())
-    except NoConfigError as error:
-        notes = (*sources.notes, error.found + "; " * bool(error.found) + error.hint)
+    except (ConversionError, NoConfigError) as error:
+        notes = (
+            *sources.notes,
+            *filter(None, [error.found + "; " * bool(error.found) + error.hint]),
+        )
         return _describe(found, chosen, "nothing: " + error.subject, notes)
     layout = prepared.plan.layout
     files = counted(len(layout.files), "file")

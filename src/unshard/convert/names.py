@@ -278,9 +278,10 @@ def _notes(
     tensors: Mapping[str, Recipe], rules: _NamingRules, base: frozenset[str] | None
 ) -> Iterator[str]:
     if base is None and rules.unknown:
+        mark = "+" if any(rules.model_types) else ""  # without a config, they are so on purpose
         yield Text(
             f"{rules.unknown}: tensor names are kept as trained; "
-            "to get the names of a model on the hub: ⟦+--base MODEL⟧"
+            f"to get the names of a model on the hub: ⟦{mark}--base MODEL⟧"
         )
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):

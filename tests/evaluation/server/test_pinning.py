@@ -258,6 +258,19 @@ def test_the_pin_of_a_client_keeps_nothing_for_other_jobs(run: Path, service: Se
     assert service.submit(replace(other, tasks=("third",)), None)[0].pin == job.pin
 
 
+def test_a_job_that_is_submitted_again_leaves_its_files_alone(run: Path, service: Service) -> None:
+    """A pin that is made and removed changes their ctime, which a merge takes for a write."""
+    pin = pin_checkpoint(run / "checkpoint-0", quota=Quota())
+    job = submit(service, run, 0, str(pin.path))
+    before = {one: one.stat().st_ctime_ns for one in (run / "checkpoint-0").iterdir()}
+    assert submit(service, run, 0) == job
+    assert {one: one.stat().st_ctime_ns for one in (run / "checkpoint-0").iterdir()} == before
+    unpin(pin)
+    again = submit(service, run, 0)
+    assert again.id == job.id
+    assert again.pin not in (None, str(pin.path))
+
+
 def test_a_completed_job_gets_no_further_pin(run: Path, service: Service) -> None:
     job = submit(service, run, 0)
     service.store.claim(time.time())

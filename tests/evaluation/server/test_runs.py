@@ -5,6 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from evaluation.running import whole_model
 from unshard.errors import UsageError
@@ -64,6 +65,19 @@ def root(tmp_path: Path) -> Path:
 def run_of(store: Store, root: Path, path: Path, **more: object) -> str:
     request = Request(str(path), "p", ("t",), **more)  # type: ignore[arg-type]
     return RunFinder(store.runs, [root]).add_run(place(request)).run_id
+
+
+def test_files_of_two_runs_are_two_runs(tmp_path: Path, root: Path) -> None:
+    """Lightning writes one file for each step into the run's directory."""
+    files = [root / run / f"epoch=0-step={step}.ckpt" for run in ("a", "b") for step in (2, 4)]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2"}, path)
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+        found = {path: run_of(store, root, path) for path in (*files, root / "a", root / "b")}
+        assert len({*found.values()}) == 2
+        assert {one.directory for one in store.runs.all()} == {str(root / "a"), str(root / "b")}
+        assert found[root / "a"] == found[files[0]] == found[files[1]]
 
 
 def test_a_directory_that_is_made_anew_is_another_run(tmp_path: Path, root: Path) -> None:

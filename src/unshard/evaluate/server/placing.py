@@ -60,7 +60,8 @@ def place(request: Request) -> Placed:
             if is_run and request.step not in {None, found.step}:
                 found = _find_step(path, request)
             path = found.step_dir
-        at, step = found.step_dir, found.step
+        is_file = found.step is not None and found.place == found.file  # Lightning's, in its run
+        at, step = found.place if is_file else found.step_dir, found.step
     folder = at.parent
     run = RunFolder.around(at).path if step is not None else None if request.run else at
     wanted = step if request.step is None else request.step

@@ -220,10 +220,22 @@ class Service:
                     self.pins.remove_unneeded(pin)
             raise
 
+    def _pin_of_job(self, request: Request) -> str | None:
+        """Return the pin of a request's job, if it has one that keeps the checkpoint.
+
+        Another pin, made and removed, would change the ctime of files that are being merged.
+        """
+        for job in self.store.alike(request):
+            if job.request.key == request.key and not job.status.is_final and self._is_kept(job):
+                return job.pin
+        return None
+
+    def _is_kept(self, job: Job) -> bool:
+        return job.pin is not None and Path(job.pin).exists() and not self.pins.list_changed(job)
+
     def _repin(self, job: Job, pin: str) -> Job:
         """Give a job the pin of its newer submission, if its own does not keep it any more."""
-        is_kept = job.pin is not None and Path(job.pin).exists() and not self.pins.list_changed(job)
-        if job.status.is_final or is_kept:
+        if job.status.is_final or self._is_kept(job):
             self.pins.remove_unneeded(pin)
             return job
         self.store.repin(job.id, pin)
@@ -249,7 +261,7 @@ class Service:
                 return given
             check_links(checkpoint, run, self.config.roots)  # the pin went since it was checked
         try:
-            return self.pins.ensure_pin(checkpoint, request.step, run)
+            return self._pin_of_job(request) or self.pins.ensure_pin(checkpoint, request.step, run)
         except ExpiredError:
             return None
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from unshard.errors import NoConfigError, OutputError, StoreError, UnshardError
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
-from unshard.fronts import Call, Command, Text
+from unshard.fronts import Call, Command
 from unshard.stores.remote_path import path_of
 from unshard.write.dirfd import write_whole
 
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 ANSWER_NAME = "merge.json"
 
-_HINT = Text(
-    "give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧; on a server: set `config` of the profile "
-    "to that file or directory"
-)
+_HINT = "set `config` of the profile, in the server's YAML, to that file or its directory"
 _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 
