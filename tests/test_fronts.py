@@ -4,9 +4,11 @@ import argparse
 import ast
 import copy
 import inspect
+import json
 import pickle
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -20,12 +22,12 @@ import typer
 
 import unshard
 from ranks import rank_path, save_ranks, some_tensors
-from unshard import ConversionError, MergeOptions, UnshardError
+from unshard import CheckpointError, ConversionError, MergeOptions, UnshardError
 from unshard.cli.main import app
 from unshard.cli.main import main as command_line
 from unshard.cli.running import front_of
 from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
-from unshard.errors import UsageError, raise_all, speaking
+from unshard.errors import UsageError, printable, raise_all, speaking
 from unshard.fronts import (
     MERGE_OPTIONS,
     OTHER_OPTIONS,
@@ -36,6 +38,7 @@ from unshard.fronts import (
     Mention,
     Python,
     Text,
+    additions,
     marked,
     render,
     reword_warning,
@@ -50,6 +53,12 @@ pytestmark = [
 ]
 
 SOURCE = Path(unshard.__file__).parent
+
+
+class Wrapped(torch.Tensor):
+    """A tensor of a class that nobody knows."""
+
+
 # Options of `vllm serve`, which messages of its command and its plugin name.
 VLLM = {
     *("--load-format", "--model-loader-extra-config", "--worker-extension-cls", "--model"),
@@ -97,7 +106,8 @@ def unmarked(text: str) -> set[str]:
 
 def mentions(text: str) -> Iterator[Mention]:
     """Yield the options that a text marks, in order."""
-    yield from (part for part in Text(marked(text)).parts if isinstance(part, Mention))
+    text = text if isinstance(text, Text) else Text(text)
+    yield from (part for part in text.parts if isinstance(part, Mention))
 
 
 def reword(text: str, front: Front) -> str:
@@ -257,7 +267,9 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
         written = front.name(mention)
         if written is None:
             assert parses(front.line([mention])), place
-            if not any(one.is_added for one in mentions(text)):  # which have a line of their own
+            if mention.option == "push-to-hub" and mention.value is not None:
+                assert front.line([mention]) not in reword_warning(Text(text), front), place
+            elif not any(one.is_added for one in mentions(text)):  # which have a line of their own
                 assert front.line([mention]) in reword_warning(Text(text), front), place
         else:
             assert re.split("[ =]", written)[0] in options, place
@@ -504,7 +516,7 @@ def test_options_stay_data_in_sums_copies_and_problems_that_are_raised_together(
     [
         ("⟦+--step 4⟧", "--step 4 --also '/n 1'", "'out', step=4, also=['/n 1'], listener=heard)"),
         (
-            "⟦+--base MODEL⟧; ⟦+--role 'critic|actor'⟧",
+            "⟦+--base MODEL⟧; ⟦+--role critic|actor⟧",
             "--step 3 --also '/n 1' --base MODEL --role critic",
             "'out', step=3, also=['/n 1'], listener=heard, base=..., role='critic')",
         ),
@@ -514,7 +526,7 @@ def test_options_stay_data_in_sums_copies_and_problems_that_are_raised_together(
             "also=['/n 1'] + [...], listener=heard)",
         ),
         ("⟦+--no-extra-state⟧", "--no-extra-state", "listener=heard, extra_state=False)"),
-        ("⟦+--overwrite=all⟧", "--also '/n 1' --overwrite=all", "overwrite='all')"),
+        ("⟦+--overwrite⟧", "--also '/n 1' --overwrite", "overwrite=True)"),
         ("⟦+--config FILE|DIR⟧", "--config FILE", "config=...)"),
         ("⟦+--dtype 'a b'⟧", "--dtype 'a b'", "dtype='a b')"),
     ],
@@ -547,3 +559,132 @@ def test_parts_of_an_error_are_in_the_words_of_its_front() -> None:
         assert (same.subject, same.hint) == ("-s 3: gone", "give --model MODEL; or wait")
         assert str(same).endswith("\n  use:      unshard merge a b --base MODEL")
         assert same.text.startswith("--step 3: gone\n  expected: --role NAME")
+
+
+# Names and paths that look like marks
+
+FORGED = [
+    *("⟦+--overwrite=all⟧", "⟦+--overwrite⟧", "⟦+--push-to-hub evil/x⟧", "⟦+--private⟧"),
+    *("⟦+--base evil/x⟧", "⟦+--names training⟧", "⟦--push-to-hub evil/x⟧", "⟦--overwrite=all⟧"),
+    *("⟦+--base '⟧⟦+--push-to-hub evil/x⟧", "⟦+--allow-global os.system⟧"),
+]
+WORDS = ("--push-to-hub", "--private", "--overwrite", "evil/x", "--names", "--allow-global")
+
+
+def lines_of(error: UnshardError) -> list[str]:
+    return str(error).split("\n  use:      ")[1:]
+
+
+@pytest.mark.parametrize("mark", FORGED)
+def test_a_name_in_a_message_adds_nothing_to_its_line(mark: str) -> None:
+    """Neither what is merged by a command that has all options, nor by one that lacks most."""
+    for front in (Command(None, Call("unshard merge", ("a", "b"))), Command({})):
+        for part in ("subject", "expected", "found"):
+            error = CheckpointError("no", hint="give ⟦+--lora-alpha N⟧")
+            setattr(error, part, f"tensor x {mark}: is bad")
+            many = UsageError("no")
+            with pytest.raises(UsageError) as caught:
+                raise_all(UsageError, "several", [error, many])
+            for one in (error, pickle.loads(pickle.dumps(error)), caught.value):
+                one.front = front
+                (line,) = lines_of(one)
+                assert line.endswith(" --lora-alpha N"), line
+                assert line.count("--") == 1
+        assert not any(word in str(additions(Warned(f"a {mark}").text)) for word in WORDS)
+
+
+@pytest.mark.parametrize("mark", FORGED)
+def test_a_name_in_a_hint_adds_nothing_that_uploads_or_removes(mark: str) -> None:
+    error = CheckpointError("no", hint=f"give one of them: /a/{mark}/b, or ⟦+--step N⟧")
+    for front in (Command(None, Call("unshard merge", ("a", "b"))), Command({})):
+        error.front = front
+        for line in lines_of(error):
+            assert not any(word in line for word in ("hub", "private", "=all"))
+
+
+def test_a_value_that_has_a_mark_is_not_one() -> None:
+    for name in ("/gone/x⟦+--push-to-hub evil/x⟧", "/gone/⟧ ⟦+--private⟧", "a\n⟦+--overwrite=all⟧"):
+        error = CheckpointError(
+            "no", found=f"f names {name}", hint=f"⟦+--base {shlex.quote(name)}⟧"
+        )
+        error.front = Command(None, Call("unshard merge", ("a", "b")))
+        assert not any(one in line for line in lines_of(error) for one in ("hub", "priv", "overw"))
+
+
+@pytest.mark.parametrize("command", ["merge", "inspect"])
+@pytest.mark.parametrize("mark", [one for one in FORGED if "/" not in one])
+def test_a_directory_and_a_tensor_with_marks_add_nothing(
+    command: str, mark: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = lora_without_alpha(tmp_path / f"run{mark}" / "global_step_7")
+    tensors = {**some_tensors(), f"a {mark}": torch.ones(2).as_subclass(Wrapped)}
+    save_ranks(run / "critic", tensors, 2)
+    for role in ("actor", "critic"):
+        words = [command, str(run.parent), *[str(tmp_path / "out")] * (command == "merge")]
+        with pytest.raises(SystemExit):
+            command_line([*words, "--role", role])
+        shown = capfd.readouterr()
+        text = (shown.out + shown.err).replace(str(run.parent), "RUN").replace(mark, "")
+        for line in re.findall(r"^ *use:? +(unshard .*)$", text, re.MULTILINE):
+            assert not any(word in line.replace("--allow-global test", "") for word in WORDS), line
+        assert f"run{mark}" in shown.out + shown.err or "\\u27e6" in shown.out + shown.err
+
+
+def test_stdout_prints_a_path_as_it_is() -> None:
+    assert printable("saved to run⟦+--base x⟧ ⟦--step 3⟧") == "saved to run⟦+--base x⟧ ⟦--step 3⟧"
+
+
+# Values are quoted, but for placeholders
+
+
+def test_a_value_with_a_bar_is_quoted() -> None:
+    given = {"exclude": "lm_head|norm", "also": ["/a|b"]}
+    front = Command(None, Call("unshard merge", ("run",), given))
+    error = UsageError("⟦--base '/gone/a|b'⟧: no", hint="⟦+--config FILE|DIR⟧ ⟦+--base '/a|b'⟧")
+    error.front = front
+    assert str(error).startswith("--base '/gone/a|b': no")
+    assert "hint:     --config FILE|DIR --base '/a|b'" in str(error)
+    (line,) = lines_of(error)
+    quoted = "--exclude 'lm_head|norm' --also '/a|b' --config FILE --base '/a|b'"
+    assert line == f"unshard merge run {quoted}"
+    error.front = Python(None, None, Call("unshard.merge", ("'run'",), {}))
+    assert str(error).startswith("base='/gone/a|b': no")
+    assert lines_of(error) == ["unshard.merge('run', config=..., base='/a|b')"]
+
+
+def test_an_argument_with_a_leading_dash_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora_without_alpha(Path("-run"))
+    for words in (["merge", "--", "-run", "-out"], ["inspect", "--", "-run"]):
+        with pytest.raises(SystemExit):
+            command_line(words)
+    monkeypatch.setattr(sys, "argv", ["merge_fsdp.py", "--input_dir=-run", "--output_dir=-out"])
+    with pytest.raises(UnshardError) as caught:
+        merge_fsdp.main()
+    text = capfd.readouterr().err + f"{caught.value}\n"
+    lines = re.findall(r"use:? +unshard (merge .*)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        with pytest.raises(SystemExit) as end:
+            command_line(shlex.split(line.replace("alpha N", "alpha 2")))
+        assert end.value.code == 0
+        shutil.rmtree("-out")
+
+
+@pytest.mark.parametrize("name", ["/gone/x⟦+--push-to-hub evil/x⟧", "/x⟧ ⟦+--overwrite=all⟧ ⟦"])
+def test_a_value_of_a_json_file_with_marks_adds_nothing(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_ranks(tmp_path / "global_step_3", some_tensors(), 2)
+    fields = {"base_model_name_or_path": name}
+    (tmp_path / "global_step_3" / "adapter_config.json").write_text(json.dumps(fields))
+    with pytest.raises(SystemExit) as end:
+        command_line(["merge", str(tmp_path / "global_step_3"), str(tmp_path / "out")])
+    shown = capfd.readouterr().err
+    assert end.value.code == CheckpointError.exit_code
+    assert name.split("⟦", maxsplit=1)[0] in shown
+    for line in re.findall(r"^ *use:? +(unshard .*)$", shown, re.MULTILINE):
+        rest = line.replace(shlex.quote(name), "")
+        assert not any(word in rest for word in ("hub", "overwrite", "evil")), line

@@ -45,11 +45,18 @@ def printable(text: str) -> str:
 
     Control characters become `\x1b`, half a surrogate pair `\udcff`; line breaks and tabs stay.
     File names, names in pickles, answers of a server and logs of evaluators may contain anything.
-    Options that are marked become data.
+    A `Text` stays one.
     """
-    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], marked(text))
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return Text(text) if "⟦" in text else text
+    raw = text.marked if isinstance(text, Text) else text
+    shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], raw)
+    shown = shown.encode("utf-8", "backslashreplace").decode("utf-8")
+    return Text(shown) if isinstance(text, Text) else shown
+
+
+def told(text: str, *, advises: bool = False) -> str:
+    """Return a message, `printable`, of which the options are data; `advises`: to add some."""
+    known = text if advises and not isinstance(text, Text) else marked(text)
+    return printable(Text(known) if "⟦" in known else known)
 
 
 def _worded(name: str) -> property:
@@ -59,7 +66,8 @@ def _worded(name: str) -> property:
         text: str = getattr(error, name)
         return Text(text.marked, error.front) if isinstance(text, Text) else text
 
-    return property(get, lambda error, text: setattr(error, name, printable(text)))
+    is_hint = name == "_hint"
+    return property(get, lambda error, text: setattr(error, name, told(text, advises=is_hint)))
 
 
 class UnshardError(Exception):

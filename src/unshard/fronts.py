@@ -7,7 +7,8 @@ the line of `unshard merge` to use instead.
 
 A plus marks an option to add: `⟦+--base MODEL⟧`. All of them together, of one message or of all
 warnings, make one line to paste: the command as it was given, with these options. Alternatives that
-exclude each other have no plus.
+exclude each other have no plus. A name or path may look like a mark: only what is a `Text`, and the
+hint of an error, advise to add options.
 """
 
 import re
@@ -41,8 +42,14 @@ _ALL = MERGE_OPTIONS | OTHER_OPTIONS
 _SEQUENCES = {spell(name) for name, one in OPTIONS.items() if get_origin(one.kind) is list}
 _IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
-_MARKED = re.compile(r"⟦(\+?)(--([a-z0-9-]+)(?:[ =]([^⟧]*))?)⟧")
-_PLAIN = re.compile(r"[\w|./,:+-]+")
+_ADVISED = (
+    "allow-global|allow-missing|allow-unexpected|also|assume-dim0|base|config|dtype|ep-size|lora|"
+    "lora-alpha|max-shard-size|names|no-extra-state|resume|role|step|weights"
+)
+_PLUS = rf"\+(?=--(?:(?:{_ADVISED})[ ⟧]|overwrite⟧))|"
+_MARKED = re.compile(rf"⟦({_PLUS})(--([a-z0-9-]+)(?:[ =]([^⟦⟧\n]*))?)⟧")
+_ADVICE = re.compile(r"⟦(?=\+|--overwrite=)")
+_PLAIN = re.compile(r"[\w./,:+-]+")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
 
 
@@ -55,6 +62,7 @@ class Mention(NamedTuple):
         value: its value, unquoted, or a placeholder: "MODEL"; None: the option alone.
         after: the value as it follows the option's name in a shell: " '/a b'", "=all", "".
         is_added: whether the text advises to add it.
+        is_exact: whether the value was quoted; if not, it may be alternatives: "actor|critic".
     """
 
     text: str
@@ -62,6 +70,13 @@ class Mention(NamedTuple):
     value: str | None
     after: str
     is_added: bool = False
+    is_exact: bool = False
+
+    @property
+    def values(self) -> list[str]:
+        """The alternatives that the value, or its placeholder, consists of."""
+        value = _ALL.get(self.option, "") if self.value is None else self.value
+        return [value] if self.is_exact else value.split("|")
 
 
 class Text(str):
@@ -86,7 +101,8 @@ class Text(str):
         for plus, text, option, given, after in zip(*(found[n::5] for n in range(5)), strict=True):
             is_quoted = given is not None and given[:1] == given[-1:] == "'"
             value = given[1:-1].replace("'\"'\"'", "'") if is_quoted else given
-            parts += [Mention(text, option, value, _after(option, value), plus == "+"), after]
+            shown = _after(option, value, is_exact=is_quoted)
+            parts += [Mention(text, option, value, shown, plus == "+", is_quoted), after]
         made = super().__new__(cls, "".join(_word(part, front) for part in parts))
         made.marked, made.parts = marked, tuple(parts)
         return made
@@ -95,7 +111,7 @@ class Text(str):
         return Text(self.marked + marked(other))
 
     def __radd__(self, other: str) -> "Text":
-        return Text(other + self.marked)
+        return Text(marked(other) + self.marked)
 
 
 def _word(part: str | Mention, front: "Front | None") -> str:
@@ -103,14 +119,15 @@ def _word(part: str | Mention, front: "Front | None") -> str:
 
 
 def marked(text: str) -> str:
-    """Return a text with the marks of its options."""
-    return text.marked if isinstance(text, Text) else text
+    """Return a text with the marks of its options; one that is no `Text` advises to add none."""
+    return text.marked if isinstance(text, Text) else _ADVICE.sub(r"\\u27e6", text)
 
 
-def _after(option: str, value: str | None) -> str:
+def _after(option: str, value: str | None, *, is_exact: bool = True) -> str:
     if value is None:
         return ""
-    quoted = value if _PLAIN.fullmatch(value) else shlex.quote(value)
+    is_plain = all(map(_PLAIN.fullmatch, [value] if is_exact else value.split("|")))
+    quoted = value if is_plain else shlex.quote(value)
     return f" {quoted}" if _ALL.get(option, "?") else f"={quoted}"
 
 
@@ -155,7 +172,8 @@ def render(text: str, front: Front) -> tuple[str, list[str]]:
     """
     worded = Text(marked(text), front)
     mentions = [part for part in worded.parts if isinstance(part, Mention)]
-    lacking = [one for one in mentions if one.option in MERGE_OPTIONS and _lacks(front, [one])]
+    own = [one for one in mentions if one.option in MERGE_OPTIONS and _lacks(front, [one])]
+    lacking = [one for one in own if one.option != "push-to-hub" or one.value is None]
     added = additions(worded)
     lines = map(front.line, [added] if added else [[one] for one in lacking])
     return str(worded), list(dict.fromkeys(filter(None, lines)))
@@ -193,14 +211,18 @@ class Command:
         """Return this command with some options, or that of `unshard merge` if it lacks one."""
         call = self.merge if self.itself is None or _lacks(self, added) else self.itself
         options = {spell(name): value for name, value in call.options.items()}
-        for option, given in dict.fromkeys((one.option, one.value) for one in added):
-            value = (_ALL.get(option, "") if given is None else given).split("|")[0] or True
+        for option, given in dict.fromkeys((one.option, one.values[0]) for one in added):
+            value = given or True
             is_list = option in _SEQUENCES
             options[option] = [*options.get(option, ()), value] if is_list else value
         writes = "overwrite" in (self.own or MERGE_OPTIONS)
         if is_done and writes and {"dry-run", "no-local"}.isdisjoint(options):
             options.setdefault("overwrite", True)
-        parts = [call.name, *map(shlex.quote, call.arguments)]
+        is_engine = call.name in {"unshard vllm", "unshard sglang"}  # with options of its own
+        parts = [call.name]
+        for at, text in enumerate(call.arguments):
+            is_path = text.startswith("-") and not (at and is_engine)
+            parts.append(shlex.quote(f"./{text}" if is_path else text))
         for option, given in options.items():
             values = given if isinstance(given, list | tuple) else [given]
             texts = (None if isinstance(value, bool) else str(value) for value in values)
@@ -227,7 +249,7 @@ class Python:
             return ""
         options = dict(call.options)
         for one in dict.fromkeys(added):
-            first = one._replace(value=one.value and one.value.split("|")[0])
+            first = one._replace(value=one.value and one.values[0], is_exact=True)
             is_list = one.option in _SEQUENCES
             name, _, value = _assigned(first, "[...]" if is_list else "...").partition("=")
             options[name] = f"{options[name]} + {value}" if is_list and name in options else value
@@ -255,7 +277,7 @@ def _assigned(mention: Mention, unknown: str) -> str:
     elif _NUMBER.fullmatch(value):
         shown = value
     else:
-        shown = repr([value]) if option in _SEQUENCES else " or ".join(map(repr, value.split("|")))
+        shown = repr([value]) if option in _SEQUENCES else " or ".join(map(repr, mention.values))
     return f"{_keyword(mention)}={shown}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unshard.errors import printable
+from unshard.errors import printable, told
 from unshard.fronts import PYTHON, reword_warning
 
 
@@ -49,7 +49,7 @@ class Warned:
 
     def __post_init__(self) -> None:
         """A note may quote a name that no stream takes."""
-        object.__setattr__(self, "text", printable(self.text))
+        object.__setattr__(self, "text", told(self.text))
 
     @property
     def message(self) -> str:

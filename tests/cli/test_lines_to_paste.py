@@ -312,7 +312,7 @@ ROWS = [
         ],
     ),
     Row("if you want the ", lambda top: roles(top, "critic")),
-    Row("choose with ⟦+--role '", lambda top: roles(top, "ref", "reward")),
+    Row("choose with ⟦+--role ", lambda top: roles(top, "ref", "reward")),
     Row("fuse the adapter: ⟦+--lora fuse⟧", biased),
     Row("the same merge with ⟦+--resume⟧ goes on", merging(floats, "--resume"), failing_at_last),
     Row("out, with a warning, by unshard average ", incomplete_step, drop_in(merge_fsdp.main)),

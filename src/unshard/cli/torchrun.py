@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from unshard.errors import IncompleteError, UnknownFormatError, UnshardError, printable
+from unshard.errors import IncompleteError, UnknownFormatError, UnshardError
 
 _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
@@ -70,7 +70,7 @@ def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> 
             "only rank 0 of this torchrun reads; if files are on the disks of other nodes, start "
             "the command once, without torchrun, with ⟦--engine ray⟧ and node:///PATH"
         )
-        error.hint = printable(error.hint + f"; {others}" if error.hint else others)
+        error.hint = error.hint + f"; {others}" if error.hint else others
 
 
 def _undo_thread_limit() -> None:

@@ -121,7 +121,7 @@ def _of_role(
         names = [_called(place, at, kept) for at in kept]
         is_clear = all(sum(at.is_called(name) for at in kept) == 1 for name in names)
         can_choose = is_clear and len(kept) <= _LISTED
-        role = f"choose with ⟦+--role '{'|'.join(names)}'⟧, or " if can_choose else ""
+        role = f"choose with ⟦+--role {'|'.join(names)}⟧, or " if can_choose else ""
         one = f"give one of them: {', '.join(str(at.weights_dir) for at in kept[:_LISTED])}"
         raise UsageError(
             f"{place} has {len(kept)} sets of weights, and none of them is the default",

@@ -119,7 +119,7 @@ def _problem(error: ValueError, where: str) -> UnshardError:
     if isinstance(error, ShortStorageError):
         return CorruptError(f"{where}: {error}")
     how = "cannot be read: " if isinstance(error, TensorFormError) else ""
-    return NotMergeableError(f"{where}: {how}{error}")
+    return NotMergeableError(f"{where}: {how}" + error.args[0])
 
 
 def start_of(archive: TorchFile, view: StorageView) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unshard.containers.pickles.records import Global, Record, Value
+from unshard.fronts import Text
 from unshard.read.torch_save.meshes import read_mesh
 from unshard.read.torch_save.table import TensorForm
 from unshard.read.torch_save.values import (
@@ -115,10 +116,8 @@ class TensorDecoder:
             return self._sharded_tensor(inner, state)
         if what := packed(args):
             raise TensorFormError(f"an instance of {kind}{what}")
-        raise TensorFormError(
-            f"an instance of {kind}, which may mean something else than its stored bytes "
-            f"(if it does not: ⟦+--allow-global {kind}⟧)"
-        )
+        what = f"an instance of {kind}, which may mean something else than its stored bytes "
+        raise TensorFormError(what + Text(f"(if it does not: ⟦+--allow-global {kind}⟧)"))
 
     def _sharded_tensor(self, args: tuple[Value, ...], state: Value) -> LocalTensor:
         """Decode a ShardedTensor.

@@ -22,6 +22,7 @@ from pathlib import Path
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CheckpointError, UnsafeError
+from unshard.fronts import Text
 from unshard.read.format import Location
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
@@ -104,7 +105,8 @@ class _Reader:
             found = plain_values(file)
             self.size += path.stat().st_size
         except UnsafeError as error:
-            hint = error.hint + "; to merge the weights without reading it: ⟦+--no-extra-state⟧"
+            without = Text("; to merge the weights without reading it: ⟦+--no-extra-state⟧")
+            hint = error.hint + without
             raise UnsafeError(error.subject, hint=hint) from error
         except CheckpointError as error:
             self._damaged.append(error.subject)

@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Self
 
-from unshard.errors import OutputError, UnshardError, printable
+from unshard.errors import OutputError, UnshardError
 from unshard.fronts import Text
 from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
@@ -339,7 +339,7 @@ def say_what_is_left(error: BaseException | None, left: Path) -> None:
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)
     elif isinstance(error, UnshardError):
-        error.hint = printable(error.hint + "; " + text if error.hint else text)
+        error.hint = error.hint + "; " + text if error.hint else text
 
 
 def _allocated(directory: Path) -> int:
