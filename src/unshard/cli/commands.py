@@ -234,9 +234,7 @@ def _parse_numbers(text: str | None) -> list[float] | None:
     include=value(str, "REGEX", _AS_MERGE, _MERGED),
     exclude=value(str, "REGEX", _AS_MERGE, _MERGED),
     lora_alpha=value(float, "ALPHA", _AS_MERGE, _MERGED),
-    config=value(
-        Path, "FILE", "config.json to convert with.  [default: the output's own]", _MERGED
-    ),
+    config=value(str, "FILE", "config.json to convert with.  [default: the output's own]", _MERGED),
 )
 def verify(
     output: Annotated[
