@@ -123,6 +123,11 @@ def marked(text: str) -> str:
     return text.marked if isinstance(text, Text) else _ADVICE.sub(r"\\u27e6", text)
 
 
+def unadvised(text: str) -> "Text":
+    """Return a text that names what it advises, for a line that must not have it."""
+    return Text(marked(text).replace("⟦+", "⟦"))
+
+
 def _after(option: str, value: str | None, *, is_exact: bool = True) -> str:
     if value is None:
         return ""

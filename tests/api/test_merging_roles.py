@@ -203,3 +203,37 @@ def test_python_names_what_merges_every_role(run: Path, tmp_path: Path) -> None:
         unshard.open_checkpoint(run, role="all")
     with pytest.raises(UsageError, match="role='all' means several models"):
         unshard.virtual(run, role="all")
+
+
+@pytest.mark.parametrize("words", [[], ["--all-steps"]])
+def test_what_one_model_needs_is_not_advised_for_every_model(
+    run: Path, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base of the critic in a line for all would replace the actor by one with its config."""
+    for step in (5, 10):
+        for role in ROLES:
+            name = f"critic's/base-{step}" if role == "critic" else "ref/base"
+            folder = run / f"global_step_{step}" / role
+            if role in {"critic", "ref"}:
+                fields = {"base_model_name_or_path": name}
+                (folder / "adapter_config.json").write_text(json.dumps(fields))
+            else:
+                (folder / "config.json").write_text('{"model_type": "odd", "dtype": "bfloat16"}')
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), str(tmp_path / "out"), "--role", "all", *words])
+    assert ended.value.code == CheckpointError.exit_code
+    told = capsys.readouterr().err
+    assert "--base ref/base" in told
+    assert "to cast them: --dtype config" in told
+    assert "use:" not in told
+    with pytest.raises(UnshardError, match="base='ref/base'") as failed:
+        unshard.merge_all(run, tmp_path / "python", role="all")
+    assert "use:" not in str(failed.value)
+
+
+def test_every_step_of_one_model_keeps_its_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["merge", str(run), str(tmp_path / "out"), "--all-steps"])
+    assert " --all-steps --base MODEL" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_steps_that_were_merged_already_can_be_skipped(
     assert [report.step for report in reports] == [15]
     assert snapshot(out / "global_step_5") == before
     with pytest.raises(SystemExit) as ended:
-        main(["merge", str(run), str(out), "--all-steps", "--skip-existing"])
+        main(["merge", str(run), str(out), "--all-steps", "--skip-existing", "--config", "none"])
     assert not ended.value.code
     told = capsys.readouterr().out
     assert f"step 5: skipped, {out / 'global_step_5'} was made from it already\n" in told

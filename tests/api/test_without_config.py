@@ -12,7 +12,7 @@ import unshard
 from command import unshard as command
 from hub_server import Hub, standing_in
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
-from unshard import CheckpointError, IncompleteError, NoConfigError, UsageError
+from unshard import CheckpointError, IncompleteError, NoConfigError, OutputError, UsageError
 from unshard.api.merging import merge_steps
 from unshard.api.options import MergeOptions
 from unshard.progress import ignore
@@ -165,3 +165,35 @@ def test_a_base_without_a_config_does_not_give_one(run: Path, tmp_path: Path) ->
         unshard.merge(run, tmp_path / "out", base=base)
     assert "base=" not in raised.value.hint
     assert unshard.merge(run, tmp_path / "out", base=base, config="none").names_checked == "base"
+
+
+@pytest.mark.parametrize("options", [{}, {"role": "all"}])
+def test_an_output_of_weights_alone_is_not_what_was_asked_for(
+    run: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    out = tmp_path / "out"
+    unshard.merge_all(run, out, config="none", **options)
+    assert unshard.merge_all(run, out, config="none", skip_existing=True, **options) == []
+    with pytest.raises(NoConfigError):
+        unshard.merge_all(run, out, skip_existing=True, **options)
+    (run / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(OutputError, match="exists already"):
+        unshard.merge_all(run, out, skip_existing=True, **options)
+    again = unshard.merge_all(run, out, skip_existing=True, overwrite=True, **options)
+    assert len(again) == 2
+    assert all((Path(one.output) / "config.json").is_file() for one in again)
+    assert unshard.merge_all(run, out, skip_existing=True, **options) == []
+
+
+def test_names_of_training_are_asked_for(run: Path, tmp_path: Path) -> None:
+    unshard.merge_all(run, tmp_path / "out", names="training")
+    assert unshard.merge_all(run, tmp_path / "out", names="training", skip_existing=True) == []
+
+
+@pytest.mark.parametrize("place", ["--config=none", "--config=FILE"])
+def test_verify_takes_weights_alone(run: Path, tmp_path: Path, place: str) -> None:
+    (tmp_path / "FILE").write_text('{"model_type": "llama"}')
+    out = unshard.merge(run, tmp_path / "out", config="none").output
+    option = place.replace("FILE", str(tmp_path / "FILE"))
+    ended = command("verify", out, "--against", str(run), option)
+    assert ended.returncode == 0, ended.stderr

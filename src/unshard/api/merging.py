@@ -31,8 +31,9 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
+from unshard.fronts import unadvised
 from unshard.keywords import MergeKeywords
-from unshard.progress import Chosen, Listener, Stage, Warned, warn
+from unshard.progress import Chosen, Event, Listener, Stage, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.showing import hearing
@@ -319,6 +320,9 @@ def merge_steps(
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
     results, is_every = list[StepResult](), options.role == EVERY_ROLE
+    listener = _one_by_one(listener) if is_every else listener
+    is_weights = options.config == "none" or options.names == "training"
+    is_weights = is_weights or options.lora == "adapter"
     sets = _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run)
     is_meant = not is_run or (is_every and len({at.step_dir for at in sets}) == 1)
     for at in sets:
@@ -328,12 +332,15 @@ def merge_steps(
         chosen = replace(options, role=at.role) if is_every else options
         one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=is_meant)
         one = replace(one, role=role) if is_every else one
-        if skip_existing and is_made_from(target, at, options.recorded):
+        is_whole = is_weights or (target / "config.json").is_file()
+        if skip_existing and is_whole and is_made_from(target, at, options.recorded):
             listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
         else:
             try:
                 one = replace(one, report=merge_checkpoint(at.path, target, chosen, listener))
             except UnshardError as error:
+                if is_every:
+                    error.subject, error.hint = map(unadvised, (error.subject, error.hint))
                 one = replace(one, error=error)
                 what = f"{one.title} could not be merged"
                 if not one.has_failed:
@@ -341,6 +348,15 @@ def merge_steps(
                 listener(Warned(f"{what}: " + error.text))
         results.append(one)
     return results
+
+
+def _one_by_one(listener: Listener) -> Listener:
+    """Return a listener to warnings about one model each: what one needs is wrong for others."""
+
+    def tell(event: Event) -> None:
+        listener(Warned(unadvised(event.text)) if isinstance(event, Warned) else event)
+
+    return tell
 
 
 def _sets_meant(

@@ -16,7 +16,7 @@ from unshard.errors import (
     UsageError,
     raise_all,
 )
-from unshard.fronts import Text, marked
+from unshard.fronts import unadvised
 from unshard.read.base import Base
 from unshard.read.beside.adapter_config import adapter_files, lora_names
 from unshard.read.beside.base_name import BaseName
@@ -158,8 +158,8 @@ def passing_over(
         what = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")  # the step is named
         passed.append(PassedOver(at.step, what))
     notes = [f"passed over {path}: it has no weights" for path in empty]
-    texts = (marked(error.text).replace("⟦+", "⟦") for _, error in incomplete)  # it need not be
-    notes += [Text(f"passed over an incomplete step: {text}") for text in texts]
+    texts = [unadvised(error.text) for _, error in incomplete]  # it need not be merged
+    notes += ["passed over an incomplete step: " + text for text in texts]
     noted = _with_notes(checkpoint, notes)
     return replace(noted, passed_over=(*checkpoint.passed_over, *passed))
 
