@@ -47,10 +47,10 @@ def printable(text: str) -> str:
     File names, names in pickles, answers of a server and logs of evaluators may contain anything.
     A `Text` stays one.
     """
-    raw = text.marked if isinstance(text, Text) else text
-    shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], raw)
-    shown = shown.encode("utf-8", "backslashreplace").decode("utf-8")
-    return Text(shown) if isinstance(text, Text) else shown
+    if isinstance(text, Text):
+        return Text(printable(text.marked))
+    text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def told(text: str, *, advises: bool = False) -> str:

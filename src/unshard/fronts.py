@@ -217,17 +217,14 @@ class Command:
         call = self.merge if self.itself is None or _lacks(self, added) else self.itself
         options = {spell(name): value for name, value in call.options.items()}
         for option, given in dict.fromkeys((one.option, one.values[0]) for one in added):
-            value = given or True
             is_list = option in _SEQUENCES
-            options[option] = [*options.get(option, ()), value] if is_list else value
+            options[option] = [*options.get(option, ()), given] if is_list else given or True
         writes = "overwrite" in (self.own or MERGE_OPTIONS)
         if is_done and writes and {"dry-run", "no-local"}.isdisjoint(options):
             options.setdefault("overwrite", True)
-        is_engine = call.name in {"unshard vllm", "unshard sglang"}  # with options of its own
-        parts = [call.name]
-        for at, text in enumerate(call.arguments):
-            is_path = text.startswith("-") and not (at and is_engine)
-            parts.append(shlex.quote(f"./{text}" if is_path else text))
+        most = 1 if call.name in {"unshard vllm", "unshard sglang"} else None  # then its options
+        paths = [re.sub("^-", "./-", one) for one in call.arguments[:most]]
+        parts = [call.name, *map(shlex.quote, [*paths, *call.arguments[len(paths) :]])]
         for option, given in options.items():
             values = given if isinstance(given, list | tuple) else [given]
             texts = (None if isinstance(value, bool) else str(value) for value in values)

@@ -1,8 +1,11 @@
 """What an overwrite may take away: never the sources, never a state of another step left behind."""
 
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -337,3 +340,72 @@ def test_the_current_directory_is_not_taken_away(
     expected = unshard.merge(step, tmp_path / "expected", config="none")
     assert names(here) - {"notes", "config.json"} == names(Path(expected.output))
     assert names(here.parent) == {"run", "out", "expected", "config.json"} & names(here.parent)
+
+
+LEFT = {"model.safetensors", "unshard.json"}
+COMPANIONS = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def merge_with_config(run: Path, out: Path) -> None:
+    """Merge a run with a config and a tokenizer; then the run has neither any more."""
+    for name in COMPANIONS:
+        (run / name).write_text('{"model_type": "llama"}')
+    unshard.merge(run, out)
+    for name in COMPANIONS:
+        (run / name).unlink()
+
+
+@pytest.mark.parametrize("overwrite", [True, "all"])
+@pytest.mark.parametrize("place", ["apart", "entered"])
+def test_weights_alone_do_not_get_the_config_of_an_earlier_merge(
+    tmp_path: Path, overwrite: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = save_ranks(tmp_path / "run", some_tensors(), 2), tmp_path / "out"
+    merge_with_config(run, out)
+    (out / "notes.txt").write_text("mine")
+    if place == "entered":
+        monkeypatch.chdir(out)
+    report = unshard.merge(run, out, overwrite=overwrite, config="none")
+    assert names(out) == LEFT | {"notes.txt"}
+    assert not any("keeps its config.json" in note for note in report.warnings)
+    assert_same(merged(out), some_tensors())
+    assert set(json.loads((out / "unshard.json").read_text())["output"]["companions"]) == set()
+
+
+@pytest.mark.parametrize("edit", ["longer", "of the same size", "by another program"])
+def test_a_config_that_was_edited_stays_beside_weights_alone(tmp_path: Path, edit: str) -> None:
+    run, out = save_ranks(tmp_path / "run", some_tensors(), 2), tmp_path / "out"
+    merge_with_config(run, out)
+    config = out / "config.json"
+    if edit == "by another program":
+        (out / "unshard.json").unlink()
+        (out / "model.safetensors").unlink()
+    text = config.read_text().replace("llama", "qwen3" if edit == "of the same size" else "mixtral")
+    config.unlink()
+    config.write_text(text)
+    later = time.time() + 1
+    os.utime(config, (later, later))
+    report = unshard.merge(run, out, overwrite=True, config="none")
+    assert config.read_text() == text
+    kept = {"tokenizer.json", "tokenizer_config.json"} if edit == "by another program" else set()
+    assert names(out) == LEFT | {"config.json"} | kept
+    assert sum("keeps its config.json" in note for note in report.warnings) == 1
+
+
+def test_companions_stay_beside_an_output_with_a_config(tmp_path: Path) -> None:
+    run, out = save_ranks(tmp_path / "run", some_tensors(), 2), tmp_path / "out"
+    merge_with_config(run, out)
+    (run / "config.json").write_text('{"model_type": "llama"}')
+    unshard.merge(run, out, overwrite=True)
+    assert names(out) == LEFT | {*COMPANIONS}
+
+
+@pytest.mark.parametrize("options", [{"names": "training"}, {"config": "none"}])
+def test_a_checkpoint_keeps_the_config_that_a_merge_in_place_gave_it(
+    tmp_path: Path, options: Any
+) -> None:
+    run = save_ranks(tmp_path / "run", some_tensors(), 2)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    unshard.merge(run, run, overwrite=True, config=tmp_path / "config.json")
+    unshard.merge(run, run, overwrite=True, **options)
+    assert json.loads((run / "config.json").read_text())["model_type"] == "llama"

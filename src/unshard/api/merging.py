@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -320,9 +321,8 @@ def merge_steps(
         UnshardError: there is no such run, or an option does not fit; nothing was made.
     """
     results, is_every = list[StepResult](), options.role == EVERY_ROLE
-    listener = _one_by_one(listener) if is_every else listener
-    is_weights = options.config == "none" or options.names == "training"
-    is_weights = is_weights or options.lora == "adapter"
+    listener = partial(_tell_alone, listener) if is_every else listener
+    alone = options.config == "none" or options.names == "training" or options.lora == "adapter"
     sets = _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run)
     is_meant = not is_run or (is_every and len({at.step_dir for at in sets}) == 1)
     for at in sets:
@@ -332,7 +332,7 @@ def merge_steps(
         chosen = replace(options, role=at.role) if is_every else options
         one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=is_meant)
         one = replace(one, role=role) if is_every else one
-        is_whole = is_weights or (target / "config.json").is_file()
+        is_whole = alone or (target / "config.json").is_file()
         if skip_existing and is_whole and is_made_from(target, at, options.recorded):
             listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
         else:
@@ -350,13 +350,9 @@ def merge_steps(
     return results
 
 
-def _one_by_one(listener: Listener) -> Listener:
-    """Return a listener to warnings about one model each: what one needs is wrong for others."""
-
-    def tell(event: Event) -> None:
-        listener(Warned(unadvised(event.text)) if isinstance(event, Warned) else event)
-
-    return tell
+def _tell_alone(listener: Listener, event: Event) -> None:
+    """Tell what is about one model of several: what it needs may be wrong for the others."""
+    listener(Warned(unadvised(event.text)) if isinstance(event, Warned) else event)
 
 
 def _sets_meant(

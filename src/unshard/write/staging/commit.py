@@ -87,7 +87,7 @@ def begin(
         status, in_place = os.fstat(old), mode is not Mode.REPLACE
         over = _paths(new) if mode is Mode.HERE else replaced
         placed = _in_order(target, old, new, over) if in_place else _paths(new)
-        goes = _replaced_or_obsolete(old, new, placed)
+        goes = _going(old, new, placed, mode)
         found = [] if lose_strangers else find_strangers(old, goes.keys() - set(replaced))
         if found and not have_same_tensors(target, old, place.path / OUTPUT, found):
             refuse_strangers(target, found)
@@ -189,13 +189,19 @@ def _paths(directory: int) -> list[str]:
     return [path for path, is_folder in walk(directory) if not is_folder]
 
 
-def _replaced_or_obsolete(old: int, new: int, placed: Collection[str]) -> dict[str, Identity]:
+def _going(old: int, new: int, placed: Collection[str], mode: Mode) -> dict[str, Identity]:
     """Return the files of a target that go, as they are.
 
-    Obsolete are weights, and training state of an earlier merge, that the output does not have.
+    Obsolete are weights, and training state of an earlier merge, that the output does not have; if
+    it has no config, also that merge's config and tokenizer, unless they were saved after it.
     """
-    record = read_record(old)
+    record, written = read_record(old), status_of(RECORD_NAME, within=old)
     known = [*find_in_the_way(old), *(record.state if record is not None else ())]
+    is_alone = mode is not Mode.IN_PLACE and status_of("config.json", within=new) is None
+    for path, size in record.sizes.items() if is_alone and record else ():
+        now = status_of(path, within=old)
+        if now and written and now.st_size == size and now.st_mtime_ns <= written.st_mtime_ns:
+            known.append(path)
     obsolete = [name for name in known if status_of(name, within=new) is None]
     found = {path: status_of(path, within=old) for path in sorted({*placed, *obsolete})}
     return {path: identity(status) for path, status in found.items() if status is not None}

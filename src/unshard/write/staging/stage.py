@@ -24,7 +24,7 @@ from unshard.plan.operations import Plan
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
-from unshard.write.companions import write_files
+from unshard.write.companions import ADAPTER_CONFIG_NAME, write_files
 from unshard.write.dirfd import opened, try_lock
 from unshard.write.stage import (
     SUSPECT,
@@ -213,7 +213,12 @@ class Staging:
             write_files({RECORD_NAME: record}, self.directory)
         with ExitStack() as quiet:
             quiet.enter_context(uninterrupted())
+            configs = [self.directory / "config.json", self.directory / ADAPTER_CONFIG_NAME]
+            is_alone = self._mode is not Mode.IN_PLACE and not any(one.exists() for one in configs)
             notes = self._take_place(replaced)
+            if is_alone and (self._target / "config.json").exists():
+                what = "which this merge did not write: the new weights would be loaded with it"
+                notes.append(f"{self._target} keeps its config.json, {what}")
             self._is_complete = True
             self._made_parents.clear()
             self._clean_up(keep=False)
