@@ -98,8 +98,9 @@ def test_nothing_is_written_in_little_memory(tmp_path: Path, size: str) -> None:
             "PYTHONDONTWRITEBYTECODE": "1",
             **dict.fromkeys(("HF_HOME", "HOME", "TMPDIR"), str(tmp_path / "home")),
         }
+        options = ("--config", "none", "--json", "--max-shard-size", size)
         done = subprocess.run(
-            [*command, "push", "ckpt", "someone/model", "--json", "--max-shard-size", size],
+            [*command, "push", "ckpt", "someone/model", *options],
             capture_output=True,
             text=True,
             check=False,

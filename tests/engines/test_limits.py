@@ -33,6 +33,10 @@ def run(*arguments: str | Path, shell_limits: str = "") -> dict[str, object]:
     return report
 
 
+def merge(*arguments: str | Path, shell_limits: str = "") -> dict[str, object]:
+    return run("merge", *arguments, "--config", "none", shell_limits=shell_limits)
+
+
 def peak_of(report: dict[str, object]) -> int:
     peak = report["peak_memory_bytes"]
     assert isinstance(peak, int)
@@ -45,7 +49,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     directory = tmp_path_factory.mktemp("idle")
     save_ranks(directory / "ckpt", {"w": torch.rand(8, 8)}, 4, placements=[Shard(1)])
     return {
-        dtype: peak_of(run("merge", directory / "ckpt", directory / dtype, "--dtype", dtype))
+        dtype: peak_of(merge(directory / "ckpt", directory / dtype, "--dtype", dtype))
         for dtype in ("keep", "bfloat16")
     }
 
@@ -73,7 +77,7 @@ def test_shards_of_later_dimensions_are_merged_in_bounded_memory(
     memory: int,
 ) -> None:
     checkpoint, tensors = wide
-    report = run("merge", checkpoint, tmp_path / "out", "--memory", str(memory), "--dtype", dtype)
+    report = merge(checkpoint, tmp_path / "out", "--memory", str(memory), "--dtype", dtype)
     assert peak_of(report) < min(LIMIT, idle[dtype] + memory + SLACK)
     expected = {n: t.bfloat16() if dtype == "bfloat16" else t for n, t in tensors.items()}
     assert_same(merged(tmp_path / "out"), expected)
@@ -99,7 +103,7 @@ def test_thousands_of_ranks_are_merged_with_64_open_files(
 ) -> None:
     checkpoint, tensors = many
     options = ("--workers", workers, "--verify", verify, "--max-shard-size", "50MB")
-    report = run("merge", checkpoint, tmp_path / "out", *options, shell_limits="ulimit -n 64;")
+    report = merge(checkpoint, tmp_path / "out", *options, shell_limits="ulimit -n 64;")
     assert report["world_size"] == 1500
     assert_same(merged(tmp_path / "out"), tensors)
     assert peak_of(report) < LIMIT
@@ -113,7 +117,7 @@ def test_a_missing_rank_among_thousands_is_named(
     lost.rename(tmp_path / "lost")
     try:
         with pytest.raises(unshard.IncompleteError, match="rank 777 of world size 1500"):
-            unshard.merge(checkpoint, tmp_path / "out")
+            unshard.merge(checkpoint, tmp_path / "out", config="none")
     finally:
         (tmp_path / "lost").rename(lost)
 
@@ -124,6 +128,6 @@ def test_transposed_locals_are_merged_in_bounded_memory(
     """Elements that are a row apart are read in runs, not one by one and not all at once."""
     tensor = torch.rand(3000, 4000)
     save_ranks(tmp_path / "ckpt", {}, 1, plain=[{"w": tensor.t().contiguous().t()}])
-    report = run("merge", tmp_path / "ckpt", tmp_path / "out", "--memory", "4MB")
+    report = merge(tmp_path / "ckpt", tmp_path / "out", "--memory", "4MB")
     assert_same(merged(tmp_path / "out"), {"w": tensor})
     assert peak_of(report) < idle["keep"] + 4_000_000 + SLACK

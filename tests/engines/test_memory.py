@@ -56,10 +56,10 @@ import unshard
 from unshard.engines.files import CACHE_BYTES
 from unshard.write.report import peak_memory
 
-small = unshard.virtual(sys.argv[2], dtype=sys.argv[3])["model.safetensors"]
+small = unshard.virtual(sys.argv[2], dtype=sys.argv[3], config="none")["model.safetensors"]
 assert small.read()  # what is imported at the first use
 before = peak_memory()
-file = unshard.virtual(sys.argv[1], dtype=sys.argv[3])["model.safetensors"]
+file = unshard.virtual(sys.argv[1], dtype=sys.argv[3], config="none")["model.safetensors"]
 block, total = bytearray(1 << 20), 0
 while count := file.readinto(block):
     total += count
@@ -171,7 +171,7 @@ def run(*arguments: str | Path) -> dict[str, int]:
 def test_a_gigabyte_is_merged_in_128_mb(
     checkpoint: Path, tmp_path: Path, options: str, times: int
 ) -> None:
-    report = run("merge", checkpoint, tmp_path / "out", *options.split())
+    report = run("merge", checkpoint, tmp_path / "out", *options.split(), "--config", "none")
     assert report["bytes_read"] == times * ROWS * COLUMNS * COUNT * 4 > 1_000_000_000
     assert report["peak_memory_bytes"] < LIMIT
     if "--dtype" in options:  # what is quantised differs
@@ -219,6 +219,6 @@ def test_five_checkpoints_of_a_gigabyte_are_averaged_in_128_mb(
         copy.mkdir()
         for file in checkpoint.iterdir():
             (copy / file.name).hardlink_to(file)
-    report = run("average", *copies, "-o", tmp_path / "out")
+    report = run("average", *copies, "-o", tmp_path / "out", "--config", "none")
     assert report["bytes_read"] == 5 * ROWS * COLUMNS * COUNT * 4
     assert report["peak_memory_bytes"] < LIMIT

@@ -184,16 +184,17 @@ def test_all_that_reads_checkpoints_reads_those_on_nodes(
     here = [str(disks.whole / "run"), str(disks.whole / "dcp")]
     there = [f"{disks.url}/run", f"{disks.url}/dcp"]
     driver.run(f"""
-unshard.merge({there[1]!r}, {str(tmp_path / "dcp")!r}, engine="ray", max_shard_size="60KB")
-unshard.average({there!r}, {str(tmp_path / "mean")!r}, engine="ray")
+bare = dict(engine="ray", config="none")
+unshard.merge({there[1]!r}, {str(tmp_path / "dcp")!r}, max_shard_size="60KB", **bare)
+unshard.average({there!r}, {str(tmp_path / "mean")!r}, **bare)
 unshard.merge({there[0]!r}, {str(tmp_path / "here")!r})
 unshard.merge("node://" + {here[0]!r}, {str(tmp_path / "shared")!r}, engine="ray")
 found = unshard.inspect({there[0]!r})
 assert (found.world_size, found.step, found.companions) == (4, 3, ("config.json",)), found
 assert unshard.verify({str(tmp_path / "here")!r}, {there[0]!r}, engine="ray").equal
 """)
-    unshard.merge(here[1], tmp_path / "dcp alone", max_shard_size="60KB")
-    unshard.average(here, tmp_path / "mean alone")
+    unshard.merge(here[1], tmp_path / "dcp alone", max_shard_size="60KB", config="none")
+    unshard.average(here, tmp_path / "mean alone", config="none")
     unshard.merge(here[0], tmp_path / "here alone")
     for name in ("dcp", "mean", "here"):
         assert contents(tmp_path / name) == contents(tmp_path / f"{name} alone")
@@ -294,7 +295,7 @@ def peak():
 
 unshard.inspect("{disks.url}/large/model.pt")
 before = peak()
-unshard.merge("{disks.url}/large/model.pt", {str(tmp_path / "out")!r}, workers=8)
+unshard.merge("{disks.url}/large/model.pt", {str(tmp_path / "out")!r}, workers=8, config="none")
 print(before, peak() - before)
 """)
     before, more = map(int, said.split()[-2:])

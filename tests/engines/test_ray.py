@@ -31,7 +31,10 @@ pytestmark = [
 ]
 
 FILES = 7
-OPTIONS = ("--engine", "ray", "--dtype", "float16", "--max-shard-size", "60KB", "--workers", "2")
+OPTIONS = (
+    *("--engine", "ray", "--dtype", "float16", "--max-shard-size", "60KB", "--workers", "2"),
+    *("--config", "none"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,10 @@ def large(tmp_path: Path) -> Path:
     return save_ranks(tmp_path / "large", weights, 2)
 
 
-UPLOADED = ("--engine", "ray", "--max-shard-size", "13MB", "--memory", "40MB", "--workers", "2")
+UPLOADED = (
+    *("--engine", "ray", "--max-shard-size", "13MB", "--memory", "40MB", "--workers", "2"),
+    *("--config", "none"),
+)
 
 
 @pytest.fixture
@@ -74,7 +80,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alone(checkpoint: Path, out: Path) -> dict[str, bytes]:
-    unshard.merge(checkpoint, out, dtype="float16", max_shard_size="60KB")
+    unshard.merge(checkpoint, out, dtype="float16", max_shard_size="60KB", config="none")
     return contents(out)
 
 
@@ -166,17 +172,18 @@ def test_a_dcp_checkpoint_and_an_average_have_the_same_files(
     given = (checkpoint, tmp_path / "dcp")
     script = f"""
 told = []
-options = dict(engine="ray", max_shard_size="60KB", listener=told.append)
+options = dict(engine="ray", max_shard_size="60KB", config="none", listener=told.append)
 unshard.merge({str(given[1])!r}, {str(tmp_path / "merged")!r}, **options)
 (total,) = (one.total_bytes for one in told if getattr(one, "name", "") == "writing")
 assert sum(one.written_bytes for one in told if isinstance(one, Advanced)) == total > 0
-unshard.average({[*map(str, given)]!r}, {str(tmp_path / "mean")!r}, engine="ray", workers=1)
+mean = dict(engine="ray", workers=1, config="none")
+unshard.average({[*map(str, given)]!r}, {str(tmp_path / "mean")!r}, **mean)
 raise SystemExit
 """
     code, said = ran(cluster, control, PATCH=script)
     assert code == 0, said
-    unshard.merge(given[1], tmp_path / "merged alone", max_shard_size="60KB")
-    unshard.average(given, tmp_path / "mean alone")
+    unshard.merge(given[1], tmp_path / "merged alone", max_shard_size="60KB", config="none")
+    unshard.average(given, tmp_path / "mean alone", config="none")
     for name in ("merged", "mean"):
         assert contents(tmp_path / name) == contents(tmp_path / f"{name} alone")
 
@@ -201,7 +208,9 @@ def test_the_files_of_a_lost_node_are_made_on_another_one(
     cluster.add(0)
     assert code == 0, said
     assert "of the work are done again" in said
-    unshard.merge(checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="60KB")
+    unshard.merge(
+        checkpoint, tmp_path / "alone", dtype="float16", max_shard_size="60KB", config="none"
+    )
     made, expected = contents(tmp_path / "out"), contents(tmp_path / "alone")
     if command == "average":
         del made["unshard.json"], expected["unshard.json"]
@@ -316,7 +325,7 @@ def test_without_ray_the_error_says_how_to_install_it(checkpoint: Path, tmp_path
 
 def damage_last_byte(checkpoint: Path, merged: Path) -> Path:
     """Merge a checkpoint, and damage a value of the output."""
-    unshard.merge(checkpoint, merged, dtype="bfloat16", max_shard_size="60KB")
+    unshard.merge(checkpoint, merged, dtype="bfloat16", max_shard_size="60KB", config="none")
     first = next(iter(sorted(merged.glob("*.safetensors"))))
     data = bytearray(first.read_bytes())
     data[-1] ^= 0x10
@@ -393,7 +402,7 @@ def test_what_a_lost_node_was_uploading_is_aborted_and_uploaded_by_another_one(
     assert "of the work are done again" in said
     assert "Traceback" not in said
     assert store.begun_uploads() == []
-    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB")
+    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB", config="none")
     assert store.files("lost") == contents(tmp_path / "alone")
 
 
@@ -423,7 +432,7 @@ HeldUpload.do = lambda self, number, *rest: self.task.do(number, *rest) if numbe
     written = {one.key for one in store.requests if one.method in ("PUT", "POST")}
     assert not {key for key in written if key.endswith(finished)}
     assert store.begun_uploads() == []
-    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB")
+    unshard.merge(large, tmp_path / "alone", max_shard_size="13MB", config="none")
     assert store.files("resumed") == contents(tmp_path / "alone")
 
 

@@ -155,9 +155,9 @@ def test_the_files_of_two_machines_are_united(store: Store, tmp_path: Path) -> N
         tmp_path / "other" / "model_world_size_2_rank_1.pt"
     )
     first, second = (store.upload(tmp_path / one, f"nodes/{one}") for one in ("ckpt", "other"))
-    unshard.merge(tmp_path / "ckpt", tmp_path / "local", also=[tmp_path / "other"])
-    unshard.merge(first, tmp_path / "remote", also=[second])
-    unshard.merge(tmp_path / "ckpt", tmp_path / "mixed", also=[second])
+    unshard.merge(tmp_path / "ckpt", tmp_path / "local", also=[tmp_path / "other"], config="none")
+    unshard.merge(first, tmp_path / "remote", also=[second], config="none")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "mixed", also=[second], config="none")
     truth = (tmp_path / "local" / "model.safetensors").read_bytes()
     for output in ("remote", "mixed"):
         assert (tmp_path / output / "model.safetensors").read_bytes() == truth
@@ -195,7 +195,10 @@ def test_the_files_of_a_merge_are_read_and_pushed(
 def test_an_object_that_is_replaced_is_noticed(store: Store, tmp_path: Path) -> None:
     place = save_ranks(tmp_path / "ckpt", {"w": torch.ones(300, 400)}, 2)
     address = store.upload(place, "replaced")
-    with unshard.virtual(address) as files, unshard.open_checkpoint(address) as checkpoint:
+    with (
+        unshard.virtual(address, config="none") as files,
+        unshard.open_checkpoint(address) as checkpoint,
+    ):
         files.check_sources()
         save_ranks(place, {"w": torch.zeros(300, 400)}, 2)
         store.upload(place, "replaced")

@@ -77,7 +77,7 @@ def sizes(spans: list[tuple[int, int]]) -> int:
 
 
 def test_the_store_copies_nearly_everything(store: Store, address: str, truth: bytes) -> None:
-    report = unshard.merge(address, url("copied"), verify="off")
+    report = unshard.merge(address, url("copied"), verify="off", config="none")
     assert store.files("copied")[WEIGHTS] == truth
     copied = [one.copied[1] for one in store.requests if one.copied]
     assert sizes(copied) == report.bytes_copied
@@ -85,7 +85,7 @@ def test_the_store_copies_nearly_everything(store: Store, address: str, truth: b
     # What is downloaded are norms, what pads them, and as much as planning alone downloads.
     read = sizes([one.range for one in store.requests if one.range])
     store.forget_requests()
-    unshard.merge(address, url("planned"), dry_run=True)
+    unshard.merge(address, url("planned"), dry_run=True, config="none")
     planned = sizes([one.range for one in store.requests if one.range])
     output = sum(len(data) for data in store.files("copied").values())
     assert read - planned <= 2 * (output - report.bytes_copied)
@@ -93,7 +93,7 @@ def test_the_store_copies_nearly_everything(store: Store, address: str, truth: b
 
 
 def test_the_report_says_how_much_was_copied(address: str) -> None:
-    done = command("merge", address, url("printed"))
+    done = command("merge", address, url("printed"), "--config", "none")
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout
     assert not [word for word in SECRETS if word in done.stdout + done.stderr]
@@ -103,11 +103,11 @@ def test_every_copy_asks_for_the_object_that_was_listed(store: Store, address: s
     tags = {
         one["ETag"] for one in store.s3.list_objects_v2(Bucket=BUCKET, Prefix="llama")["Contents"]
     }
-    unshard.merge(address, url("tags"))
+    unshard.merge(address, url("tags"), config="none")
     assert {one.copied[0] for one in store.requests if one.copied} <= tags
     store.fault = lambda one: "412" if one.copied and one.number % 5 == 0 else None
     with pytest.raises(CorruptError, match=r"rank_\d\.pt: has changed while it was being read"):
-        unshard.merge(address, url("changed"))
+        unshard.merge(address, url("changed"), config="none")
     assert store.files("changed") == {}
 
 
@@ -117,7 +117,7 @@ def test_a_store_that_does_not_copy_gets_the_bytes(
 ) -> None:
     store.fault = lambda one: status if one.copied and "partNumber=7" in one.query else None
     events: list[Event] = []
-    report = unshard.merge(address, url(f"sent-{status}"), listener=events.append)
+    report = unshard.merge(address, url(f"sent-{status}"), listener=events.append, config="none")
     assert store.files(f"sent-{status}")[WEIGHTS] == truth
     assert report.bytes_copied == 0
     assert f"the store answers {status}" in report.notes[-1]
@@ -129,7 +129,7 @@ def test_without_boto3_the_bytes_are_sent(
     store: Store, address: str, truth: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "boto3.session", None)
-    report = unshard.merge(address, url("sent"))
+    report = unshard.merge(address, url("sent"), config="none")
     assert store.files("sent")[WEIGHTS] == truth
     assert report.bytes_copied == 0
     assert not [one for one in store.requests if one.copied]
@@ -138,8 +138,8 @@ def test_without_boto3_the_bytes_are_sent(
 def test_what_is_cast_is_sent_and_what_is_on_disk_too(
     store: Store, address: str, local: Path, truth: bytes
 ) -> None:
-    assert unshard.merge(address, url("cast"), dtype="bfloat16").bytes_copied == 0
-    assert unshard.merge(local, url("disk")).bytes_copied == 0
+    assert unshard.merge(address, url("cast"), dtype="bfloat16", config="none").bytes_copied == 0
+    assert unshard.merge(local, url("disk"), config="none").bytes_copied == 0
     assert store.files("disk")[WEIGHTS] == truth
     assert not [one for one in store.requests if one.copied]
 
@@ -157,7 +157,7 @@ def test_a_fault_that_passes_is_not_noticed(
 
     store.fault = once
     folder = f"passing-{part.strip('&?=')}-{fault}".replace(" ", "-")
-    report = unshard.merge(address, url(folder))
+    report = unshard.merge(address, url(folder), config="none")
     assert not left
     assert store.files(folder)[WEIGHTS] == truth
     assert report.bytes_copied
@@ -168,7 +168,7 @@ def test_a_store_that_fails_for_good_is_an_error_and_nothing_is_left(
 ) -> None:
     store.fault = lambda one: "400" if "partNumber=2" in one.query else None
     with pytest.raises(StoreError, match="400") as caught:
-        unshard.merge(address, url("failed"))
+        unshard.merge(address, url("failed"), config="none")
     assert not [secret for secret in SECRETS if secret in f"{caught.value!r} {caught.value}"]
     assert store.files("failed") == {}
 
@@ -180,5 +180,5 @@ def test_an_interrupted_merge_leaves_nothing(store: Store, address: str) -> None
 
     store.fault = fault
     with pytest.raises(KeyboardInterrupt):
-        unshard.merge(address, url("interrupted"), listener=ignore)
+        unshard.merge(address, url("interrupted"), listener=ignore, config="none")
     assert store.files("interrupted") == {}

@@ -76,7 +76,7 @@ def test_bodies_that_always_end_early_are_an_error(
 ) -> None:
     store.fault = lambda one: "half" if one.range and one.key.endswith("rank_1.pt") else None
     with pytest.raises(StoreError, match=r"rank_1\.pt: (the connection was cut|every answer ends)"):
-        unshard.merge(address, tmp_path / "out")
+        unshard.merge(address, tmp_path / "out", config="none")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +191,7 @@ def test_the_memory_stays_bounded(served: Store, tmp_path: Path, dtype: str) -> 
     tensor = torch.zeros(8192, 4096)
     place = save_ranks(tmp_path / "ckpt", {f"w{n}": tensor for n in range(3)}, 2)
     large = served.upload(place, "large")
-    done = command("merge", large, tmp_path / "out", "--dtype", dtype, "--json")
+    done = command("merge", large, tmp_path / "out", "--dtype", dtype, "--config", "none", "--json")
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout.split('"peak_memory_bytes":')[1].split(",")[0])
     assert 0 < peak < MEMORY
