@@ -329,7 +329,7 @@ def test_a_push_to_the_hub_needs_a_disk(store: Store, tmp_path: Path) -> None:
 
 MERGE = """
 import json, sys, unshard
-report = unshard.merge(*sys.argv[1:], listener=lambda event: None)
+report = unshard.merge(*sys.argv[1:], config="none", listener=lambda event: None)
 print(json.dumps([report.bytes_written, report.peak_memory_bytes]))
 """
 
@@ -356,7 +356,7 @@ def test_nothing_is_written_to_disk_in_little_memory(store: Store, tmp_path: Pat
     assert sorted(tmp_path.rglob("*")) == before
     written, peak = json.loads(done.stdout)
     assert written > 320_000_000 > MEMORY > peak
-    with unshard.virtual(tmp_path / "ckpt", listener=ignore) as files:
+    with unshard.virtual(tmp_path / "ckpt", config="none", listener=ignore) as files:
         truth = files["model.safetensors"].read()
     assert store.files("memory/out")["model.safetensors"] == truth
     assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]

@@ -18,10 +18,12 @@ def test_a_merge_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, place
     target = tmp_path / place
     seen: set[str] = set()
     for number in range(500):
-        unshard.merge(checkpoint, target, overwrite=True)
+        unshard.merge(checkpoint, target, overwrite=True, config="none")
 
         def merge() -> None:
-            unshard.merge(checkpoint, target, overwrite=True, dtype="float16", workers=1)
+            unshard.merge(
+                checkpoint, target, overwrite=True, dtype="float16", workers=1, config="none"
+            )
 
         alive = survives(number, merge)
         age(tmp_path)

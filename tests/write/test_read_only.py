@@ -13,15 +13,17 @@ import unshard
 from another_user import another_user, open_directory
 from ranks import save_ranks, snapshot, some_tensors
 from unshard.errors import OutputError
+from unshard.keywords import MergeKeywords
 from unshard.progress import ignore
 
 pytestmark = pytest.mark.slow
 
+BARE = ("--config", "none")
 COMMANDS = {
-    "new": ("merge", "ckpt", "out"),
-    "overwrite": ("merge", "ckpt", "old", "--overwrite"),
-    "in place": ("merge", "ckpt", "ckpt", "--overwrite"),
-    "average": ("average", "ckpt", "ckpt2", "out"),
+    "new": ("merge", "ckpt", "out", *BARE),
+    "overwrite": ("merge", "ckpt", "old", "--overwrite", *BARE),
+    "in place": ("merge", "ckpt", "ckpt", "--overwrite", *BARE),
+    "average": ("average", "ckpt", "ckpt2", "out", *BARE),
     "reshard": ("reshard", "ckpt", "out", "--world-size", "3"),
 }
 
@@ -32,7 +34,9 @@ def place() -> Iterator[Path]:
     with open_directory() as place:
         save_ranks(place / "ckpt", some_tensors(), 2)
         save_ranks(place / "ckpt2", some_tensors(1), 2)
-        unshard.merge(place / "ckpt", place / "old", dtype="float16", listener=ignore)
+        unshard.merge(
+            place / "ckpt", place / "old", dtype="float16", config="none", listener=ignore
+        )
         yield place
 
 
@@ -43,10 +47,11 @@ def everything(place: Path) -> object:
 def refusals(place: Path, target: Path) -> list[OutputError]:
     """Return what a merge, an average and a reshard raise."""
     first, second, new = place / "ckpt", place / "ckpt2", place / "new"
+    options: MergeKeywords = {"overwrite": True, "config": "none"}
     found = []
     for made in (
-        lambda: unshard.merge(first, target, overwrite=True, listener=ignore),
-        lambda: unshard.average([first, second], target, overwrite=True, listener=ignore),
+        lambda: unshard.merge(first, target, listener=ignore, **options),
+        lambda: unshard.average([first, second], target, listener=ignore, **options),
         lambda: unshard.reshard(first, new, world_size=3, listener=ignore),
     ):
         with pytest.raises(OutputError) as caught:
@@ -104,7 +109,7 @@ def test_a_checkpoint_by_another_path_is_still_the_checkpoint(place: Path) -> No
     """A directory that is mounted twice has two paths, as one has where case is ignored."""
     (place / "again").mkdir()
     mount = f"mount --bind {place / 'ckpt'} {place / 'again'}"
-    done = run_mounted(place, mount, ("merge", "again", "ckpt", "--overwrite"))
+    done = run_mounted(place, mount, ("merge", "again", "ckpt", "--overwrite", *BARE))
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (place / "ckpt").glob("model*")} == {
         "model_world_size_2_rank_0.pt",
@@ -114,7 +119,7 @@ def test_a_checkpoint_by_another_path_is_still_the_checkpoint(place: Path) -> No
     before = everything(place)
     mount = f"mount --bind {place / 'old'} {place / 'again'}"
     for overwrite in ("--overwrite", "--overwrite=all"):
-        done = run_mounted(place, mount, ("merge", "again", "old", overwrite))
+        done = run_mounted(place, mount, ("merge", "again", "old", overwrite, *BARE))
         assert done.returncode == 5, done.stderr
         assert "contains the weights that are merged" in done.stderr
     assert everything(place) == before
