@@ -43,7 +43,7 @@ def grow(what: str, directory: Path, rounds: int) -> list[dict[str, Any]]:
         for row, (checkpoint, files) in zip(rows, places, strict=True):
             read_once(files)
             merge = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(output)]
-            taken = probe([*merge, "--quiet"], output)
+            taken = probe([*merge, "--config", "none", "--quiet"], output)
             if taken.pop("exit_code"):
                 raise RuntimeError(output.with_suffix(".log").read_text(encoding="utf-8"))
             row["rounds"].append(taken)
