@@ -146,8 +146,8 @@ def test_only_a_profile_that_needs_a_config_looks_for_the_base_that_training_rec
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "base"}')
     checkpoint = save_ranks(tmp_path / "run" / "global_step_1", some_tensors(), 2)
-    settings = json.dumps({"base_model": str(tmp_path / "base")})
-    (tmp_path / "run" / "settings.json").write_text(settings)
+    settings = json.dumps({"base_model": str(tmp_path / "base")})  # as axolotl's YAML
+    (tmp_path / "run" / "config.yaml").write_text(settings)
     model = prepare(merger, job(checkpoint), tmp_path)
     assert not (model / "config.json").exists()
     model = prepare(merger, job(checkpoint), tmp_path, LmEvalProfile())
