@@ -190,8 +190,10 @@ def _documents(path: Path) -> Iterator[object]:
     else:
         text = "".join(_CARD.findall(text)) if path.suffix == ".md" else text
         for document in _read_yaml(text):
-            is_wandb = path.parent.name == "files" and isinstance(document, dict)
-            yield {k: _at(v, ["value"]) for k, v in document.items()} if is_wandb else document
+            if path.parent.name == "files" and isinstance(document, dict):  # of W&B
+                yield {name: _at(one, ["value"]) for name, one in document.items()}
+            else:
+                yield document
 
 
 def _read_yaml(text: str) -> list[object]:
