@@ -96,7 +96,7 @@ class UnshardError(Exception):
     @property
     def text(self) -> str:
         """The whole message as it was written: with the options of `unshard merge`."""
-        text = "" + self.subject
+        text: str = "" + self.subject
         text += "\n  expected: " + self.expected if self.expected else ""
         text += "\n  found:    " + self.found if self.found else ""
         text += "\n  hint:     " + self.hint if self.hint else ""

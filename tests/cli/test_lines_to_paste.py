@@ -279,16 +279,21 @@ def of_family(model_type: str, name: str) -> Callable[[Path], Path]:
 ROWS = [
     Row("to cast them: ⟦+--dtype config⟧", merging(lambda top: floats(top, "bfloat16"))),
     Row(
-        "tensor names are kept as trained; to get the names of a model on the hub: ⟦+--base MODEL⟧",
+        "⟦+--base MODEL⟧",
         merging(lambda top: floats(top, model_type="unheard-of")),
     ),
     Row("merge them with ⟦+--lora fuse⟧, or leave", merging(adapter_beside)),
     Row("leave it out with ⟦+--lora ignore⟧", merging(lambda top: adapter_beside(top, "IA3"))),
     Row("that the adapter was trained with: ⟦+--lora-alpha N⟧", merging(lora)),
     Row("⟦+--base ⟧", merging(lambda top: lora(top, whole=False, alpha=2))),
-    Row("to write the output all the same: ⟦+--allow-", base_that_differs),
+    Row("⟦+--allow-", base_that_differs),
     Row("⟦+--base ⟧", merging(bare)),
     Row("⟦+--config FILE⟧", base_without_config),
+    Row("give that model and the adapter's alpha: ", merging(lambda top: lora(top, whole=False))),
+    Row(
+        "keep its matrices as training has them: ⟦+--lora keep⟧",
+        merging(lambda top: lora(top, whole=False), "--names", "training"),
+    ),
     Row("name it: ⟦+--base MODEL⟧", merging(floats, "--dtype", "base")),
     Row("or give a config: ⟦+--config FILE|DIR⟧", merging(floats, "--dtype", "config")),
     Row("name that node's directory: ⟦+--also DIR⟧", lambda top: on_two_nodes(top, ".metadata")),

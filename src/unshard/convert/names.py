@@ -278,11 +278,10 @@ def _notes(
     tensors: Mapping[str, Recipe], rules: _NamingRules, base: frozenset[str] | None
 ) -> Iterator[str]:
     if base is None and rules.unknown:
-        mark = "+" if any(rules.model_types) else ""  # without a config, they are so on purpose
-        yield Text(
-            f"{rules.unknown}: tensor names are kept as trained; "
-            f"to get the names of a model on the hub: ⟦{mark}--base MODEL⟧"
-        )
+        give = "⟦--base MODEL⟧"  # without a config, names are so on purpose
+        give = "⟦+--base MODEL⟧" if any(rules.model_types) else give
+        what = "tensor names are kept as trained; to get the names of a model on the hub"
+        yield Text(f"{rules.unknown}: {what}: {give}")
     for advice in ADVICE if base is None else ():
         if not set(rules.model_types).isdisjoint(advice.model_types.split()):
             there = any(advice.present in name for name in tensors)

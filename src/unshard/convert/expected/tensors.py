@@ -66,7 +66,6 @@ def check_expected(
     changed, wrong = _other_shapes(tensors, expected)
     lost = _lost_experts(tensors, expected, missing) if missing or wrong else ""
     problems, notes, advice = [], [], lost or expected.advice
-    mark = "" if wrong or "⟦" in advice else "+"  # with another model's config, it does not help
     for kind, names, allowed in (
         ("missing", missing, allow_missing),
         ("unexpected", unexpected, allow_unexpected),
@@ -79,7 +78,8 @@ def check_expected(
                 ConversionError(
                     f"{kind.capitalize()} key(s) in state_dict: {_listed(names)}",
                     expected=f"the tensors of {expected.name}",
-                    hint=f"{advice}; to write the output all the same: ⟦{mark}--allow-{kind}⟧",
+                    hint=f"{advice}; to write the output all the same: "
+                    + (f"⟦--allow-{kind}⟧" if wrong or "⟦" in advice else f"⟦+--allow-{kind}⟧"),
                 )
             )
     if wrong:
