@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from unshard import showing
-from unshard.fronts import PYTHON, Call, Command, Front
+from unshard.fronts import PYTHON, Call, Command, Front, Text
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
 from unshard.showing import human_size, listening, plain
 
@@ -237,7 +237,7 @@ def test_warnings_end_with_one_line_that_has_all_they_advise(
     front = Command(None, Call("unshard merge", ("a", "b c"), {"step": 3}))
     with listening(quiet=False, front=front) as listener:
         for text in ("cast: ⟦+--dtype config⟧", "see ⟦--role x⟧", "add ⟦+--also DIR⟧"):
-            listener(Warned(text))
+            listener(Warned(Text(text)))
     *warnings, line = capsys.readouterr().err.splitlines()
     assert warnings == [
         "warning: cast: --dtype config",
@@ -247,6 +247,6 @@ def test_warnings_end_with_one_line_that_has_all_they_advise(
     use = "use: unshard merge a 'b c' --step 3 --dtype config --also DIR --overwrite"
     assert line == use
     with pytest.raises(KeyError), listening(quiet=False, front=front) as listener:
-        listener(Warned("cast: ⟦+--dtype config⟧"))
+        listener(Warned(Text("cast: ⟦+--dtype config⟧")))
         raise KeyError
     assert "use:" not in capsys.readouterr().err

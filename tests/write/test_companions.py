@@ -297,7 +297,7 @@ def test_config_and_tokenizer_are_found_where_trainers_put_them(
 # What a trainer writes of the base model, in which file.
 NAMING = {
     "adapter_config.json": '{"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen3-8B"}',
-    "args.json": '{\n "model": "x",\n "model_id_or_path": "Qwen/Qwen3-8B"\n}',
+    "args.json": '{\n "model": null,\n "model_id_or_path": "Qwen/Qwen3-8B"\n}',
     "axolotl.yaml": "# base_model: no/no\nbase_model: Qwen/Qwen3-8B  # the base\n",
     "config.yaml": "actor_rollout_ref:\n  model:\n    path: Qwen/Qwen3-8B\n    lora: 0\n",
     "run.toml": '[model]\nattn = "flash"\nname = "Qwen/Qwen3-8B"\n',
@@ -351,20 +351,18 @@ model_name = "org/judge"
 [teacher.model]
 name = "org/teacher"
 """
-OVERRIDES = "- critic.model.path=org/critic-base\n- actor_rollout_ref.model.path=org/policy-base\n"
 # A file's text, and the base of the actor and of the critic that it names.
 ROLES: dict[str, tuple[str, str | None, str | None]] = {
     "verl.yaml": (VERL, "org/policy-base", "org/critic-base"),
-    "overrides.yaml": (OVERRIDES, "org/policy-base", "org/critic-base"),
     "skyrl.yaml": (SKYRL, "org/policy-base", "org/critic-base"),
     "areal.yaml": ("critic:\n  path: org/c\nactor:\n  path: org/a\n", "org/a", "org/c"),
     "prime.toml": (PRIME_RL, "org/policy-base", None),
     "one.yaml": ("model_name_or_path: org/policy-base\n", "org/policy-base", None),
-    "critic.json": ('{"critic": {"model": {"path": "org/critic-base"}}}', None, "org/critic-base"),
-    "two.json": ('{"base_model": "org/one", "model_name": "org/two"}', None, None),
+    "critic.yaml": ('{"critic": {"model": {"path": "org/critic-base"}}}', None, "org/critic-base"),
+    "two.yml": ('{"base_model": "org/one", "model_name_or_path": "org/two"}', None, None),
     "two.yaml": ("a:\n  model_name: org/one\nb:\n  model_name: org/two\n", None, None),
-    "deep.json": ('{"x": {"model_name": "org/eval"}, "base_model": "org/a"}', "org/a", None),
-    "broken.json": ('{"base_model": "org/one"', None, None),
+    "deep.yaml": ('{"x": {"model_name": "org/eval"}, "base_model": "org/a"}', "org/a", None),
+    "train_config.json": ('{"base_model": "org/one"', None, None),
     "broken.toml": ('base_model = "org/one"\n[', None, None),
 }
 
@@ -378,18 +376,19 @@ def test_the_base_that_is_named_is_that_of_the_role(tmp_path: Path, name: str, r
     found = " ".join(unshard.inspect(tmp_path, role=role).warnings)
     expected = bases[role == "critic"]
     assert (f"{name} names {expected}, but it is not on this machine" in found) == bool(expected)
-    assert (f"give it with base='{expected}' or" in found) == bool(expected)
+    give = f"base='{expected}' or config=…" if role == "actor" else "config=…"
+    assert (f"give it with {give}" in found) or not expected
 
 
 def test_a_config_next_to_a_critic_names_its_own_base(tmp_path: Path) -> None:
     critic = save_ranks(tmp_path / "global_step_1" / "critic", some_tensors(), 2)
-    (critic / "args.json").write_text('{"_name_or_path": "org/critic-base"}', encoding="utf-8")
+    (critic / "args.json").write_text('{"model": "org/critic-base"}', encoding="utf-8")
     (tmp_path / "config.yaml").write_text("base_model: org/policy-base\n", encoding="utf-8")
     found = " ".join(unshard.inspect(critic).warnings)
     assert "args.json names org/critic-base, but it is" in found
 
 
-@pytest.mark.parametrize("text", ["model_name: null", "base_model: ${oc.env:M}", "model_name: x"])
+@pytest.mark.parametrize("text", ["base_model: null", "base_model: ''", "model_name: x"])
 def test_what_is_not_a_model_is_not_named_as_one(tmp_path: Path, text: str) -> None:
     save_ranks(tmp_path / "run" / "step_1" / "actor", some_tensors(), 2)
     (tmp_path / "run" / "config.yaml").write_text(text, encoding="utf-8")
