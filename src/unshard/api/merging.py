@@ -322,7 +322,6 @@ def merge_steps(
     """
     results, is_every = list[StepResult](), options.role == EVERY_ROLE
     listener = partial(_tell_alone, listener) if is_every else listener
-    alone = options.config == "none" or options.names == "training" or options.lora == "adapter"
     sets = _sets_meant(given_path(run, "the run"), options, listener, is_run=is_run)
     is_meant = not is_run or (is_every and len({at.step_dir for at in sets}) == 1)
     for at in sets:
@@ -332,7 +331,7 @@ def merge_steps(
         chosen = replace(options, role=at.role) if is_every else options
         one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=is_meant)
         one = replace(one, role=role) if is_every else one
-        is_whole = alone or (target / "config.json").is_file()
+        is_whole = not options.needs_config or (target / "config.json").is_file()
         if skip_existing and is_whole and is_made_from(target, at, options.recorded):
             listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
         else:

@@ -208,6 +208,12 @@ class MergeOptions:
         return Choice(self.step, role, self.weights)
 
     @property
+    def needs_config(self) -> bool:
+        """Whether the output is to be a model that transformers loads, which needs a config."""
+        is_model = self.names == "hub" and self.lora != "adapter"
+        return is_model and self.config != "none"
+
+    @property
     def resources(self) -> Resources:
         """Workers and memory."""
         return Resources(self.workers or default_workers(), size_in_bytes(str(self.memory)))

@@ -218,7 +218,7 @@ def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkp
     """Return a checkpoint with what it needs of the one base that its trainer's files name."""
     companions = checkpoint.companions
     has_config, is_alone = companions.config_file is not None, is_adapter(checkpoint)
-    if options.config == "none" or options.lora == "adapter" or (has_config and not is_alone):
+    if not options.needs_config or (has_config and not is_alone):
         return checkpoint
     found = find_base_names(checkpoint.location)
     named = found[0] if len(found) == 1 else None
@@ -244,9 +244,9 @@ def refuse_unloadable(sources: Sources, options: MergeOptions) -> None:
 
     `--config none` and `--names training` write such weights on purpose.
     """
-    last, is_wanted = sources.last, options.names == "hub" and options.lora != "adapter"
-    is_open = last.config is None and options.config != "none" and not last.catalog.recorded
-    if is_wanted and is_open and not is_adapter(last):  # which have errors of their own
+    last = sources.last
+    is_open = last.config is None and not last.catalog.recorded
+    if options.needs_config and is_open and not is_adapter(last):  # which have errors of their own
         raise no_config(last, NoConfigError, "; for the weights alone: ⟦--config none⟧")
 
 
