@@ -61,8 +61,8 @@ def sections_of(parent: Any) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Return a text for Markdown, of which nothing is a tag or emphasis; `code` stays code."""
-    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    """Return a text for Markdown: nothing is a tag, emphasis or `[text] [link]`; `code` is."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()).replace("] [", r"] \["))
     parts[::2] = [one.replace("<", "&lt;").replace("*", r"\*") for one in parts[::2]]
     return "".join(parts)
 
