@@ -13,7 +13,7 @@ from evaluation.running import whole_model
 from megatron_cases import unpack
 from ranks import rank_path, save_ranks, some_tensors
 from trainers import dcp_under
-from unshard.evaluate.trainer.completeness import CheckpointFinder, why_incomplete
+from unshard.api.following.finder import CheckpointFinder, why_incomplete
 from unshard.read.finding.discover import discover
 from unshard.read.format import Choice, Location
 from unshard.read.whole_files.reader import WHOLE_FILES
@@ -124,9 +124,9 @@ def test_a_step_without_the_weights_keeps_back_no_other(
         place = lmms(tmp_path, step)
         if step != 10:
             save_ranks(place / "pytorch_ema_model_fsdp_0", some_tensors(), 2)
-    finder = CheckpointFinder(tmp_path, weights="ema")
+    finder = CheckpointFinder(tmp_path, Choice(weights="ema"))
     assert [steps(finder) for _ in range(3)] == [[], [5, 15], []]
-    assert caplog.text.count("step 10 is not submitted yet") == 1
+    assert caplog.text.count("step 10 is not taken yet") == 1
 
 
 def test_a_step_with_a_critic_only_keeps_back_no_actor(tmp_path: Path) -> None:
@@ -320,14 +320,12 @@ def test_reasons_name_the_step_that_they_are_about(
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10" / "notes.txt").touch()
     lmms(tmp_path, 20)
-    finder = CheckpointFinder(tmp_path, weights="ema")
+    finder = CheckpointFinder(tmp_path, Choice(weights="ema"))
     assert [steps(finder) for _ in range(3)] == [[], [], []]
     first, second = (record.message for record in caplog.records)
-    assert first.startswith(
-        f"step 10 is not submitted yet: {tmp_path}/checkpoint-10: no checkpoint"
-    )
+    assert first.startswith(f"step 10 is not taken yet: {tmp_path}/checkpoint-10: no checkpoint")
     assert "\n" not in first + second
-    assert second.startswith("step 20 is not submitted yet: ")
+    assert second.startswith("step 20 is not taken yet: ")
     assert "has no ema weights" in second
     caplog.clear()
     place = lmms(tmp_path, 30)
@@ -357,7 +355,7 @@ def test_a_step_that_is_written_for_minutes_is_told_in_one_line(
         assert [steps(finder) for _ in range(2)] == [[step], []]
     said = [record.message for record in caplog.records]
     assert [one.partition(" yet: ")[0] for one in said] == [
-        "step 10 is not submitted",
+        "step 10 is not taken",
         "step 20 is not complete",
     ]
     assert not any("\n" in one for one in said)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from unshard.api.following.finder import CheckpointFinder
 from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import BASE_STEP
@@ -21,7 +22,6 @@ from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamp
 from unshard.evaluate.pins.pin import Quota, list_pins
 from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
-from unshard.evaluate.trainer.completeness import CheckpointFinder
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.served_run import ServedRun, name_steps
 from unshard.evaluate.trainer.spool import Spool, request_key
@@ -87,7 +87,9 @@ class Watching:
         self._every = config.eval_steps if config.eval_strategy == "steps" else None
         if config.eval_strategy == "no":
             log.warning("eval_strategy is no: nothing is submitted")
-        self._finders = {one: CheckpointFinder(self.run, weights=one) for one in config.weights}
+        self._finders = {
+            one: CheckpointFinder(self.run, Choice(weights=one)) for one in config.weights
+        }
         self._complete: dict[Path, set[str]] = {}
         self._ready: dict[Path, Location] = {}  # neither submitted nor left out, lowest step first
         self._asked: set[Path] = set()  # of those, which had no job when they became ready

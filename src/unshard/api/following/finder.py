@@ -8,7 +8,7 @@ must also be whole as a merge reads it: no file, rank or tensor is missing.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +22,8 @@ from unshard.errors import (
     UnshardError,
     UsageError,
 )
-from unshard.evaluate.jobs import WeightsName
-from unshard.evaluate.trainer.marks import MARKS, unfinished_lmms
 from unshard.read.finding.discover import all_steps, step_numbers
+from unshard.read.finding.marks import MARKS, unfinished_lmms
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
@@ -37,15 +36,22 @@ class CheckpointFinder:
 
     Args:
         run: the directory of the steps.
-        weights: "model" or "ema".
+        choice: which weights are meant, and whose; by default the model's.
+        tell: is called with what a user should know.
 
     Attributes:
         reasons: why the last look did not return a step that is there, by step.
     """
 
-    def __init__(self, run: Path, *, weights: WeightsName = "model") -> None:
+    def __init__(
+        self,
+        run: Path,
+        choice: Choice | None = None,
+        tell: Callable[[str], object] = log.warning,
+    ) -> None:
         self._run = run
-        self._choice = Choice(None, None, weights)
+        self._choice = choice or Choice(weights="model")
+        self._tell = tell
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
         self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
         self._seen: set[Path] = set()
@@ -74,7 +80,7 @@ class CheckpointFinder:
     def _warn(self, why: str) -> None:
         """Log why a checkpoint is not found, once."""
         if why not in self._warned:
-            log.warning("%s", why)
+            self._tell(why)
         self._warned.add(why)
 
     def _pass_over(self, step: int, what: str, why: str) -> None:
@@ -86,7 +92,7 @@ class CheckpointFinder:
         self.reasons[step] = f"{what} yet: {why}"
         is_late = any(later > step for later in self._done)
         if step not in self._told or (is_late and self._told[step] != why):
-            log.warning("step %s is %s yet: %s", step, what, why)
+            self._tell(f"step {step} is {what} yet: {why}")
             self._told[step] = why
 
     def _steps(self) -> list[Location]:
@@ -110,7 +116,7 @@ class CheckpointFinder:
             try:
                 found += self._found(replace(self._choice, step=number))
             except (UnshardError, OSError) as error:
-                self._pass_over(number, "not submitted", str(error))
+                self._pass_over(number, "not taken", str(error))
         return found
 
     def _found(self, choice: Choice) -> list[Location]:
@@ -167,7 +173,7 @@ def _why_unread(location: Location) -> str | None:
     except StoreError:
         raise
     except UnshardError as error:
-        log.info("%s: submitted, although it cannot be read: %s", location.path, error)
+        log.info("%s: taken, although it cannot be read: %s", location.path, error)
     return None
 
 

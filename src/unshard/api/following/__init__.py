@@ -1,0 +1,1 @@
+"""Merge each checkpoint of a run as soon as it is complete."""
