@@ -13,7 +13,10 @@ from unshard.fronts import PYTHON, reword_warning
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage begins; `total_bytes` is what it will write, 0 where that is not known."""
+    """A stage begins; `total_bytes` is what it will write, 0 where that is not known.
+
+    Without a name, nothing is under way until the next one.
+    """
 
     name: str
     total_bytes: int = 0

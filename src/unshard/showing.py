@@ -176,7 +176,7 @@ def _as_lines(clock: Clock) -> Listener:
         nonlocal stage, written, began, printed
         match event:
             case Stage(name, total):
-                if total or stage.name:
+                if name and (total or stage.name):
                     _say(f"{name} {human_size(total)}" if total else name)
                 stage, written = event, 0
                 began = printed = clock()
@@ -233,6 +233,7 @@ def _as_bar(bars: "type[tqdm]") -> Iterator[Listener]:
                 bar.close()
                 look = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc}"}
                 look |= {"ascii": "-#", "ncols": _terminal_width(), "position": 0}
+                look |= {} if name else {"disable": True}
                 bar = bars(desc=name, total=total, file=stderr, leave=False, miniters=1, **look)
             case Advanced(count):
                 bar.update(count)

@@ -8,7 +8,7 @@ This module imports little: what it imports is imported before there are handler
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -44,6 +44,24 @@ def raise_them() -> None:
     for number in _ENDING:
         if signal.getsignal(number) is _end:
             signal.signal(number, _raise)
+
+
+@contextmanager
+def ending_softly(ask: Callable[[], object]) -> Iterator[None]:
+    """Have the first SIGTERM call `ask` only; the next one raises. Elsewhere change nothing."""
+    if signal.getsignal(signal.SIGTERM) is not _raise:
+        yield
+        return
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, _raise)
+        ask()
+
+    signal.signal(signal.SIGTERM, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, _raise)
 
 
 def ignore() -> None:

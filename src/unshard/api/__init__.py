@@ -4,6 +4,7 @@ Type checkers take a name that is imported `as` itself for an exported one.
 """
 
 from unshard.api.averaging import average as average
+from unshard.api.following.following import follow as follow
 from unshard.api.inspecting import Inspection as Inspection
 from unshard.api.inspecting import inspect as inspect
 from unshard.api.merging import merge as merge

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from unshard import signals
+from unshard.cli.following import FOLLOWING, FollowKeywords, check_following, follow
 from unshard.cli.options import (
     CHECKPOINT,
     OUTPUT,
@@ -58,7 +59,7 @@ _AS_MERGE = "As given to merge.  [default: from unshard.json]"
 _log = logging.getLogger(__name__)
 
 
-@taking(MergeKeywords)
+@taking(FollowKeywords, but=(), **FOLLOWING)
 def merge(
     checkpoint: CheckpointArgument,
     output: Annotated[
@@ -96,10 +97,13 @@ def merge(
     options = api.MergeOptions(**keywords_of(MergeKeywords, given))
     what = (checkpoint, output or output_option, options)
     several = "--all-steps" if all_steps else "--role all" if options.role == EVERY_ROLE else ""
+    check_following(given, several or "--no-local" * no_local)
     if skip_existing and not several:
         raise UsageError("--skip-existing needs --all-steps")
     repo = _repo_without_output(options, what[1], several) if no_local else None
     with _working(quiet=quiet, front=front_of(merge, locals())) as listener:
+        if given["follow"]:
+            raise typer.Exit(follow(*what, given, listener, as_json=as_json, quiet=quiet))
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(

@@ -74,19 +74,36 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
     for report in reports:
         print_report(report, as_json=False, quiet=False)
     for one in steps:
-        if one.report is None and one.error is None:
-            print(f"{one.title}: skipped, {one.output} was made from it already")
-        elif one.error is not None:
-            why = "failed" if one.has_failed else "passed over"
-            print(f"{one.title}: {why}: " + one.error.subject)
+        _print_outcome(one)
     failed = sum(one.has_failed for one in steps)
     what = "steps" if steps[0].role is None else "models"
     print(f"{len(reports)} of {len(steps)} {what} merged" + (f", {failed} failed" * bool(failed)))
 
 
+def print_step(one: "StepResult", *, as_json: bool, quiet: bool) -> None:
+    """Print what became of one step: for people, or as a JSON object in a line of its own."""
+    if as_json:
+        print(json.dumps(_step_fields(one)))
+    elif not quiet:
+        if one.report is not None:
+            print_report(one.report, as_json=False, quiet=False)
+        _print_outcome(one)
+    sys.stdout.flush()
+
+
+def _print_outcome(one: "StepResult") -> None:
+    """Print why a step was not merged, if it was not."""
+    if one.report is None and one.error is None:
+        print(f"{one.title}: skipped, {one.output} was made from it already")
+    elif one.error is not None:
+        why = "failed" if one.has_failed else "passed over"
+        print(f"{one.title}: {why}: " + one.error.subject)
+
+
 def _step_fields(one: "StepResult") -> dict[str, object]:
     if one.report is not None:
-        return fields_of(one.report)
+        failed = {} if one.error is None else {"failed": one.error.text}
+        return fields_of(one.report) | failed
     fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
     fields |= {} if one.role is None else {"role": one.role}
     if one.error is None:

@@ -91,6 +91,8 @@ def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
 def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
     """Upload files of a finished output to a repository, which is made if need be; return its URL.
 
+    `repo` may be REPO@BRANCH; the branch is made if need be, too.
+
     Other weight and index files in the repository are removed, as `--overwrite` does on disk:
     otherwise transformers might load the old ones. A model card in the directory goes along;
     where neither it nor the repository has one, one is made. An existing public repository is
@@ -102,7 +104,9 @@ def push(directory: Path, repo: str, names: Collection[str], *, private: bool, b
     paths = {name: directory / name for name in (*names, CARD_NAME)}
     files = {name: path for name, path in paths.items() if path.is_file()}
     only = "".join(f" --include {shlex.quote(name)}" for name in names)
-    again = f"`hf upload {repo} {shlex.quote(str(directory))} .{only}"
+    name, _, branch = repo.partition("@")
+    again = f"`hf upload {name} {shlex.quote(str(directory))} .{only}"
+    again += f" --revision {branch}" if branch else ""
     again += " --private`" if private else "`"
     with _pushing(repo, f"the output itself, complete, in {directory}", again, bars=bars):
         return _upload(files, repo, private=private)
@@ -180,12 +184,15 @@ def _upload(
 
     if get_token() is None:
         raise _NotPushed("there is no token", "`hf auth login`, or set HF_TOKEN, then: ")
-    api = HfApi()
-    made = api.create_repo(repo, private=private or None, exist_ok=True)
+    api, (name, _, branch) = HfApi(), repo.partition("@")
+    revision = branch or None
+    made = api.create_repo(name, private=private or None, exist_ok=True)
     place = made.repo_id
     if private and not api.repo_info(place).private:
         raise _NotPushed("the repository exists already and is public", "make it private, then: ")
-    there = api.list_repo_files(place)
+    if revision is not None:
+        api.create_branch(place, branch=revision, exist_ok=True)
+    there = api.list_repo_files(place, revision=revision)
     size = sum(map(_size, files.values()))
     listener(Stage("hashing", size))
     additions = [CommitOperationAdd(name, source) for name, source in files.items()]  # type: ignore[arg-type]  # any BufferedIOBase
@@ -193,13 +200,14 @@ def _upload(
         card = _make_card(_read(files[RECORD_NAME]), place)
         additions.append(CommitOperationAdd(CARD_NAME, card.encode()))
     listener(Stage("uploading", size))
-    api.preupload_lfs_files(place, additions, free_memory=False)
+    api.preupload_lfs_files(place, additions, revision=revision, free_memory=False)
     check()
     stale = [name for name in there if is_weight_file(name) and name not in files]
     commit = api.create_commit(
         place,
         [*additions, *map(CommitOperationDelete, stale)],
         commit_message="Upload model merged by unshard",
+        revision=revision,
     )
     _confirm(api, place, additions, commit.oid)
     return str(made)

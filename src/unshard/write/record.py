@@ -56,11 +56,19 @@ class OutputRecord:
 def read_record(directory: int) -> OutputRecord | None:
     """Return the record in an open directory; None without one that unshard wrote."""
     try:
-        whole = json.loads(read_file(RECORD_NAME, within=directory))
+        return parse_record(read_file(RECORD_NAME, within=directory))
+    except OSError:
+        return None
+
+
+def parse_record(record: bytes) -> OutputRecord | None:
+    """Return what a record lists; None if unshard did not write it."""
+    try:
+        whole = json.loads(record)
         version, output = whole["unshard"], whole["output"]
         companions, state = output.get("companions"), output.get("training_state", [])
         sizes = {**output["files"], **(companions or {})}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(version, str) or not isinstance(state, list):
         return None

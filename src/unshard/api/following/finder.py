@@ -10,6 +10,7 @@ must also be whole as a merge reads it: no file, rank or tensor is missing.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -22,13 +23,28 @@ from unshard.errors import (
     UnshardError,
     UsageError,
 )
-from unshard.read.finding.discover import all_steps, step_numbers
+from unshard.read.finding.discover import all_steps, discover, step_numbers
 from unshard.read.finding.marks import MARKS, unfinished_lmms
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
 
+_JUST_WRITTEN = "just written"
+
 log = logging.getLogger(__name__)
+
+
+def check_run(run: Path) -> None:
+    """Raise a UsageError if a path is a checkpoint itself; a run need not exist yet."""
+    try:
+        found = discover(run, Choice(None, "actor", None))
+    except (UnshardError, OSError):
+        return  # no checkpoint yet
+    place = run.resolve()
+    if not step_numbers(place) and not any(place in one.step_dir.parents for one in found):
+        raise UsageError(
+            f"{run} is a checkpoint", expected="the directory of the run's checkpoints"
+        )
 
 
 class CheckpointFinder:
@@ -59,6 +75,19 @@ class CheckpointFinder:
         self._warned: set[str] = set()
         self._told: dict[int, str] = {}  # the reason that was logged last, by step
         self.reasons: dict[int, str] = {}
+
+    def stamp(self, location: Location) -> str:
+        """Return a digest of the files of a checkpoint; "" if it is gone."""
+        try:
+            found = {(Path(path).name, facts) for path, facts in _status_of(location.path).items()}
+        except (OSError, StoreError):
+            return ""
+        return blake2b(repr(sorted(found)).encode(), digest_size=8).hexdigest()
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether the last look found a step that had changed since the one before."""
+        return _JUST_WRITTEN in self.reasons.values()
 
     def look(self) -> list[Location]:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
@@ -136,7 +165,7 @@ class CheckpointFinder:
             if before != now or now == self._unread.get(place):
                 if location.step is not None:
                     is_new = before != now
-                    self.reasons[location.step] = "just written" if is_new else "not complete yet"
+                    self.reasons[location.step] = _JUST_WRITTEN if is_new else "not complete yet"
                 return False
             why = why_incomplete(location)
             if why is None and isinstance(place, RemotePath):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from unshard.api.following.finder import CheckpointFinder
-from unshard.errors import StoreError, UnshardError, UsageError
+from unshard.api.following.finder import CheckpointFinder, check_run
+from unshard.errors import StoreError, UsageError
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import BASE_STEP
 from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
@@ -26,7 +26,6 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.served_run import ServedRun, name_steps
 from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
-from unshard.read.finding.discover import discover, step_numbers
 from unshard.read.format import Choice, Location
 from unshard.stores.remote_path import path_of
 
@@ -79,7 +78,7 @@ class Watching:
         is_again: bool = False,
     ) -> None:
         self.run = path_of(run).absolute()
-        self._check_is_run()
+        check_run(self.run)
         config = replace(config, run=config.run or RunFolder(self.run).name)
         self._folder = RunFolder(self.run if directory is None else directory.absolute())
         self._lock = self._hold()
@@ -232,17 +231,6 @@ class Watching:
         return Submitter(
             config, self._folder.path, acts=True, logs_refusals=False, checkpoints=self.run
         )
-
-    def _check_is_run(self) -> None:
-        try:
-            found = discover(self.run, Choice(None, "actor", None))
-        except (UnshardError, OSError):
-            return  # no checkpoint yet
-        place = self.run.resolve()
-        if not step_numbers(place) and not any(place in one.step_dir.parents for one in found):
-            raise UsageError(
-                f"{self.run} is a checkpoint", expected="the directory of the run's checkpoints"
-            )
 
     def _collect(self) -> None:
         """Queue the checkpoints that are complete with all sets of weights."""

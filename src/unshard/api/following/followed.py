@@ -1,0 +1,122 @@
+"""What a follower has done of a run, in a file of its output that outlives the process.
+
+A step is known by the name of its output, and by a stamp of the checkpoint's files: a trainer that
+goes back saves a step of the same number again.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from unshard._version import __version__
+from unshard.containers.json_file import json_object
+from unshard.errors import CorruptError, OutputError, UsageError
+from unshard.read.step_names import STATE_FOLDER
+from unshard.stores.objects import create, etag_now
+from unshard.stores.remote_path import RemotePath, look_again
+from unshard.write.dirfd import try_lock, write_whole
+
+_NAME = "followed.json"
+_LOCK = "follow.lock"
+
+
+class Done(NamedTuple):
+    """A step that was done.
+
+    Attributes:
+        step: its number.
+        saved_ns: when its trainer wrote it, where that is known.
+        stamp: of the checkpoint's files.
+        options: those that shaped the output, as JSON.
+    """
+
+    step: int
+    saved_ns: int
+    stamp: str
+    options: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What is greater for a step that was saved later."""
+        return self.saved_ns, self.step
+
+
+class Followed:
+    """The steps that were done, of the outputs in one directory; held by one process at a time.
+
+    Args:
+        output: the directory of the outputs, or its address in an object store.
+
+    Attributes:
+        steps: by the names of their outputs.
+
+    Raises:
+        UsageError: another process follows a run into it.
+        CorruptError: the file cannot be read.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._file = output / STATE_FOLDER / _NAME
+        self._etag: str | None = None
+        self._lock = -1
+        if not isinstance(output, RemotePath):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._file.with_name(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
+            if not try_lock(self._lock):
+                os.close(self._lock)
+                raise self._taken()
+        self.steps = self._read()
+
+    def close(self) -> None:
+        """Let another process follow into the same directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    def add(self, name: str, done: Done) -> None:
+        """Record that a step is done.
+
+        Raises:
+            OutputError, StoreError: it cannot be written.
+            UsageError: another process has written there.
+        """
+        self.steps[name] = done
+        data = (json.dumps({"unshard": __version__, "done": self.steps}, indent=1) + "\n").encode()
+        if not isinstance(self._file, RemotePath):
+            try:
+                write_whole(self._file, data)
+            except OSError as error:
+                what = f"{self._file}: cannot be written: {error.strerror or error}"
+                raise OutputError(what, hint="free some space, or check permissions") from error
+            return
+        written = create(self._file.bucket, self._file.key, data, instead_of=self._etag)
+        if written is None:
+            raise self._taken()
+        self._etag = written.etag
+
+    def _read(self) -> dict[str, Done]:
+        look_again(self._file)
+        if not self._file.exists():
+            return {}
+        if isinstance(self._file, RemotePath):
+            self._etag = etag_now(self._file.bucket, self._file.key)
+        done = json_object(self._file).get("done")
+        try:
+            fields = done if isinstance(done, Mapping) else {}
+            return {
+                name: Done(int(step), int(saved_ns), str(stamp), str(options))
+                for name, (step, saved_ns, stamp, options) in fields.items()
+            }
+        except (TypeError, ValueError) as error:
+            raise CorruptError(
+                f"{self._file}: does not say which steps were done",
+                hint="remove it: outputs that are there are not made again",
+            ) from error
+
+    def _taken(self) -> UsageError:
+        where = self._file.parent.parent
+        return UsageError(
+            f"{where}: another process follows a run into this directory",
+            hint="give another output, or end that process",
+        )
