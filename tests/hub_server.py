@@ -37,6 +37,8 @@ class Repo:
 class Hub:
     """What the stand-in holds; `failing` maps a part of a path to the status that it gets.
 
+    A branch is a repository of its own here: OWNER/NAME@BRANCH.
+
     `role` is that of its one token: write, read or fineGrained. Files in `ignored` are accepted and
     not committed. Large files are uploaded in parts of `part_bytes`, if that is not 0.
     """
@@ -49,6 +51,7 @@ class Hub:
     role: str = "write"
     ignored: set[str] = field(default_factory=set)
     part_bytes: int = 0
+    heads: dict[str, str] = field(default_factory=dict)  # which repository has a commit
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
         """Return status and JSON for a request."""
@@ -63,12 +66,12 @@ class Hub:
             self.blobs[oid] = b"".join(self.blobs.pop(f"{oid}/{n + 1}") for n in range(len(parts)))
             return 200, {}
         route, _, query = path.partition("?")
-        if match := re.fullmatch(
-            r"/api/models/([^/]+/[^/]+)/tree/(?:main|[0-9a-f]{40})/?(.*)", route
-        ):
-            folder, is_deep = unquote(match[2]), "recursive=true" in query.lower()
+        if route == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([\w-]+)/?(.*)", route):
+            folder, is_deep = unquote(match[3]), "recursive=true" in query.lower()
             repo, start = (
-                self.repos.get(match[1], Repo(private=False)),
+                self.repos.get(self._at(match[1], match[2]), Repo(private=False)),
                 f"{folder}/" if folder else "",
             )
             found = _tree(repo, start, is_deep=is_deep)
@@ -82,16 +85,29 @@ class Hub:
             return 200, {"type": "user", "name": "someone", "orgs": orgs, "auth": token}
         if route == "/api/repos/create":
             return self._create(json.loads(body))
-        if route == "/api/validate-yaml":
-            return 200, {"errors": [], "warnings": []}
         if re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", route):
             return self._batch(json.loads(body))
-        match = re.fullmatch(
-            r"/api/models/([^/]+/[^/]+)(?:/([\w-]+)/(?:main|[0-9a-f]{40}))?", route
-        )
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([\w-]+)/([\w-]+))?", route)
         if match is None or match[1] not in self.repos:
             return 404, {"error": route}
-        return self._about(self.repos[match[1]], match[1], match[2], body)
+        name = self._at(match[1], match[3] or "main")
+        if match[2] == "branch":
+            return self._branch(match[1], name)
+        return self._about(self.repos[name], name, match[2], body)
+
+    def _at(self, name: str, revision: str) -> str:
+        """Return what has a revision: a branch, or the branch of a commit."""
+        if re.fullmatch("[0-9a-f]{40}", revision):
+            return self.heads.get(revision, name)
+        return name if revision == "main" else f"{name}@{revision}"
+
+    def _branch(self, name: str, branch: str) -> tuple[int, object]:
+        """Make a branch, which begins with the files of the main one."""
+        if branch in self.repos:
+            return 409, {"error": "Reference already exists"}
+        main = self.repos[name]
+        self.repos[branch] = Repo(main.private, dict(main.files))
+        return 200, {}
 
     def _about(self, repo: Repo, name: str, what: str | None, body: bytes) -> tuple[int, object]:
         match what:
@@ -161,7 +177,9 @@ class Hub:
                     raise AssertionError(line)
         repo.files = files
         repo.commits += summaries
-        oid = hashlib.sha1(str(len(repo.commits)).encode()).hexdigest()  # noqa: S324 (as git's)
+        text = f"{name} {len(repo.commits)}"
+        oid = hashlib.sha1(text.encode()).hexdigest()  # noqa: S324 (as git's)
+        self.heads[oid] = name
         return 200, {"commitUrl": f"{self.address}/{name}/commit/{oid}", "commitOid": oid}
 
 

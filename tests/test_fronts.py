@@ -228,7 +228,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "plugins/vllm": VLLM,
         "plugins/sglang": SGLANG,
         "read/megatron": {"--ckpt-convert-format"},  # of Megatron
-        "write/hub": {"--include"},  # of `hf upload`
+        "write/hub": {"--include", "--revision"},  # of `hf upload`
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
@@ -277,7 +277,7 @@ def check(front: Front, text: str, options: set[str], place: str) -> None:
 
 
 def test_python_names_parameters_that_its_functions_have() -> None:
-    functions = (unshard.merge, unshard.average, unshard.verify, unshard.merge_all)
+    functions = (unshard.merge, unshard.average, unshard.verify, unshard.merge_all, unshard.follow)
     known = {name for one in functions for name in inspect.signature(one).parameters}
     for place, text in texts().items():
         rendered = reword(text, PYTHON)

@@ -37,9 +37,12 @@ MERGE_OPTIONS = {
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""
 OTHER_OPTIONS = {"load": "", "against": "PATH", "coefficients": "X,Y", "last": "N", "every": "N"}
 OTHER_OPTIONS |= dict.fromkeys(("atol", "rtol", "ema-decay"), "X")
-"""Those of `verify` and `average`, which have functions in Python too."""
+OTHER_OPTIONS |= {"follow": "", "keep": "N", "exec": "CMD", "retry": "N", "idle": "TIME"}
+OTHER_OPTIONS |= {"interval": "SECONDS"}
+"""Those of `verify`, `average` and `merge --follow`, which have functions in Python too."""
 _ALL = MERGE_OPTIONS | OTHER_OPTIONS
 _SEQUENCES = {spell(name) for name, one in OPTIONS.items() if get_origin(one.kind) is list}
+_FUNCTIONS = {"all-steps": "unshard.merge_all", "follow": "unshard.follow"}
 _IN_PYTHON = {option: keyword for keyword, option in _SPELLED.items()}
 
 _ADVISED = (
@@ -270,8 +273,8 @@ def _keyword(mention: Mention) -> str:
 def _assigned(mention: Mention, unknown: str) -> str:
     """Write an option as Python does; `unknown` if no value is given."""
     option, value = mention.option, mention.value
-    if option == "all-steps":
-        return "unshard.merge_all"
+    if option in _FUNCTIONS:
+        return _FUNCTIONS[option]
     if value is None and not _ALL[option]:
         shown = str(option != "no-extra-state")
     elif value in (None, _ALL[option], "N") or _ALL[option].startswith(f"{value}|"):

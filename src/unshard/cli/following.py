@@ -85,8 +85,7 @@ def follow(
     """Follow a run, and print each step; return the exit code of the first step that failed."""
     from unshard.api.following.following import Following, follow_steps
 
-    named = {("command" if one == "exec" else one): given[one] for one in FOLLOWING}
-    how = Following(**{name: one for name, one in named.items() if name != "follow"})  # type: ignore[arg-type]
+    how = Following(**{one: given[one] for one in FOLLOWING if one != "follow"})  # type: ignore[arg-type]
     asked, code = list[bool](), 0
     with signals.ending_softly(lambda: asked.append(True)):
         for one in follow_steps(

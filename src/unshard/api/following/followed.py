@@ -67,7 +67,11 @@ class Followed:
             if not try_lock(self._lock):
                 os.close(self._lock)
                 raise self._taken()
-        self.steps = self._read()
+        try:
+            self.steps = self._read()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let another process follow into the same directory."""

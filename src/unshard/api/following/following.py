@@ -28,7 +28,7 @@ from unshard.read.format import EVERY_ROLE, Location
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
-from unshard.stores.remote_path import RemotePath, as_given
+from unshard.stores.remote_path import RemotePath, as_given, look_again
 from unshard.write.discarding import discard
 from unshard.write.hub import check_repo, push
 from unshard.write.record import parse_record
@@ -50,7 +50,7 @@ class Following:
 
     newest: bool = False
     keep: int | None = None
-    command: str | Sequence[str] | None = None
+    exec: str | Sequence[str] | None = None
     retry: int = 0
     until: int | None = None
     idle: float | str | None = None
@@ -63,8 +63,8 @@ class Following:
             raise UsageError(f"⟦--retry {self.retry}⟧: at least 0 is needed")
         if not (isfinite(self.interval) and self.interval > 0):
             raise UsageError(f"⟦--interval {self.interval}⟧: seconds above 0 are needed")
-        if self.command is not None:
-            object.__setattr__(self, "command", command_of(self.command))
+        if self.exec is not None:
+            object.__setattr__(self, "exec", command_of(self.exec))
         if self.idle is not None:
             object.__setattr__(self, "idle", seconds_of(self.idle))
 
@@ -84,7 +84,7 @@ def follow(
     *,
     newest: bool = False,
     keep: int | None = None,
-    command: str | Sequence[str] | None = None,
+    exec: str | Sequence[str] | None = None,  # noqa: A002 (as the option is called)
     retry: int = 0,
     until: int | None = None,
     idle: float | str | None = None,
@@ -105,7 +105,7 @@ def follow(
         newest: of several steps take the highest first, not the lowest.
         keep: leave the outputs of the N steps that were saved last, and remove others that this
             made, if they have nothing but what unshard wrote. Steps saved before are not merged.
-        command: a command to run for each output: its arguments, or a text that is split like a
+        exec: a command to run for each output: its arguments, or a text that is split like a
             shell's. "{output}" and "{step}" are replaced. It may run twice for a step if this
             process was killed meanwhile.
         retry: how many times to try a step again whose merge, upload or command failed.
@@ -126,7 +126,7 @@ def follow(
     how = Following(
         newest=newest,
         keep=keep,
-        command=command,
+        exec=exec,
         retry=retry,
         until=until,
         idle=idle,
@@ -259,7 +259,7 @@ class _Follower:
             if self._options.overwrite:
                 return False
             what = "outputs that were made with other options are left as they are; to make them"
-            self._warn(Text(f"{what} again: ⟦+--overwrite⟧"))
+            self._warn(Text(f"{what} again: ⟦--overwrite⟧"))
         self._highest = max(self._highest, one.step)
         return True
 
@@ -336,16 +336,17 @@ class _Follower:
             names = [RECORD_NAME, *(record.sizes if record is not None else ())]
             repo = f"{self._repo}@step-{step}"
             push(target, repo, names, private=self._private, bars=False)
-        if self._how.command is not None:
+        if self._how.exec is not None:
             self._listener(Stage("running the command"))
             path = target if isinstance(target, RemotePath) else target.absolute()
-            run_command(self._how.command, output=str(path), step=step)
+            run_command(self._how.exec, output=str(path), step=step)
 
     def _retain(self) -> None:
         """Remove the outputs of earlier steps than are kept."""
         if self._how.keep is None:
             return
         steps = sorted(self._followed.steps.items(), key=lambda item: item[1].order)
+        look_again(self._output)
         for name, _ in steps[: -self._how.keep]:
             try:
                 if (self._output / name).exists():

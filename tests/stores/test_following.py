@@ -1,0 +1,120 @@
+"""A run is followed into an object store, and one that is in a store."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unshard
+from bucket_server import BUCKET, Request, Store
+from evaluation.runs import checkpoint
+from unshard import OutputError, UnshardError, UsageError
+from unshard.api.following.followed import Done, Followed
+from unshard.errors import StoreError
+from unshard.progress import Event, Warned
+from unshard.stores.remote_path import path_of
+from unshard.write.discarding import discard
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.xdist_group("a bucket"),
+]
+
+
+def follow(run: str | Path, out: str | Path, **options: Any) -> list[int | None]:
+    options = {"idle": 0.3, "interval": 0.05, "config": "none"} | options
+    return [one.step for one in unshard.follow(run, out, **options)]
+
+
+def steps(store: Store, folder: str) -> list[str]:
+    return sorted({name.partition("/")[0] for name in store.files(folder)} - {"_unshard"})
+
+
+def test_outputs_in_a_store_are_made_once_and_the_last_are_kept(
+    store: Store, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", f"s3://{BUCKET}/followed"
+    for step in (5, 10, 15):
+        checkpoint(run, step)
+    assert follow(run, out, keep=2) == [5, 10, 15]
+    assert steps(store, "followed") == ["checkpoint-10", "checkpoint-15"]
+    unshard.merge(run / "checkpoint-15", tmp_path / "out", config="none")
+    truth = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert store.files("followed")["checkpoint-15/model.safetensors"] == truth
+    before = store.files("followed")
+    assert follow(run, out, keep=2) == []
+    assert store.files("followed") == before
+
+
+def test_a_run_in_a_store_is_followed_to_a_disk(store: Store, tmp_path: Path) -> None:
+    for step in (5, 10):
+        made = checkpoint(tmp_path / "run", step)
+        store.upload(made, f"trained/{made.name}")
+    run, out = f"s3://{BUCKET}/trained", tmp_path / "out"
+    assert follow(run, out) == [5, 10]
+    assert follow(run, out) == []
+    assert (out / "checkpoint-10" / "model.safetensors").exists()
+
+
+def test_an_object_that_others_wrote_keeps_an_output(store: Store, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", f"s3://{BUCKET}/strange"
+    for step in (5, 10):
+        checkpoint(run, step)
+    follow(run, out)
+    store.s3.put_object(Bucket=BUCKET, Key="strange/checkpoint-5/results.json", Body=b"{}")
+    before, heard = store.files("strange/checkpoint-5"), list[Event]()
+    checkpoint(run, 15)
+    assert follow(run, out, keep=1, listener=heard.append) == [15]
+    assert store.files("strange/checkpoint-5") == before
+    assert steps(store, "strange") == ["checkpoint-15", "checkpoint-5"]
+    assert [one for one in heard if isinstance(one, Warned) and "results.json" in one.message]
+
+
+def test_what_was_no_output_is_not_removed(store: Store) -> None:
+    store.s3.put_object(Bucket=BUCKET, Key="other/file", Body=b"1")
+    with pytest.raises(OutputError, match="is left"):
+        discard(path_of(f"s3://{BUCKET}/other"))
+    assert store.files("other") == {"file": b"1"}
+
+
+def test_a_removal_takes_the_config_first_and_the_record_last(store: Store, tmp_path: Path) -> None:
+    made = checkpoint(tmp_path / "run", 5)
+    (made / "config.json").write_text(json.dumps({"model_type": "x"}))
+    address = f"s3://{BUCKET}/removed/checkpoint-5"
+    unshard.merge(made, address, allow_missing=True, allow_unexpected=True)
+    whole = set(store.files("removed/checkpoint-5"))
+    assert {"config.json", "model.safetensors", "unshard.json"} <= whole
+    left = list[set[str]]()
+    for _ in whole:
+        asked = iter(range(99))
+
+        def second_fails(request: Request, asked: Iterator[int] = asked) -> str | None:
+            return "403" if request.method in {"POST", "DELETE"} and next(asked) else None
+
+        store.fault = second_fails
+        with suppress(StoreError):
+            discard(path_of(address))
+        store.fault = lambda _: None
+        left.append(set(store.files("removed/checkpoint-5")))
+    assert left[0] == whole - {"config.json"}
+    assert left[-2:] == [{"unshard.json"}, set()]
+
+
+def test_the_second_process_in_a_store_ends_before_it_forgets_a_step(store: Store) -> None:
+    assert store.endpoint
+    place = path_of(f"s3://{BUCKET}/shared")
+    first, second = Followed(place), Followed(place)
+    done = Done(5, 0, "a", "{}")
+    first.add("checkpoint-5", done)
+    with pytest.raises(UsageError, match="another process follows a run into this directory"):
+        second.add("checkpoint-10", done)
+    assert list(Followed(place).steps) == ["checkpoint-5"]
+
+
+def test_outputs_in_a_store_are_not_pushed(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run", 5)
+    with pytest.raises(UnshardError, match="needs outputs on a disk"):
+        follow(tmp_path / "run", f"s3://{BUCKET}/pushed", push_to_hub="someone/model")
