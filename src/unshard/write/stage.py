@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
@@ -28,6 +28,10 @@ Counts = Counter[int]
 
 Finished = Callable[[int, Overflows], None]
 """Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
+
+
+class BusyError(OutputError):
+    """Another process is making this output now."""
 
 
 SUSPECT = OutputError | ChangedError
@@ -119,6 +123,22 @@ class Stage(Protocol):
 
         Raises:
             OutputError: it may not.
+        """
+
+    def turn(
+        self, is_made: Callable[[], bool], listener: Listener, /
+    ) -> AbstractContextManager[None]:
+        """Wait until this process may enter the stage, or the output is made.
+
+        As long as the context lasts, no other process that asked for its turn enters a stage of
+        this target. A place that cannot promise that raises a `BusyError` when it is entered.
+
+        Args:
+            is_made: whether the output is there; it is asked again and again.
+            listener: is told, once, which process is waited for.
+
+        Raises:
+            OutputError: nothing can be made there.
         """
 
     def __enter__(self) -> Self: ...
