@@ -120,6 +120,7 @@ class MergeKeywords(VirtualKeywords, total=False):
 
     overwrite: bool | Literal["all"]
     resume: bool
+    reuse: bool
     push_to_hub: str | None
     private: bool
     dry_run: bool
@@ -264,6 +265,11 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "resume": Option(
             "Go on with the finished files of an interrupted merge to the same output, and leave "
             "them if this one is interrupted.",
+            kind=bool,
+        ),
+        "reuse": Option(
+            "Use the output if it was made from this checkpoint with these options. If another "
+            "process is making it, wait for it; if that one dies, go on with its files.",
             kind=bool,
         ),
         "push_to_hub": Option("Upload the output to this repository, too.", "REPO"),

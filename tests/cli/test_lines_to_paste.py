@@ -254,7 +254,7 @@ def failing_at_last(arguments: list[str]) -> None:
         raise unshard.StoreError("the store is away")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unshard.api.merging.verify_output", fail)
+        patch.setattr("unshard.api.completing.verify_output", fail)
         command_line(arguments)
 
 

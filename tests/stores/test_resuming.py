@@ -239,12 +239,12 @@ def test_ceph_compares_tags_without_their_quotes_and_does_not_tell_that_of_an_up
 def test_an_output_that_differs_is_removed(
     store: Store, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unshard.api import merging
+    from unshard.api import completing
 
     def wrong(*_: object) -> None:
         raise OutputError("it differs")
 
-    monkeypatch.setattr(merging, "verify_output", wrong)
+    monkeypatch.setattr(completing, "verify_output", wrong)
     with pytest.raises(OutputError, match="it differs"):
         merge(checkpoint, "differs")
     assert store.files("differs") == {}

@@ -319,7 +319,7 @@ def test_an_end_by_a_signal_or_an_error_leaves_what_is_finished(
         raise raised
 
     with monkeypatch.context() as patched:
-        patched.setattr("unshard.api.merging.verify_output", fail)
+        patched.setattr("unshard.api.completing.verify_output", fail)
         with pytest.raises((KeyboardInterrupt, unshard.OutputError), match=said):
             merge(checkpoint, tmp_path / "deep" / "out", resume=True)
     if end == "wrong output":
@@ -341,7 +341,7 @@ def test_a_resumed_merge_that_fails_for_good_removes_the_directories_it_made(
     def fail(*_: object) -> None:
         raise unshard.OutputError("it differs")
 
-    monkeypatch.setattr("unshard.api.merging.verify_output", fail)
+    monkeypatch.setattr("unshard.api.completing.verify_output", fail)
     with pytest.raises(unshard.OutputError, match="it differs"):
         merge(checkpoint, tmp_path / "deep" / "out", resume=True)
     assert not (tmp_path / "deep").exists()
@@ -353,7 +353,7 @@ def test_an_adapter_by_itself_is_resumed_too(tmp_path: Path) -> None:
 
     def ended() -> None:
         pytest.MonkeyPatch().setattr(
-            "unshard.api.merging.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            "unshard.api.completing.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         unshard.merge(source, out, lora="both", listener=ignore)
 
@@ -378,7 +378,7 @@ def test_an_average_is_resumed_too(tmp_path: Path) -> None:
 
     def ended() -> None:
         pytest.MonkeyPatch().setattr(
-            "unshard.api.merging.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            "unshard.api.completing.small_files", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         )
         unshard.average(paths, out, options=options, config="none")
 

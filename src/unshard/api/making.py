@@ -1,8 +1,8 @@
 """From the output's tensors to a finished directory: one function for each step of `merging`."""
 
+import hashlib
 import logging
 import os
-import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,6 @@ from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.crew import Crew
-from unshard.errors import UsageError
 from unshard.fronts import Text
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.identity import digest_of
@@ -32,9 +31,8 @@ from unshard.read.hub_files import RECORD_NAME
 from unshard.read.model_config import ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
-from unshard.stores.remote_path import RemotePath, path_of
+from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
-from unshard.write.bucket.stage import BucketStage
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
@@ -47,9 +45,7 @@ from unshard.write.execute import are_equal
 from unshard.write.hub import push
 from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
-from unshard.write.stage import Stage, Work
-from unshard.write.staging.stage import Staging
-from unshard.write.staging.targets import refuse_sources
+from unshard.write.stage import Work
 from unshard.write.verification.output import verify_light, without_checksums
 
 _log = logging.getLogger(__name__)
@@ -70,6 +66,7 @@ class Prepared:
         warnings: what a user should know.
         files: small files to write next to the weights, by their paths.
         names_checked: by what the names were checked: "config", "base" or "none".
+        fingerprint: as `fingerprint_of` returns it, if it was asked for already.
     """
 
     sources: Sources
@@ -79,6 +76,7 @@ class Prepared:
     warnings: tuple[str, ...]
     files: Mapping[str, bytes]
     names_checked: str = "none"
+    fingerprint: str = ""
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -146,40 +144,6 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
         _log.debug("plan %s: %s, %s", one.name, one.dtype.name, type(one.recipe).__name__)
 
 
-def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
-    """Return the stage on which the output is made: that of a disk, or of a store.
-
-    Raises:
-        OutputError: the weights that are merged would be lost.
-        UsageError: an option excludes an output in a store.
-    """
-    sources, training = prepared.sources, prepared.sources.training
-    names = (*_weight_files(prepared), *_companion_files(prepared), *state_file_names(training))
-    if isinstance(target, RemotePath):
-        if (repo := options.push_to_hub) is not None:
-            where = shlex.quote(str(sources.last.location.place))
-            raise UsageError(
-                f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
-                hint=f"leave it out, and upload the checkpoint: unshard push {where} {repo}",
-            )
-        overwrite = bool(options.overwrite)
-        return BucketStage(target, overwrite=overwrite, names=names, resume=options.resume)
-    refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))
-    needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
-    needed += 3 * training.size  # of the first rank it is written twice, and all of it is copied
-    checkpoint = prepared.checkpoint
-    needed += sum(checkpoint.states[one].size for one in checkpoint.companions.files.values())
-    locations = [one.location for one in sources.checkpoints]
-    return Staging(
-        target,
-        needed,
-        sources=[place for one in locations for place in (one.step_dir, *one.roots)],
-        overwrite=options.overwrite,
-        names=names,
-        resume=options.resume,
-    )
-
-
 def decompressed(
     prepared: Prepared, scratch: Callable[[], Path], options: MergeOptions, listener: Listener
 ) -> Prepared:
@@ -193,7 +157,8 @@ def decompressed(
     sources = prepared.sources.decompressed(scratch())
     again = plan_output(sources, convert(sources, options), options)
     warn(listener, [one for one in again.warnings if one not in prepared.warnings])
-    return replace(again, files={**prepared.files, **again.files})
+    files = {**prepared.files, **again.files}
+    return replace(again, files=files, fingerprint=fingerprint_of(prepared))
 
 
 def work_of(prepared: Prepared) -> Work:
@@ -205,19 +170,40 @@ def work_of(prepared: Prepared) -> Work:
     return Work(prepared.sources.digest(), f"{digest_of(prepared.plan)} {__version__}")
 
 
+def fingerprint_of(prepared: Prepared) -> str:
+    """Return a text that is equal for two merges of the same files if they write the same bytes.
+
+    It is that of the plan before anything is decompressed, as with `work_of`; but not of a disk, a
+    machine or a version.
+    """
+    if prepared.fingerprint:
+        return prepared.fingerprint
+    sources = prepared.sources
+    small = tuple(sorted(_plain_files(prepared).items()))
+    others = small, state_file_names(sources.training)
+    made = digest_of(prepared.plan, *others, called=sources.label)
+    # The labels come last: what of the plan had no label has one now.
+    text = "\0".join([made, *sources.labels]).encode(errors="surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
 def small_files(prepared: Prepared, scratch: Callable[[], Path]) -> dict[str, bytes | Path]:
     """Return all files but weights and record: the bytes, or a file to copy.
 
     `scratch` returns a directory, in which training state is written.
     """
-    files = companion_files(prepared.checkpoint.companions, prepared.config)
-    files |= prepared.plan.layout.indices
-    files |= prepared.files
+    files = _plain_files(prepared)
     if names := state_file_names(prepared.sources.training):
         directory = scratch()
         write_training_state(prepared.sources.training, directory)
         files |= {name: directory / name for name in names}
     return files
+
+
+def _plain_files(prepared: Prepared) -> dict[str, bytes | Path]:
+    """Return the small files that are there before anything is made."""
+    files = companion_files(prepared.checkpoint.companions, prepared.config)
+    return {**files, **prepared.plan.layout.indices, **prepared.files}
 
 
 def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
@@ -229,6 +215,7 @@ def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
         "loadable": prepared.loadable,
         "names_checked": prepared.names_checked,
     }
+    output |= {"fingerprint": fingerprint_of(prepared)}
     output |= {"training_state": state} if state else {}
     if (model := prepared.checkpoint.config_of) is not None:  # of a path, its name alone
         output["config_of"] = Path(model.name).name if "/" in model.name[:1] else model.name
@@ -334,6 +321,7 @@ def make_report(
     changed: tuple[int, int] | None = None,
     copied: int = 0,
     url: str | None = None,
+    reused: bool = False,
 ) -> Report:
     """Return the report of a merge; `target` is None if nothing was written."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
@@ -353,8 +341,8 @@ def make_report(
         parameters=plan.layout.total_parameters,
         dtypes=dict(dtypes.most_common()),
         operations=dict(sorted(operations.items())),
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
+        bytes_read=0 if reused else plan.bytes_read,
+        bytes_written=0 if reused else plan.bytes_written,
         memory_bytes=memory_bytes,
         seconds=round(time.monotonic() - prepared.sources.opening, 3),
         peak_memory_bytes=peak_memory(),
@@ -366,7 +354,14 @@ def make_report(
         notes=(*prepared.warnings, *notes),
         skipped=tuple(skipped for one in checkpoints for skipped in one.catalog.skipped),
         bytes_copied=copied,
+        reused=reused,
     )
+
+
+def output_names(prepared: Prepared) -> list[str]:
+    """Return the paths that the output will have, but for the record."""
+    training = state_file_names(prepared.sources.training)
+    return [*_weight_files(prepared), *_companion_files(prepared), *training]
 
 
 def _companion_files(prepared: Prepared) -> tuple[str, ...]:

@@ -6,25 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from unshard.api.completing import make_once, make_output, refuse_other, stage_for
 from unshard.api.converting import convert
-from unshard.api.making import (
-    Prepared,
-    compare_with_base,
-    decompressed,
-    late_notes,
-    make_record,
-    make_report,
-    named_companions,
-    plan_output,
-    push_output,
-    small_files,
-    stage_for,
-    verify_output,
-    work_of,
-)
+from unshard.api.making import Prepared, fingerprint_of, make_report, plan_output, push_output
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Sources, open_source, refuse_unloadable
-from unshard.engines.crew import engine_for
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -34,16 +20,15 @@ from unshard.errors import (
 )
 from unshard.fronts import unadvised
 from unshard.keywords import MergeKeywords
-from unshard.progress import Chosen, Event, Listener, Stage, Warned, warn
+from unshard.progress import Chosen, Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
-from unshard.write.record import is_made_from
+from unshard.write.record import is_made_by, is_made_from
 from unshard.write.report import Report
-from unshard.write.stage import named_overflows
 from unshard.write.staging.recovery import recover
 
 
@@ -127,6 +112,10 @@ def merge(
             put the weights there; other files stay. If a file that unshard did not write, or that
             was changed since, would be lost, or if transformers would load it instead of the
             output or together with it, this is an error; "all" removes such files too.
+        reuse: if the output was made from this checkpoint with these options, use it: nothing is
+            read of the weights, or written. If another process is making it, wait for it; if that
+            one dies, go on with its finished files, as `resume` does. Anything else that is there
+            is an error, or replaced with `overwrite`.
         resume: go on with the finished files of a merge to the same output that was interrupted, if
             the checkpoint and the options are the same; and leave the finished files if an error
             or a signal ends this one. Without it nothing is left then.
@@ -173,7 +162,7 @@ def check_output(output: str | Path | None, options: MergeOptions) -> Path | Non
     if options.push_to_hub is not None:
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
     if target is not None and not isinstance(target, RemotePath) and not options.dry_run:
-        recover(target.parent, target=target.resolve().name, resume=options.resume)
+        recover(target.parent, target=target.resolve().name, resume=options.resume or options.reuse)
     return target
 
 
@@ -195,38 +184,30 @@ def merge_with(
     target = output or sources.last.location.default_output
     refuse_unloadable(sources, options)
     prepared = before(plan_output(sources, convert(sources, options), options))
+    prepared = replace(prepared, fingerprint=fingerprint_of(prepared))
     warn(listener, prepared.warnings)
-    stage = stage_for(target, prepared, options)
-    memory = options.resources.memory_bytes
+    stage, memory = stage_for(target, prepared, options), options.resources.memory_bytes
     if options.dry_run:
-        stage.check()
-        return make_report(prepared, target, memory_bytes=memory, dry_run=True)
-    work = work_of(prepared)
-    with engine_for(options.engine, options.resources, listener) as engine, stage:
-        with sources.steady():
-            prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
-            written = stage.write(prepared.plan, engine, work)
-            stage.add(small_files(prepared, lambda: stage.scratch))
-        with sources.steady():
-            verify_output(prepared, stage.readable(), options.verify, engine)
-            changed = compare_with_base(prepared, listener)
-        listener(Stage("committing"))
-        record = make_record(prepared, options.recorded)
-        committed = stage.commit(record, replaced=named_companions(prepared, options.config))
-    overflows = named_overflows(written.overflows, prepared.plan)
-    late = late_notes(prepared, changed, overflows, written.refused)
-    notes = warn(listener, [*late, *committed])
+        is_made = options.reuse and is_made_by(target, prepared.fingerprint)
+        if not is_made:
+            refuse_other(stage, target, prepared, options)
+        return make_report(prepared, target, memory_bytes=memory, dry_run=True, reused=is_made)
+    if options.reuse:
+        made = make_once(prepared, target, options, listener)
+    else:
+        made = make_output(prepared, stage, options, listener)
     url, repo = None, options.push_to_hub
     if repo is not None:
-        url = push_output(prepared, target, repo, listener, private=options.private)
+        url = push_output(made.prepared, target, repo, listener, private=options.private)
     return make_report(
-        prepared,
+        made.prepared,
         target,
         memory_bytes=memory,
-        notes=notes,
-        changed=changed,
-        copied=written.copied,
+        notes=made.notes,
+        changed=made.changed,
+        copied=made.copied,
         url=url,
+        reused=made.reused,
     )
 
 

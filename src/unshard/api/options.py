@@ -98,6 +98,7 @@ class MergeOptions:
     optimizer: bool = False
     overwrite: bool | Literal["all"] = False
     resume: bool = False
+    reuse: bool = False
     dry_run: bool = False
     push_to_hub: str | None = None
     private: bool = False

@@ -28,7 +28,7 @@ from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
 from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
-from unshard.stores.remote_path import path_of
+from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory
 from unshard.write.staging.targets import check_space
@@ -93,6 +93,28 @@ class Sources:
                 facts = (state.inode, state.size, state.modified_ns, state.changed_ns)
                 found.update(repr((str(path), *facts)).encode(errors="surrogatepass"))
         return found.hexdigest()
+
+    def label(self, path: Path) -> str:
+        """Return what tells a file from others, and from itself with other bytes, on any machine.
+
+        Not its absolute path or inode, which are those of one mount.
+
+        Raises:
+            CorruptError: the file is gone.
+        """
+        found = (at for at, one in enumerate(self.checkpoints) if path in one.states)
+        number = next(found, len(self.checkpoints) - 1)
+        state, home = self.checkpoints[number].states[path], self.checkpoints[number].location
+        is_own = path.is_relative_to(home.step_dir)
+        name = str(path.relative_to(home.step_dir)) if is_own else path.name
+        tag = state.inode if isinstance(path, RemotePath) else ""  # the ETag; on a disk an inode
+        return f"{number}/{name} {state.size} {state.modified_ns} {tag}"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of all files that were read, or are to be copied."""
+        paths = {path for one in self.checkpoints for path in one.states.states}
+        return tuple(sorted(map(self.label, paths)))
 
     @contextmanager
     def steady(self) -> Iterator[None]:

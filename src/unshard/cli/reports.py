@@ -30,7 +30,10 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
         return
     if quiet:
         return
-    _print_plan(report) if report.dry_run else _print_merge(report)
+    if report.reused:
+        _print_reused(report)
+    else:
+        _print_plan(report) if report.dry_run else _print_merge(report)
     # Last of all, what was not checked, and what keeps the output from being a model.
     if report.names_checked == "none":
         print("names not checked: neither a base model nor the config says which tensors there are")
@@ -135,6 +138,13 @@ def _print_merge(report: "Report") -> None:
         print(f"left out {skipped.fqn}: {skipped.reason}")
     if report.output:
         print(f"saved to {report.output}")
+    if report.url is not None:
+        print(f"pushed to {report.url}")
+
+
+def _print_reused(report: "Report") -> None:
+    verb = "would use" if report.dry_run else "used"
+    print(f"{verb} {report.output}, which was made from {', '.join(report.sources)} already")
     if report.url is not None:
         print(f"pushed to {report.url}")
 

@@ -16,6 +16,7 @@ from unshard.plan.layout import Layout
 from unshard.read.format import Location
 from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.read.open import Checkpoint
+from unshard.stores.remote_path import RemotePath
 from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from unshard.write.dirfd import read_file
 
@@ -127,20 +128,63 @@ def is_made_from(output: Path, location: Location, options: Mapping[str, object]
     The record is compared: step, role and weights, the options that shape an output, and the sizes
     of its files. A checkpoint that was saved again under the same name is not noticed.
     """
-    try:
-        record = json_object(output / RECORD_NAME)
-    except CheckpointError:
-        return False
-    match record:
+    match _record_in(output):
         case {"source": dict(source), "options": recorded, "output": {"files": dict(files)}}:
             wanted = _names_of(location)
             return (
                 recorded == json.loads(json.dumps(dict(options)))
                 and all(source.get(key) == value for key, value in wanted.items())
-                and all((output / name).is_file() for name in files)
-                and all((output / name).stat().st_size == size for name, size in files.items())
+                and has_sizes(output, files)
             )
     return False
+
+
+def is_made_by(output: Path, fingerprint: str) -> bool:
+    """Return whether an output is whole, and its record has this fingerprint."""
+    if isinstance(output, RemotePath):
+        output.bucket.forget()
+    match _record_in(output):
+        case {"output": {"fingerprint": found, "files": dict(files), "companions": dict(others)}}:
+            return found == fingerprint and has_sizes(output, {**files, **others})
+    return False
+
+
+def has_sizes(output: Path, sizes: Mapping[str, int]) -> bool:
+    """Return whether all these files are in an output, with these sizes in bytes."""
+    try:
+        return all((output / name).stat().st_size == size for name, size in sizes.items())
+    except OSError:
+        return False
+
+
+def describe_made(
+    output: Path, locations: Sequence[Location], options: Mapping[str, object]
+) -> str:
+    """Return what an output was made of that `is_made_by` refuses; "" if no record tells."""
+    match _record_in(output):
+        case {"source": dict(source), "options": dict(recorded)}:
+            sources = [source]
+        case {"average_of": list(several), "options": dict(recorded)}:
+            sources = [one for one in several if isinstance(one, dict)]
+        case _:
+            return ""
+    wanted = list(map(_names_of, locations))
+    if [{key: one.get(key) for key in wanted[0]} for one in sources] != wanted:
+        texts = (f"{one.get('name')} ({one.get('role') or 'model'})" for one in sources)
+        return f"an output made from {', '.join(texts)}"
+    if recorded != json.loads(json.dumps(dict(options))):
+        return f"an output made with other options: {json.dumps(recorded)}"
+    return (
+        "an output that is not whole, or was made before the checkpoint, its config or tokenizer "
+        "was saved again, or with other options"
+    )
+
+
+def _record_in(output: Path) -> Mapping[str, object]:
+    try:
+        return json_object(output / RECORD_NAME)
+    except CheckpointError:
+        return {}
 
 
 def _names_of(location: Location) -> dict[str, object]:

@@ -41,6 +41,8 @@ class Report:
         url: of the repository on the hub, if it was pushed to one.
         notes: what a user should know, with options as `unshard merge` has them.
         skipped: values of the checkpoint that were left out.
+        reused: the output was there already, or another process made it meanwhile: nothing was
+            read or written here.
     """
 
     output: str
@@ -68,6 +70,7 @@ class Report:
     notes: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     bytes_copied: int = 0
+    reused: bool = False
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ class Report:
 
     def __repr__(self) -> str:
         """Return one line: what was made, where, from how many ranks and checkpoints."""
-        made = "would save" if self.dry_run else "saved"
+        made = "would save" if self.dry_run else "used" if self.reused else "saved"
         tensors = counted(self.tensors, "tensor")
         several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
         return (

@@ -31,7 +31,14 @@ from io import FileIO
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.write.dirfd import closing, names_in, read_with_status, try_lock
+from unshard.write.dirfd import (
+    closing,
+    names_in,
+    open_regular,
+    opened,
+    read_with_status,
+    try_lock,
+)
 
 OWNER_NAME = "owner.json"
 DRAFT_NAME = f"{OWNER_NAME}.new"
@@ -138,12 +145,37 @@ def _lock(draft: int, directory: Path) -> None:
     try:
         try_lock(draft)
     except OSError as error:
-        raise OutputError(
-            f"{directory}: files cannot be locked there: {error.strerror}",
-            expected="a file system with locks, by which a later merge knows whether this one died",
-            hint="write the output to another file system, such as a local disk, and copy it here; "
-            "or mount this one with locks (Lustre: mount -o flock)",
-        ) from error
+        raise no_locks(directory, error) from error
+
+
+def no_locks(directory: Path, error: OSError) -> OutputError:
+    """Return the error about a file system on which locking a file failed."""
+    return OutputError(
+        f"{directory}: files cannot be locked there: {error.strerror}",
+        expected="a file system with locks, by which a later merge knows whether this one died",
+        hint="write the output to another file system, such as a local disk, and copy it here; "
+        "or mount this one with locks (Lustre: mount -o flock)",
+    )
+
+
+def who_makes(directory: Path, target: str) -> str:
+    """Return which live process makes an output of this name in a directory; "" for none.
+
+    What an owner file says decides only what is waited for, so it need not be sealed.
+    """
+    with closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as parent:
+        for name in names_in(parent):
+            if not name.startswith(STAGING_PREFIX):
+                continue
+            with (
+                suppress(OSError, ValueError, KeyError, TypeError),  # not a staging directory
+                opened(name, within=parent) as place,
+                closing(open_regular(OWNER_NAME, os.O_RDWR, within=place)) as file,
+            ):
+                fields = json.loads(os.read(file, _LONGEST))
+                if fields["target"] == target and not try_lock(file):
+                    return f"process {fields['pid']} on {fields['host']}"
+    return ""
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from unshard.write.staging.owners import (
     dead_owner,
     mtime_in,
 )
+from unshard.write.staging.turns import end_left_turns
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def recover(directory: Path, *, target: str = "", resume: bool = False) -> None:
                 _recover(found, target, resume=resume)
             except OSError as error:
                 _log.warning("left alone: %s: %s", directory / name, error)
+    end_left_turns(directory)
 
 
 def _recover(found: StagingDirectory, target: str, *, resume: bool) -> None:

@@ -9,11 +9,10 @@ holds both.
 """
 
 import errno
-import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Self
@@ -21,11 +20,12 @@ from typing import Self
 from unshard.errors import OutputError, UnshardError
 from unshard.fronts import Text
 from unshard.plan.operations import Plan
+from unshard.progress import Listener
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.signals import how, uninterrupted
 from unshard.write.companions import ADAPTER_CONFIG_NAME, write_files
-from unshard.write.dirfd import opened, try_lock
+from unshard.write.dirfd import opened
 from unshard.write.stage import (
     SUSPECT,
     Engine,
@@ -50,11 +50,10 @@ from unshard.write.staging.owners import (
 )
 from unshard.write.staging.recovery import adopt, recover, remove_empty, remove_staging
 from unshard.write.staging.targets import check_space, choose_mode, is_inside
+from unshard.write.staging.turns import lock_directory, turn
 
 _BLOCK = 512  # of `st_blocks`
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-
-_log = logging.getLogger(__name__)
 
 
 class Staging:
@@ -172,6 +171,20 @@ class Staging:
             self._target, self._sources, overwrite=self._overwrite, names=self._names
         )
 
+    @contextmanager
+    def turn(self, is_made: Callable[[], bool], listener: Listener) -> Iterator[None]:
+        """Wait for other processes that make the output; see `Stage.turn`."""
+        target, make = self._target.resolve(), self._make_parents
+        keeps_mtime = self._is_within(target)
+        with ExitStack() as held:
+            held.callback(lambda: remove_empty(self._made_parents[::-1]))
+            try:
+                own = turn(target, is_made, listener, make_parents=make, keeps_mtime=keeps_mtime)
+                held.enter_context(own)
+            except OSError as error:
+                raise unwritable(target, error) from error
+            yield
+
     def __enter__(self) -> Self:
         try:
             self._enter()
@@ -258,10 +271,7 @@ class Staging:
     def _enter(self) -> None:
         name = self._target.resolve().name
         recover(self._target.parent, target=name, resume=self._resume)
-        missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
-        for parent in reversed(missing):
-            parent.mkdir(exist_ok=True)
-            self._made_parents.append(parent)
+        self._make_parents()
         self._mode = self.check()
         self._target = self._target.resolve()
         is_new, disk = self._mode is Mode.NEW, self._target.parent.stat().st_dev
@@ -271,7 +281,7 @@ class Staging:
                 hint="give a directory inside it",
             )
         if self._mode in (Mode.IN_PLACE, Mode.HERE):
-            self._held.callback(os.close, _lock(self._target))
+            self._held.callback(os.close, lock_directory(self._target))
         with uninterrupted():
             if self._resume:
                 self._adopt()
@@ -281,6 +291,16 @@ class Staging:
             if not self._is_adopted:
                 self._make()
         self.directory.mkdir(exist_ok=self._is_adopted)
+
+    def _make_parents(self) -> None:
+        missing = [p for p in (self._target.parent, *self._target.parent.parents) if not p.exists()]
+        for parent in reversed(missing):
+            parent.mkdir(exist_ok=True)
+            self._made_parents.append(parent)
+
+    def _is_within(self, target: Path) -> bool:
+        """Return whether the directory that holds the target is part of a checkpoint."""
+        return any(is_inside(target.parent, source) for source in self._sources)
 
     def _adopt(self) -> None:
         """Take over what an earlier process left of this target, if there is something."""
@@ -304,7 +324,7 @@ class Staging:
         holder = self._target.parent
         parent = os.open(holder, _DIRECTORY)
         self._held.callback(os.close, parent)
-        is_within = any(is_inside(holder, source) for source in self._sources)
+        is_within = self._is_within(self._target)
         name = staging_name(parent, os.fstat(parent).st_mtime_ns if is_within else None)
         os.mkdir(name, 0o700, dir_fd=parent)
         try:
@@ -369,20 +389,6 @@ def unwritable(target: Path, error: OSError, left: Path | None = None) -> Output
     elif full:
         raised.hint += "; nothing was left behind"
     return raised
-
-
-def _lock(directory: Path) -> int:
-    """Lock a directory against other merges into it; return the descriptor that locks it."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        is_ours = try_lock(fd)
-    except OSError as error:  # a file system without locks
-        _log.debug("%s cannot be locked: %s", directory, error)
-        is_ours = True
-    if is_ours:
-        return fd
-    os.close(fd)
-    raise OutputError(f"{directory}: another merge into it is under way")
 
 
 def _durable(directory: int, target: Path) -> list[str]:

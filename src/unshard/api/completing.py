@@ -1,0 +1,160 @@
+"""From a plan to an output that is there: made now, or by another process, or found.
+
+With `reuse` an output is made once, by whichever process is the first to have its turn.
+"""
+
+import shlex
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from unshard.api.making import (
+    Prepared,
+    compare_with_base,
+    decompressed,
+    fingerprint_of,
+    late_notes,
+    make_record,
+    named_companions,
+    output_names,
+    small_files,
+    verify_output,
+    work_of,
+)
+from unshard.api.options import MergeOptions
+from unshard.engines.crew import engine_for
+from unshard.errors import OutputError, UsageError
+from unshard.progress import Chosen, Listener, warn
+from unshard.progress import Stage as Progress
+from unshard.stores.remote_path import RemotePath
+from unshard.write.bucket.stage import BucketStage
+from unshard.write.record import describe_made, has_sizes, is_made_by
+from unshard.write.stage import BusyError, Stage, named_overflows, scratch_directory
+from unshard.write.staging.stage import Staging
+from unshard.write.staging.targets import refuse_sources
+
+_COMPANION_ALLOWANCE = 64 * 1024
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An output that is there.
+
+    Attributes:
+        prepared: what is in it.
+        notes, changed, copied: as of a report; what only the process that made it knows.
+        reused: whether it was there already, or another process made it.
+    """
+
+    prepared: Prepared
+    notes: tuple[str, ...] = ()
+    changed: tuple[int, int] | None = None
+    copied: int = 0
+    reused: bool = False
+
+
+def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
+    """Return the stage on which the output is made: that of a disk, or of a store.
+
+    Raises:
+        OutputError: the weights that are merged would be lost.
+        UsageError: an option excludes an output in a store.
+    """
+    sources, training = prepared.sources, prepared.sources.training
+    names, resume = output_names(prepared), options.resume or options.reuse
+    if isinstance(target, RemotePath):
+        if (repo := options.push_to_hub) is not None:
+            where = shlex.quote(str(sources.last.location.place))
+            raise UsageError(
+                f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
+                hint=f"leave it out, and upload the checkpoint: unshard push {where} {repo}",
+            )
+        overwrite = bool(options.overwrite)
+        return BucketStage(target, overwrite=overwrite, names=names, resume=resume)
+    refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))
+    needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
+    needed += 3 * training.size  # of the first rank it is written twice, and all of it is copied
+    checkpoint = prepared.checkpoint
+    needed += sum(checkpoint.states[one].size for one in checkpoint.companions.files.values())
+    locations = [one.location for one in sources.checkpoints]
+    return Staging(
+        target,
+        needed,
+        sources=[place for one in locations for place in (one.step_dir, *one.roots)],
+        overwrite=options.overwrite,
+        names=names,
+        resume=resume,
+    )
+
+
+def make_output(
+    prepared: Prepared, stage: Stage, options: MergeOptions, listener: Listener
+) -> Made:
+    """Make an output on its stage."""
+    work = work_of(prepared)
+    with engine_for(options.engine, options.resources, listener) as engine, stage:
+        with prepared.sources.steady():
+            prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
+            written = stage.write(prepared.plan, engine, work)
+            stage.add(small_files(prepared, lambda: stage.scratch))
+        with prepared.sources.steady():
+            verify_output(prepared, stage.readable(), options.verify, engine)
+            changed = compare_with_base(prepared, listener)
+        listener(Progress("committing"))
+        record = make_record(prepared, options.recorded)
+        committed = stage.commit(record, replaced=named_companions(prepared, options.config))
+    overflows = named_overflows(written.overflows, prepared.plan)
+    late = late_notes(prepared, changed, overflows, written.refused)
+    notes = warn(listener, [*late, *committed])
+    return Made(prepared, tuple(notes), changed, written.copied)
+
+
+def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> Made:
+    """Make an output, unless it is there or another process makes it meanwhile.
+
+    Raises:
+        OutputError: another output is there, or what is there is not what its record says.
+    """
+    is_made = partial(is_made_by, target, fingerprint_of(prepared))
+    while not is_made():
+        stage = stage_for(target, prepared, options)
+        try:
+            with stage.turn(is_made, listener):
+                if not is_made():
+                    return make_output(prepared, stage, options, listener)
+        except BusyError:
+            time.sleep(_PAUSE_S)
+        except OutputError:  # perhaps because the output has come into being meanwhile
+            if not is_made():
+                refuse_other(stage, target, prepared, options)
+                raise
+    return _check_made(prepared, target, options, listener)
+
+
+def refuse_other(stage: Stage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
+    """Raise OutputError, which tells what is there, if the output may not be made there."""
+    try:
+        stage.check()
+    except OutputError as error:
+        if options.reuse and not error.found:
+            locations = [one.location for one in prepared.sources.checkpoints]
+            error.found = describe_made(target, locations, options.recorded)
+        raise
+
+
+def _check_made(
+    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
+) -> Made:
+    """Verify an output that was made already, as far as `--verify` says."""
+    listener(Chosen(f"using {target}, which was made from this checkpoint already"))
+    engine_of = partial(engine_for, options.engine, options.resources, listener)
+    with ExitStack() as stack, engine_of() as engine:
+        sizes = {file.filename: file.size for file in prepared.plan.layout.files}
+        # Of compressed tensors the plan may be another one than was carried out.
+        if options.verify == "full" or not has_sizes(target, sizes):
+            prepared = decompressed(prepared, lambda: scratch_directory(stack), options, listener)
+        verify_output(prepared, target, options.verify, engine)
+    return Made(prepared, reused=True)
