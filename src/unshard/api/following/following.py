@@ -206,7 +206,7 @@ class _Follower:
         if self._repo is not None:
             _check_push(self._repo, self._output)
         self._private = options.private
-        self._options = replace(options, push_to_hub=None, private=False)
+        self._options = replace(options, reuse=True, push_to_hub=None, private=False)
         self._recorded = json.dumps(options.recorded, sort_keys=True)
         self._finder = CheckpointFinder(self._run, options.choice, self._warn)
         self._waiting: dict[Path, _Waiting] = {}
@@ -272,8 +272,8 @@ class _Follower:
                 self._warn(Text(f"step {one.step} is not merged: ⟦--keep⟧ leaves later ones"))
         now = time.monotonic()
         due = [one for one in self._waiting.values() if one.not_before <= now]
-        pick = max if self._how.newest else min
-        return pick(due, key=lambda one: (-one.tries, one.step), default=None)
+        sign = -1 if self._how.newest else 1
+        return min(due, key=lambda one: (one.tries, sign * one.step), default=None)
 
     def _is_over(self, news: float) -> bool:
         """Return whether what was asked for has come."""
