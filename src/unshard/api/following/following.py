@@ -280,7 +280,7 @@ class _Follower:
         until, idle = self._how.until, self._how.idle
         if self._waiting and until is not None:
             until = None if min(one.step for one in self._waiting.values()) <= until else until
-        if self._looks < 2:
+        if self._looks < 2:  # only the second one finds what is there already
             return False
         is_idle = idle is not None and not self._waiting and time.monotonic() - news >= float(idle)
         return is_idle or (until is not None and self._highest >= until)
@@ -347,10 +347,10 @@ class _Follower:
             return
         steps = sorted(self._followed.steps.items(), key=lambda item: item[1].order)
         look_again(self._output)
-        for name, _ in steps[: -self._how.keep]:
+        there = {path.name for path in self._output.iterdir()}
+        for name in [name for name, _ in steps[: -self._how.keep] if name in there]:
             try:
-                if (self._output / name).exists():
-                    discard(self._output / name)
+                discard(self._output / name)
             except (UnshardError, OSError) as error:
                 self._warn(f"{self._output / name} is not removed: {error}")
 
