@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 
 from evaluation.running import child_environment
 from unshard.evaluate.client.v1 import EvalClient
-from unshard.evaluate.pins.files import fingerprint, read_stamps
+from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.http import app as application
@@ -35,6 +35,7 @@ from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.service import Service
+from unshard.read.finding.versions import fingerprint
 from waiting import LIMIT_S, wait_until
 
 Fields = dict[str, object]

@@ -15,12 +15,13 @@ from ranks import save_ranks, some_tensors
 from unshard.api.following.finder import CheckpointFinder
 from unshard.errors import StoreError, UsageError
 from unshard.evaluate.jobs import Job, Status
-from unshard.evaluate.pins.files import fingerprint, read_stamps
+from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.queue.scheduler import Scheduler
 from unshard.evaluate.server.store.store import Store as Jobs
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.read.finding.versions import fingerprint
 from unshard.stores.remote_path import path_of
 from waiting import LIMIT_S, wait_until
 

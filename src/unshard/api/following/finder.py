@@ -10,7 +10,6 @@ must also be whole as a merge reads it: no file, rank or tensor is missing.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -25,6 +24,7 @@ from unshard.errors import (
 )
 from unshard.read.finding.discover import all_steps, discover, step_numbers
 from unshard.read.finding.marks import MARKS, unfinished_lmms
+from unshard.read.finding.versions import fingerprint, stamps_of
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
@@ -76,14 +76,6 @@ class CheckpointFinder:
         self._told: dict[int, str] = {}  # the reason that was logged last, by step
         self.reasons: dict[int, str] = {}
 
-    def stamp(self, location: Location) -> str:
-        """Return a digest of the files of a checkpoint; "" if it is gone."""
-        try:
-            found = {(Path(path).name, facts) for path, facts in _status_of(location.path).items()}
-        except (OSError, StoreError):
-            return ""
-        return blake2b(repr(sorted(found)).encode(), digest_size=8).hexdigest()
-
     @property
     def is_growing(self) -> bool:
         """Whether the last look found a step that had changed since the one before."""
@@ -105,6 +97,17 @@ class CheckpointFinder:
                 self._done |= set() if location.step is None else {location.step}
                 found.append(location)
         return found
+
+    def stamp(self, location: Location) -> str:
+        """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        try:
+            return fingerprint(stamps_of(location))
+        except OSError:
+            return ""
 
     def _warn(self, why: str) -> None:
         """Log why a checkpoint is not found, once."""

@@ -24,6 +24,7 @@ from unshard.errors import IncompleteError, UnshardError, UsageError, raise_all
 from unshard.fronts import Text
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
+from unshard.read.finding.versions import stamps_of
 from unshard.read.format import EVERY_ROLE, Location
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import hearing
@@ -363,9 +364,10 @@ class _Follower:
 
 def _time_saved(at: Location) -> int:
     """Return when the last file of a checkpoint's weights was written, in ns; 0 in a store."""
-    files = [at.place] if at.place.is_file() else at.weights_dir.iterdir()
+    if isinstance(at.path, RemotePath):
+        return 0
     with suppress(OSError):  # it is being removed
-        return max((int(one.stat().st_mtime_ns) for one in files if one.is_file()), default=0)
+        return max((mtime for _, mtime in stamps_of(at).values()), default=0)
     return 0
 
 

@@ -6,11 +6,10 @@ writers that `read.finding.discover` lists. No file is opened to list it.
 """
 
 import errno
-import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +18,7 @@ from unshard.containers.json_file import is_text
 from unshard.errors import UnshardError
 from unshard.read.beside.companions import companions_in, find_companions
 from unshard.read.finding.discover import find
+from unshard.read.finding.versions import NO_WEIGHTS, Stamps, has_weights, number_of
 from unshard.read.format import Choice
 from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.objects import listed
@@ -33,15 +33,6 @@ _LEFT_OUT_FOLDERS = re.compile(
     r"|train|rng|eval"  # OLMo-core, NeMo AutoModel; results of lmms-engine
     r"|merged|" + STATE_FOLDER + r"|\.cache"
 )
-_LEFT_OUT_FILES = re.compile(
-    r"optim(?:izer)?(?:_.*)?\.(?:pt|pth|bin|safetensors)"
-    r"|extra_state_.*\.pt|data(?:loader(?:_state)?)?(?:_.*)?\.pt"  # verl, lmms-engine
-    r"|(?:rng_state|random_states|scheduler|scaler|sampler)(?:_.*)?\.(?:pt|pth|pkl|bin)"
-    r"|training_args\.bin"
-)
-
-_WEIGHTS = frozenset({".bin", ".ckpt", ".distcp", ".pt", ".pth", ".safetensors"})
-
 _FIRST_NS = 1 << 53  # no number of an ETag is that large, and any time since 1970-04-15 is
 
 _ATTEMPTS = 5
@@ -113,13 +104,13 @@ def _list_folder(folder: Path, inside: PurePosixPath, into: Listing) -> list[Pur
         place = inside / entry.name
         is_lost = entry.is_symlink() and not Path(entry.path).exists()  # to nothing, or to itself
         is_folder = not is_lost and entry.is_dir()
-        if (_LEFT_OUT_FOLDERS if is_folder else _LEFT_OUT_FILES).fullmatch(entry.name):
+        if (_LEFT_OUT_FOLDERS if is_folder else NO_WEIGHTS).fullmatch(entry.name):
             continue
         if is_folder:
             folders.append(place)
         elif not is_lost:
             into.files[str(place)] = identity((folder / entry.name).stat())
-        elif place.suffix in _WEIGHTS:
+        elif has_weights(place.name):
             into.lost.append(str(place))
     return folders
 
@@ -173,11 +164,11 @@ def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
     return {
         name: [size, mtime]
         for name, (_, size, mtime) in files.items()
-        if PurePosixPath(name).suffix in _WEIGHTS
+        if has_weights(PurePosixPath(name).name)
     }
 
 
-def time_written(stamped: Mapping[str, Sequence[int]]) -> float | None:
+def time_written(stamped: Stamps) -> float | None:
     """Return when the first file of a checkpoint's weights was written, in seconds.
 
     Later ones may be made of it. None: it is in an object store, or gone.
@@ -188,33 +179,14 @@ def time_written(stamped: Mapping[str, Sequence[int]]) -> float | None:
 def _stamps_of_objects(checkpoint: RemotePath) -> dict[str, list[int]]:
     alone = checkpoint.bucket.entry(checkpoint.key)
     if alone is not None:
-        return {checkpoint.name: [alone.size, _number_of(alone.etag)]}
+        return {checkpoint.name: [alone.size, number_of(alone.etag)]}
     found = listed(checkpoint.bucket, checkpoint.key)
     return {
-        name: [one.size, _number_of(one.etag)]
+        name: [one.size, number_of(one.etag)]
         for name, one in found.items()
-        if PurePosixPath(name).suffix in _WEIGHTS and not _is_left_out(PurePosixPath(name))
+        if has_weights(PurePosixPath(name).name)
+        and not any(map(_LEFT_OUT_FOLDERS.fullmatch, PurePosixPath(name).parts[:-1]))
     }
-
-
-def _number_of(etag: str | None) -> int:
-    """Return a number that JSON keeps as it is."""
-    return int(hashlib.sha256((etag or "").encode()).hexdigest()[:13], 16)
-
-
-def _is_left_out(name: PurePosixPath) -> bool:
-    folders = any(_LEFT_OUT_FOLDERS.fullmatch(part) for part in name.parts[:-1])
-    return folders or _LEFT_OUT_FILES.fullmatch(name.name) is not None
-
-
-def fingerprint(stamped: Mapping[str, Sequence[int]]) -> str:
-    """Return what distinguishes a checkpoint from another of the same step and name.
-
-    Args:
-        stamped: see `read_stamps`; if it is empty, so is the fingerprint.
-    """
-    stamps = sorted((PurePosixPath(name).name, *of) for name, of in stamped.items())
-    return hashlib.sha256(repr(stamps).encode()).hexdigest()[:16] if stamps else ""
 
 
 def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import BASE_STEP, Job, Request, Run, Status, WeightsName
-from unshard.evaluate.pins.files import ExpiredError, fingerprint, read_stamps, time_written
+from unshard.evaluate.pins.files import ExpiredError, read_stamps, time_written
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
@@ -41,6 +41,7 @@ from unshard.evaluate.server.roots import (
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
+from unshard.read.finding.versions import fingerprint
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.step_names import step_of
 from unshard.showing import counted

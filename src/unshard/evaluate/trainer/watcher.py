@@ -18,7 +18,7 @@ from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.errors import StoreError, UsageError
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.jobs import BASE_STEP
-from unshard.evaluate.pins.files import fingerprint, list_checkpoint, read_stamps
+from unshard.evaluate.pins.files import list_checkpoint, read_stamps
 from unshard.evaluate.pins.pin import Quota, list_pins
 from unshard.evaluate.run_folder import WATCH_LOCK, WATCHED, RunFolder, unlock
 from unshard.evaluate.sinks.base import Marks
@@ -26,6 +26,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.served_run import ServedRun, name_steps
 from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import StepMetrics, Submitter
+from unshard.read.finding.versions import fingerprint
 from unshard.read.format import Choice, Location
 from unshard.stores.remote_path import path_of
 
