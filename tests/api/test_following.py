@@ -19,11 +19,13 @@ from unshard import OutputError, UnshardError, UsageError
 from unshard.api.following.following import seconds_of
 from unshard.cli.main import main
 from unshard.progress import Event, Stage, Warned
+from unshard.write import discarding
 from waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::unshard.UnshardWarning", "ignore:Use 'content=:DeprecationWarning"
 )
+CLOSELY: dict[str, Any] = {"idle": 0.3, "interval": 0.05, "config": "none"}
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -48,7 +50,7 @@ def out(tmp_path: Path) -> Path:
 
 def follow(run: Path, out: Path, **options: Any) -> list[unshard.Report]:
     """Follow a run until nothing new comes."""
-    options = {"idle": 0.3, "interval": 0.05, "config": "none"} | options
+    options = {**CLOSELY, **options}
     return list(unshard.follow(run, out, **options))
 
 
@@ -86,8 +88,7 @@ def test_a_step_that_comes_meanwhile_is_merged_before_lower_ones_end(run: Path, 
     following = unshard.follow(run, out, newest=True, interval=0.05, config="none")
     assert next(following).step == 20
     save(run, 30)
-    steps = [one.step for one in islice(following, 3)]
-    assert sorted(steps) == [5, 10, 30]
+    assert {one.step for one in islice(following, 3)} == {5, 10, 30}
     following.close()  # type: ignore[attr-defined]
     assert follow(run, out) == []
 
@@ -295,7 +296,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_times_are_numbers_with_a_unit() -> None:
-    given = ["90", "90s", "1.5m", "2h", "1d", 0.25]
+    given: list[float | str] = ["90", "90s", "1.5m", "2h", "1d", 0.25]
     assert [seconds_of(one) for one in given] == [90, 90, 90, 7200, 86400, 0.25]
 
 
@@ -380,10 +381,8 @@ def test_a_killed_removal_is_ended_by_the_next_one(run: Path, out: Path) -> None
     follow(run, out)
     pid = os.fork()
     if pid == 0:
-        import unshard.write.discarding as place
-
-        place.remove_staging = lambda *_: os._exit(0)  # type: ignore[assignment]  # killed there
-        place.discard(out / "global_step_5")
+        discarding.__dict__["remove_staging"] = lambda *_: os._exit(0)  # killed there
+        discarding.discard(out / "global_step_5")
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert len(list(out.glob("_unshard-partial-*"))) == 1

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def follow(run: str | Path, out: str | Path, **options: Any) -> list[int | None]:
-    options = {"idle": 0.3, "interval": 0.05, "config": "none"} | options
+    options = {"idle": 0.3, "interval": 0.05, "config": "none", **options}
     return [one.step for one in unshard.follow(run, out, **options)]
 
 
