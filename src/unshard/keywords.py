@@ -296,6 +296,16 @@ CHOICES = {name: one.choices for name, one in OPTIONS.items() if one.choices}
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
 MOST_USED = (
     *("weights", "role", "step", "dtype", "lora", "base", "config", "overwrite", "push_to_hub"),
-    *("dry_run", "verify", "all_steps", "quiet", "coefficients", "ema_decay", "last", "every"),
+    *(
+        "dry_run",
+        "verify",
+        "all_steps",
+        "follow",
+        "quiet",
+        "coefficients",
+        "ema_decay",
+        "last",
+        "every",
+    ),
 )
 """The options that `-h` shows of a command with many."""

@@ -29,6 +29,7 @@ OUTPUT = "Output"
 
 _SHORT, _MANY = "unshard.short", 30  # of a command with more, `-h` lists those used most
 
+_FLAGS = {"push_to_hub": ("--push-to-hub", "--push")}  # of options with two names
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -139,7 +140,8 @@ def _make_option(name: str, row: Declared, group: str) -> Option:
     default = DEFAULTS.get(name)
     if row.choices:
         return str | None, one_of(row.choices, row.text, group, default)
-    return row.kind | None, option(row.metavar, row.text, group, default=default)
+    flags = _FLAGS.get(name, ())
+    return row.kind | None, option(row.metavar, row.text, group, *flags, default=default)
 
 
 _OPTIONS = {

@@ -338,7 +338,8 @@ class _Follower:
             repo = f"{self._repo}@step-{step}"
             push(target, repo, names, private=self._private, bars=False)
         if self._how.exec is not None:
-            self._listener(Stage("running the command"))
+            self._listener(Stage(""))
+            self._listener(Chosen(f"running the command for step {step}"))
             path = target if isinstance(target, RemotePath) else target.absolute()
             run_command(self._how.exec, output=str(path), step=step)
 
