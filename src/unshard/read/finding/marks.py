@@ -3,6 +3,7 @@
 What the weights themselves must have is known by their format (`Format.missing`).
 """
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -23,6 +24,8 @@ _COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # LLaMA-Factory, open-in
 _MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
+_CONTENTS = "ckpt_contents.json"
+_AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
 
 def _tag(location: Location) -> str | None:
@@ -80,6 +83,24 @@ def _olmo(location: Location) -> str | None:
     return f"{_OLMO} is missing" if is_begun else None
 
 
+def _contents(location: Location) -> str | None:
+    """Verl's Megatron manager (0.9.0) lists a role's contents when all ranks have written them."""
+    *_, above, name = location.weights_dir.parts
+    is_listed = above == "model" and name in ("dist_ckpt", "huggingface")
+    is_there = (location.weights_dir.parent.parent / _CONTENTS).is_file()
+    return f"{_CONTENTS} is missing" if is_listed and not is_there else None
+
+
+def _automodel(location: Location) -> str | None:
+    """NeMo AutoModel removes `.incomplete` last; up to 0.5.0 config.yaml is its last file."""
+    step = location.step_dir
+    if not _AUTOMODEL.fullmatch(step.name):
+        return None
+    is_begun = (step / "losses.json").is_file() and not (step / "config.yaml").is_file()
+    why = "config.yaml is missing" if is_begun else None
+    return "it has .incomplete" if (step / ".incomplete").exists() else why
+
+
 def unfinished_lmms(location: Location) -> str | None:
     """Return which file is missing that lmms-engine writes after the weights."""
     folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
@@ -95,6 +116,8 @@ def unfinished_lmms(location: Location) -> str | None:
 
 MARKS: tuple[Callable[[Location], str | None], ...] = (
     _tag,
+    _contents,
+    _automodel,
     _latest_step,  # verl, SkyRL, lerobot
     _complete_file,
     _trainer_state,  # transformers
