@@ -153,6 +153,8 @@ class CheckpointFinder:
 
     def _found(self, choice: Choice) -> list[Location]:
         """Return the checkpoints of steps; of an actor and a critic, the actor."""
+        if choice.role is not None:
+            return all_steps(self._run, choice)
         try:
             found = all_steps(self._run, choice)
         except UsageError:
