@@ -1,10 +1,12 @@
 """When a checkpoint that a trainer is writing is complete, at every moment; and when it is new."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_cases import unpack
 from ranks import save_ranks, some_tensors
@@ -125,3 +127,110 @@ def test_the_role_that_is_chosen_is_followed(tmp_path: Path, role: str) -> None:
         latest.write_text(str(step))
         assert finder.look() == []
         assert [(one.step, one.role) for one in finder.look()] == [(step, role)]
+
+
+def lmms(run: Path, step: int, world: int = 2) -> Path:
+    place = run / f"checkpoint-{step}"
+    save_ranks(place / "pytorch_model_fsdp_0", some_tensors(), world)
+    (place / "config.json").write_text("{}")
+    return place
+
+
+def verl(run: Path, step: int, world: int = 2) -> Path:
+    place = save_ranks(run / f"global_step_{step}" / "actor", some_tensors(), world).parent
+    (run / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return place
+
+
+def saved_again(path: Path) -> None:
+    """Write a file with the bytes that it has, as a later save of the same step does."""
+    before = path.stat().st_mtime_ns
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(before + 10**9, before + 10**9))
+
+
+@pytest.mark.parametrize("save", [lmms, verl])
+def test_a_step_that_is_saved_again_is_returned_again_when_every_rank_has_saved_it(
+    tmp_path: Path, save: Callable[[Path, int], Path]
+) -> None:
+    """Also if the trainer dies in between; the run's marker has the later step until the end."""
+    finder = CheckpointFinder(tmp_path)
+    places = {step: save(tmp_path, step) for step in (10, 20)}
+    assert [steps(finder) for _ in range(3)] == [[], [10, 20], []]
+    stamps = [finder.stamp(one) for one in CheckpointFinder(tmp_path)._steps()]
+    (first,), (second,) = (list(places[10].rglob(f"*rank_{rank}.pt")) for rank in range(2))
+    saved_again(second)
+    assert [steps(finder) for _ in range(3)] == [[], [], []]
+    assert finder.reasons == {
+        10: f"not complete yet: {first.name} is as it was before the step was saved again"
+    }
+    saved_again(first)
+    assert [steps(finder) for _ in range(3)] == [[], [10], []]
+    again = [finder.stamp(one) for one in CheckpointFinder(tmp_path)._steps()]
+    assert again[0] != stamps[0]
+    assert again[1] == stamps[1]
+
+
+@pytest.mark.parametrize("save", [lmms, verl])
+def test_a_step_that_is_removed_and_made_anew_is_returned_again(
+    tmp_path: Path, save: Callable[[Path, int], Path]
+) -> None:
+    finder = CheckpointFinder(tmp_path)
+    save(tmp_path, 20)
+    for _ in range(2):
+        place = save(tmp_path, 10)
+        found = [step for _ in range(2) for step in steps(finder)]
+        assert 10 in found
+        shutil.rmtree(place)
+    assert [steps(finder) for _ in range(2)] == [[], []]
+    save(tmp_path, 10)
+    shutil.rmtree(place)
+    save(tmp_path, 10)  # between two looks
+    assert [steps(finder) for _ in range(3)] == [[], [10], []]
+
+
+def test_files_of_more_ranks_are_left_by_a_save_that_the_marker_completes(tmp_path: Path) -> None:
+    finder = CheckpointFinder(tmp_path)
+    verl(tmp_path, 10, world=2)
+    verl(tmp_path, 20, world=2)
+    assert [steps(finder) for _ in range(2)] == [[], [10, 20]]
+    save_ranks(tmp_path / "global_step_10" / "actor", some_tensors(), 1)
+    assert [steps(finder) for _ in range(3)] == [[], [], []]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
+    assert [steps(finder) for _ in range(3)] == [[10], [], []]
+
+
+def test_a_checkpoint_that_is_linked_or_gets_other_files_is_the_same(tmp_path: Path) -> None:
+    finder = CheckpointFinder(tmp_path)
+    place = lmms(tmp_path, 10)
+    assert steps(finder) == []
+    (found,) = finder.look()
+    stamp = finder.stamp(found)
+    weights = place / "pytorch_model_fsdp_0"
+    file = weights / "model_world_size_2_rank_0.pt"
+    (tmp_path / "pins").mkdir()
+    os.link(file, tmp_path / "pins" / file.name)
+    file.chmod(0o400)
+    assert [steps(finder) for _ in range(3)] == [[], [], []]
+    (weights / "notes.json").write_text("{}")
+    (weights / "extra_state_world_size_2_rank_0.pt").write_bytes(file.read_bytes())
+    (place / "config.json").write_text('{"changed": true}')
+    assert [steps(finder) for _ in range(3)] == [[], [], []]
+    shutil.copytree(tmp_path, tmp_path.parent / "mounted", copy_function=shutil.copy2)
+    other = CheckpointFinder(tmp_path.parent / "mounted")
+    (elsewhere,) = other._steps()
+    assert [finder.stamp(found), other.stamp(elsewhere)] == [stamp, stamp]
+    assert len(stamp) == 16
+    shutil.rmtree(place)
+    assert finder.stamp(found) == ""
+    shutil.rmtree(tmp_path.parent / "mounted")
+
+
+def test_a_file_that_is_a_step_is_returned_again(tmp_path: Path) -> None:
+    """MMEngine writes one file a step."""
+    finder = CheckpointFinder(tmp_path)
+    for step in (100, 200):
+        torch.save({"state_dict": some_tensors()}, tmp_path / f"iter_{step}.pth")
+    assert [steps(finder) for _ in range(3)] == [[], [100, 200], []]
+    saved_again(tmp_path / "iter_100.pth")
+    assert [steps(finder) for _ in range(3)] == [[], [100], []]

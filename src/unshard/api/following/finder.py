@@ -5,12 +5,17 @@ sizes and times since the last look. A directory that is renamed when it is comp
 xtuner) has no step until then. Without a mark its format knows whether a file is missing or not
 finished (`Format.missing`). In an object store, where uploads may come in any order, a checkpoint
 must also be whole as a merge reads it: no file, rank or tensor is missing.
+
+A trainer that resumes from an earlier step saves later ones again, over their files. Such a step is
+complete when every file was written again, or a mark is newer than those that were.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.api.options import MergeOptions
 from unshard.api.sources import read_checkpoint
@@ -23,8 +28,8 @@ from unshard.errors import (
     UsageError,
 )
 from unshard.read.finding.discover import all_steps, discover, step_numbers
-from unshard.read.finding.marks import MARKS, unfinished_lmms
-from unshard.read.finding.versions import fingerprint, stamps_of
+from unshard.read.finding.marks import MARKS, half_saved_again, unfinished_lmms
+from unshard.read.finding.versions import Stamps, fingerprint, stamps_of
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
 from unshard.stores.remote_path import RemotePath, look_again
@@ -47,8 +52,19 @@ def check_run(run: Path) -> None:
         )
 
 
+class _Seen(NamedTuple):
+    """A checkpoint that was returned; if its weights are written again, some `place` is."""
+
+    step: int | None
+    stamps: Stamps
+    places: list[Path]
+    written: list[int] | None
+
+
 class CheckpointFinder:
     """Looks at a run again and again, and returns every complete checkpoint once.
+
+    One that is saved again is returned again; in an object store only if a look found it removed.
 
     Args:
         run: the directory of the steps.
@@ -70,8 +86,9 @@ class CheckpointFinder:
         self._tell = tell
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
         self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
-        self._seen: set[Path] = set()
-        self._done: set[int] = set()  # the steps of those
+        self._seen: dict[Path, _Seen] = {}
+        self._former: dict[Path, Stamps] = {}  # of those that have changed since
+        self._done: set[int] = set()  # the steps of those that have not
         self._warned: set[str] = set()
         self._told: dict[int, str] = {}  # the reason that was logged last, by step
         self.reasons: dict[int, str] = {}
@@ -85,6 +102,10 @@ class CheckpointFinder:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         look_again(self._run)
         self.reasons = {}
+        for path, seen in list(self._seen.items()):
+            if _times(seen.places) != seen.written:
+                self._former[path] = self._seen.pop(path).stamps
+                self._done.discard(seen.step or 0)
         try:
             steps = self._steps()
         except StoreError as error:
@@ -93,10 +114,23 @@ class CheckpointFinder:
         found = []
         for location in steps:
             if location.path not in self._seen and self._is_ready(location):
-                self._seen.add(location.path)
-                self._done |= set() if location.step is None else {location.step}
-                found.append(location)
+                found += [location] if self._is_new(location) else []
         return found
+
+    def _is_new(self, location: Location) -> bool:
+        """Take note of a complete checkpoint; return whether it is not the one known before."""
+        stamps, places = dict[str, Sequence[int]](), [location.path]
+        if not isinstance(location.path, RemotePath):
+            try:
+                stamps = stamps_of(location)
+            except OSError:
+                return False
+            newest = max(stamps, key=lambda name: stamps[name][1], default="")
+            places = [*location.roots, location.weights_dir / newest]
+        self._seen[location.path] = _Seen(location.step, stamps, places, _times(places))
+        self._done |= set() if location.step is None else {location.step}
+        former = self._former.pop(location.path, None)
+        return former != stamps or isinstance(location.path, RemotePath)
 
     def stamp(self, location: Location) -> str:
         """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
@@ -173,6 +207,7 @@ class CheckpointFinder:
                     self.reasons[location.step] = _JUST_WRITTEN if is_new else "not complete yet"
                 return False
             why = why_incomplete(location)
+            why = why or half_saved_again(location, self._former.get(place, {}))
             if why is None and isinstance(place, RemotePath):
                 why = _why_unread(location)
                 self._unread |= {} if why is None else {place: now}
@@ -183,6 +218,13 @@ class CheckpointFinder:
         if why is not None and location.step is not None:
             self._pass_over(location.step, "not complete", why)
         return why is None
+
+
+def _times(places: Iterable[Path]) -> list[int] | None:
+    """Return when each path was written, in ns; None if one is gone."""
+    with suppress(OSError):
+        return [path.stat().st_mtime_ns for path in places]
+    return None
 
 
 def _status_of(place: Path) -> Mapping[str, object]:

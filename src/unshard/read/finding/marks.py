@@ -13,6 +13,7 @@ from pathlib import Path
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
 from unshard.read.finding.markers import find_markers, stated_tag
+from unshard.read.finding.versions import Stamps, stamps_of
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import missing_rank, ranks_in
 from unshard.read.step_names import step_of
@@ -25,6 +26,7 @@ _MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _CONTENTS = "ckpt_contents.json"
+_LAST = (".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, *_COMPLETE)
 _AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
 
@@ -112,6 +114,23 @@ def unfinished_lmms(location: Location) -> str | None:
     is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
     is_begun = is_lmms and not (location.step_dir / "config.json").is_file()
     return "config.json is missing" if is_begun else None  # the last that it writes
+
+
+def half_saved_again(location: Location, former: Stamps) -> str | None:
+    """Return which file of the weights is as it was although others were saved again, or None.
+
+    If a mark is as new as they are, it is left of a save by more ranks.
+    """
+    now = stamps_of(location) if former else {}
+    left = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
+    if not left or now == former:
+        return None
+    step = location.step_dir
+    folders = (location.weights_dir, step, step.parent)
+    marks = [folder / name for folder in folders for name in (*_LAST, *_LATEST)]
+    newest = max(time for _, time in now.values())
+    is_marked = any(one.is_file() and one.lstat().st_mtime_ns >= newest for one in marks)
+    return None if is_marked else f"{left[0]} is as it was before the step was saved again"
 
 
 MARKS: tuple[Callable[[Location], str | None], ...] = (
