@@ -279,7 +279,8 @@ def test_h_is_help_of_groups(command: str, capsys: Printed) -> None:
 def test_the_options_of_merge_are_in_groups(capsys: Printed) -> None:
     run_here("merge", "--help")
     headings = re.findall(r"^(\S.*):$", capsys.readouterr().out, re.MULTILINE)
-    groups = ["Arguments", "Checkpoint", "Tensors", "Base model", "Output", "Running", "Options"]
+    groups = ["Arguments", "Checkpoint", "Tensors", "Base model", "Output", "Running"]
+    groups += ["Following a run", "Options"]
     assert headings == [*groups, "Examples"]
 
 
