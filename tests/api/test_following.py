@@ -390,3 +390,9 @@ def test_a_killed_removal_is_ended_by_the_next_one(run: Path, out: Path) -> None
     follow(run, out)
     assert not list(out.glob("_unshard-partial-*"))
     assert outputs(out) == ["global_step_10", "global_step_20", "global_step_30"]
+
+
+def test_an_output_that_cannot_be_written_is_named(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"file/_unshard/followed\.json: cannot be written"):
+        follow(run, tmp_path / "file")

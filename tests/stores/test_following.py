@@ -75,7 +75,7 @@ def test_an_object_that_others_wrote_keeps_an_output(store: Store, tmp_path: Pat
 
 def test_what_was_no_output_is_not_removed(store: Store) -> None:
     store.s3.put_object(Bucket=BUCKET, Key="other/file", Body=b"1")
-    with pytest.raises(OutputError, match="is left"):
+    with pytest.raises(OutputError, match="is not removed"):
         discard(path_of(f"s3://{BUCKET}/other"))
     assert store.files("other") == {"file": b"1"}
 

@@ -35,7 +35,7 @@ def discard(output: Path) -> None:
     if isinstance(output, RemotePath):
         _discard_objects(output)
     elif output.is_symlink():
-        raise OutputError(f"{output}: is a link, and is left")
+        raise OutputError(f"{output} is not removed: it is a link")
     else:
         _discard_directory(output)
 
@@ -67,6 +67,6 @@ def _discard_objects(output: RemotePath) -> None:
 def _refuse(output: Path, strangers: list[str]) -> None:
     if strangers:
         raise OutputError(
-            f"{output}: is left: unshard did not write all of it, or it was changed since: "
+            f"{output} is not removed: unshard did not write all of it, or it was changed since: "
             f"{some_of(sorted(strangers))}"
         )

@@ -6,7 +6,8 @@ goes back saves a step of the same number again.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,10 +63,13 @@ class Followed:
         self._etag: str | None = None
         self._lock = -1
         if not isinstance(output, RemotePath):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self._file.with_name(_LOCK), os.O_RDWR | os.O_CREAT, 0o666)
-            if not try_lock(self._lock):
-                os.close(self._lock)
+            with self._writing():
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+                self._lock = os.open(self._file.with_name(_LOCK), flags, 0o666)
+                is_ours = try_lock(self._lock)
+            if not is_ours:
+                self.close()
                 raise self._taken()
         try:
             self.steps = self._read()
@@ -88,11 +92,8 @@ class Followed:
         self.steps[name] = done
         data = (json.dumps({"unshard": __version__, "done": self.steps}, indent=1) + "\n").encode()
         if not isinstance(self._file, RemotePath):
-            try:
+            with self._writing():
                 write_whole(self._file, data)
-            except OSError as error:
-                what = f"{self._file}: cannot be written: {error.strerror or error}"
-                raise OutputError(what, hint="free some space, or check permissions") from error
             return
         written = create(self._file.bucket, self._file.key, data, instead_of=self._etag)
         if written is None:
@@ -117,6 +118,14 @@ class Followed:
                 f"{self._file}: does not say which steps were done",
                 hint="remove it: outputs that are there are not made again",
             ) from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"{self._file}: cannot be written: {error.strerror or error}"
+            raise OutputError(what, hint="free some space, or check permissions") from error
 
     def _taken(self) -> UsageError:
         where = self._file.parent.parent

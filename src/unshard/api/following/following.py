@@ -20,7 +20,7 @@ from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.api.following.followed import Done, Followed
 from unshard.api.merging import StepResult, merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.errors import IncompleteError, UnshardError, UsageError, raise_all
+from unshard.errors import IncompleteError, OutputError, UnshardError, UsageError, raise_all
 from unshard.fronts import Text
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
@@ -296,7 +296,9 @@ class _Follower:
             result = replace(result, report=report)
             self._hand_on(target, at)
             self._followed.add(one.name, one.done)
-        except UnshardError as error:
+            self._retain()
+        except (UnshardError, OSError) as found:
+            error = found if isinstance(found, UnshardError) else OutputError(f"{target}: {found}")
             self._listener(Warned(f"{result.title}: {error.text}"))
             is_gone = isinstance(error, _GoneError)
             if not is_gone and one.tries < self._how.retry:
@@ -307,7 +309,6 @@ class _Follower:
             self._end(one)
             return replace(result, error=error, is_meant=not is_gone)
         self._end(one)
-        self._retain()
         return result
 
     def _end(self, one: _Waiting) -> None:
@@ -353,8 +354,10 @@ class _Follower:
         for name in [name for name, _ in steps[: -self._how.keep] if name in there]:
             try:
                 discard(self._output / name)
-            except (UnshardError, OSError) as error:
-                self._warn(f"{self._output / name} is not removed: {error}")
+            except OSError as error:
+                self._warn(f"{self._output / name} cannot be removed: {error}")
+            except UnshardError as error:
+                self._warn(error.text)
 
     def _warn(self, text: str) -> None:
         """Tell something once."""
