@@ -35,7 +35,7 @@ class Ongoing:
         """
         while len(self._futures) >= self._most:
             self._wait_for_first()
-        self._futures.append(_submit(task))
+        self._futures.append(submit(task))
 
     @property
     def is_busy(self) -> bool:
@@ -75,7 +75,7 @@ def ahead(function: Callable[[_T], _R], given: Sequence[_T]) -> Iterator[_R]:
     try:
         while True:
             more = islice(left, _AHEAD - len(futures))
-            futures.extend(_submit(partial(function, one)) for one in more)
+            futures.extend(submit(partial(function, one)) for one in more)
             if not futures:
                 return
             yield futures.popleft().result()
@@ -110,7 +110,7 @@ def away_from_signals(function: Callable[[], _R]) -> _R:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    return _submit(function).result()
+    return submit(function).result()
 
 
 _thread = threading.local()
@@ -124,7 +124,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 _lock = threading.Lock()
 
 
-def _submit(function: Callable[[], _R]) -> "Future[_R]":
+def submit(function: Callable[[], _R]) -> "Future[_R]":
     """Begin a function in the context of this thread: that has what notes the files it opens."""
     return _pool().submit(copy_context().run, function)
 

@@ -31,6 +31,11 @@ def is_weight_file(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
+def is_last(name: str) -> bool:
+    """Return whether a reader takes a directory with this file for a complete model."""
+    return name == RECORD_NAME or name.rpartition("/")[2] in ("config.json", ADAPTER_CONFIG_NAME)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
     """The files that were written to a directory, by its record.

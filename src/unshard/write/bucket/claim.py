@@ -1,21 +1,46 @@
 """The claim of a place in a store: an object that only one process can create, or take over.
 
 A store has no locks that end with a process. A process that must know whether it still
-holds a place reads the claim, and compares it with the one that it wrote.
+holds a place reads the claim, and compares its id with that of the claim that it wrote.
+
+While a merge runs, a thread rewrites its claim every `BEAT_S`. A claim that does not change is that
+of a killed process. No clocks are compared: a waiting process adds up how long it slept, so that
+one that was suspended itself does not take over at once. The next conditional write decides.
 """
 
 import json
 import logging
 import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from unshard._version import __version__
+from unshard.containers.json_file import parsed_object
 from unshard.errors import CorruptError, OutputError, UnshardError
+from unshard.fronts import Text
+from unshard.progress import Chosen, Listener, Warned
+from unshard.read.hub_files import RECORD_NAME
+from unshard.stores.at_once import submit
+from unshard.stores.buckets import refusing
 from unshard.stores.objects import create
 from unshard.stores.remote_path import RemotePath
+from unshard.write.bucket.ledger import FINISHED_NAME
+from unshard.write.stage import BusyError
 
 CLAIM_NAME = "_unshard-partial.json"
 """The object that claims a place until the output there is complete."""
+
+BEAT_S = 20.0
+"""How often a claim is rewritten, seconds."""
+
+_SILENT_BEATS = 6
+_NO_BEATS = (
+    "its claim does not show whether that merge still runs: if it was killed, interrupt this one, "
+    "and repeat it with ⟦--resume⟧ instead of ⟦--reuse⟧"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -30,41 +55,140 @@ class Claim:
     def __init__(self, target: RemotePath) -> None:
         self._target, self._bucket = target, target.bucket
         begun = datetime.now(UTC).isoformat(timespec="seconds")
-        claim = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
-        self._text = (json.dumps(claim) + "\n").encode()
+        self._fields = {"unshard": __version__, "begun": begun, "id": secrets.token_hex(16)}
+        self._count = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def make(self, *, instead_of: str | None = None) -> None:
         """Write the claim, where there is none, or instead of the one with an entity tag.
 
+        It is rewritten every `BEAT_S` from now on, until `end`.
+
         Raises:
-            OutputError: another process was faster.
+            BusyError: another process was faster.
             StoreError: the store cannot be reached, or does not allow it.
         """
-        if create(self._bucket, self.key(CLAIM_NAME), self._text, instead_of=instead_of) is None:
+        if not self._put(BEAT_S, instead_of):
             raise self.taken()
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._beat_on, name="unshard-claim", daemon=True)
+        self._thread.start()
+
+    def end(self, *, give_up: bool = False) -> None:
+        """Return when the claim is not being rewritten, and will not be: it may be removed then.
+
+        With `give_up` it stays, but another process may take it over at once.
+        """
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if give_up:
+            self._beat(0)
+
+    def _beat_on(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._beat(BEAT_S)
+
+    def _beat(self, beats: float) -> None:
+        """Rewrite the claim, unless it is another's: the merge finds that out by its own checks."""
+        try:
+            fields, etag = self._found()
+            if fields.get("id") == self._fields["id"]:
+                self._put(beats, etag)
+            else:
+                self._ended.set()
+        except UnshardError as error:
+            _log.info("%s/%s cannot be rewritten now: %s", self._target, CLAIM_NAME, error)
+
+    def _put(self, beats: float, instead_of: str | None) -> bool:
+        self._count += 1
+        claim = self._fields | {"beats": beats, "count": self._count}
+        data = (json.dumps(claim) + "\n").encode()
+        return create(self._bucket, self.key(CLAIM_NAME), data, instead_of=instead_of) is not None
 
     def is_held(self) -> bool:
-        """Return whether the store has this very claim.
+        """Return whether the claim that the store has is this one.
 
         Raises:
             StoreError: it cannot be reached, or does not allow it.
         """
-        try:
-            return self.read(CLAIM_NAME) == self._text
-        except (FileNotFoundError, CorruptError):
-            return False
+        fields, _ = self._found()
+        return fields.get("id") == self._fields["id"]
 
-    def taken(self) -> OutputError:
+    def check(self) -> None:
+        """Check that the claim is still held, in the process that made it: no node of Ray does.
+
+        Raises:
+            BusyError: another merge has taken over.
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        if self._thread is not None and not self.is_held():
+            raise self.lost([CLAIM_NAME])
+
+    def while_held(self, blocks: Iterator[bytearray]) -> Iterator[bytearray]:
+        """Yield the blocks of an object; if the claim was lost, `check` aborts the upload."""
+        yield from blocks
+        submit(self.check).result()  # this thread is obstore's, which takes no request from it
+
+    def _found(self) -> tuple[dict[str, object], str | None]:
+        """Return fields and entity tag of the claim that the store has now; neither without one."""
+        key, fields, etag = self.key(CLAIM_NAME), dict[str, object](), None
+        with refusing(f"{self._bucket.url}/{key}"), suppress(FileNotFoundError, CorruptError):
+            answer = self._bucket.store.get(key)  # no listing: it may be rewritten in between
+            etag = answer.meta["e_tag"] or ""
+            fields = parsed_object(bytes(answer.bytes()), CLAIM_NAME)
+        return fields, etag
+
+    def wait(self, is_made: Callable[[], bool], listener: Listener) -> str | None:
+        """Wait for the process that has a claim there, as `Stage.turn` does.
+
+        Returns:
+            The entity tag of the claim of a process that was killed; None if there is no claim, or
+            the output is made.
+
+        Raises:
+            StoreError: the store cannot be reached, or does not allow it.
+        """
+        fields, etag = self._found()
+        if etag is not None:
+            begun = str(fields.get("begun", "an unknown time"))[:40]
+            listener(Chosen(f"waiting for a merge into {self._target} that began at {begun}"))
+            if "beats" not in fields:  # of an older version, whose merge may still run
+                listener(Warned(Text(f"{self._target}/{CLAIM_NAME}: {_NO_BEATS}")))
+        silent, pause = 0.0, BEAT_S / 10
+        while etag is not None:
+            beats = fields.get("beats")
+            if isinstance(beats, int | float) and silent >= _SILENT_BEATS * beats:
+                return etag
+            self._bucket.forget()
+            if is_made():
+                break
+            time.sleep(pause)
+            before, (fields, etag) = fields, self._found()
+            silent = silent + pause if fields == before else 0.0
+            pause = min(pause * 1.2, BEAT_S / 4)
+        return None
+
+    def taken(self) -> BusyError:
         """Return the error that another process has claimed the place, and when."""
-        begun = "an unknown time"
-        try:
-            begun = str(json.loads(self.read(CLAIM_NAME))["begun"])[:40]
-        except (OSError, UnshardError, ValueError, KeyError, TypeError):
-            _log.debug("%s/%s cannot be read", self._target, CLAIM_NAME)
-        return OutputError(
+        fields = dict[str, object]()
+        with suppress(UnshardError):
+            fields, _ = self._found()
+        begun = str(fields.get("begun", "an unknown time"))[:40]
+        return BusyError(
             f"{self._target}: a merge into it began at {begun}, and is not complete",
             hint="wait for it; or, if it was killed, go on with it by ⟦--resume⟧, remove "
             "everything there, or give another output",
+        )
+
+    def lost(self, names: Collection[str]) -> OutputError:
+        """Return the error that others have written objects there, perhaps the same output."""
+        is_busy = {CLAIM_NAME, FINISHED_NAME, RECORD_NAME}.intersection(names)
+        kind = BusyError if is_busy else OutputError
+        return kind(
+            f"{self._target}: is not as it was written: {', '.join(names)}",
+            hint="another process writes there: give another output",
         )
 
     def key(self, name: str) -> str:

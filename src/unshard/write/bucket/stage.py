@@ -5,19 +5,21 @@ one process can create; it writes the weights, then everything else, and last th
 reader takes a directory for a model: config.json and the like, and the record `unshard.json`. What
 fails removes what it wrote, and the claim. A process that is killed leaves both, and no config.
 
-With `--resume` each finished file of weights is recorded, and a later merge takes the claim over;
-it removes what is not finished. A merge whose claim was taken over stops, and removes nothing.
+With `--resume` each finished file of weights is recorded, and a later merge takes the claim over
+(with `--reuse`, that of a killed merge alone); it removes what is not finished. A merge whose claim
+was taken over stops, and removes nothing.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
 from unshard.errors import OutputError, StoreError, UnshardError
 from unshard.plan.operations import Plan
+from unshard.progress import Listener
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
@@ -28,8 +30,7 @@ from unshard.stores.objects import Stored, create, listed, remove, upload
 from unshard.stores.remote_path import RemotePath
 from unshard.write.bucket.claim import CLAIM_NAME, Claim
 from unshard.write.bucket.ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger
-from unshard.write.companions import ADAPTER_CONFIG_NAME
-from unshard.write.record import add_companions, listed_weights
+from unshard.write.record import add_companions, is_last, listed_weights
 from unshard.write.stage import (
     SUSPECT,
     Counts,
@@ -45,18 +46,12 @@ from unshard.write.stage import (
 from unshard.write.staging.stage import say_what_is_left
 
 _SMALL = 8 << 20
-_CONFIGS = ("config.json", ADAPTER_CONFIG_NAME)
 _NO_OVERWRITE = (
     "two outputs in an object store cannot be exchanged in one step, so nothing there is "
     "overwritten: "
 )
 
 _log = logging.getLogger(__name__)
-
-
-def is_last(name: str) -> bool:
-    """Return whether a reader takes a directory with this file for a complete model."""
-    return name == RECORD_NAME or name.rpartition("/")[2] in _CONFIGS
 
 
 class BucketStage:
@@ -70,7 +65,8 @@ class BucketStage:
             after an error.
 
     Raises:
-        OutputError: on entering: the target exists, or another process writes there.
+        BusyError: on entering: another process writes there.
+        OutputError: on entering: the target exists.
         StoreError: the store cannot be reached, or does not allow it.
     """
 
@@ -82,15 +78,15 @@ class BucketStage:
         names: Collection[str] = (),
         resume: bool = False,
     ) -> None:
-        self.target = target
-        self._bucket = target.bucket
+        self.target, self._bucket = target, target.bucket
         self._overwrite = overwrite
         self._names = frozenset((*names, RECORD_NAME))
         self._claim = Claim(target)
         self._written: dict[str, Stored | None] = {}
         self._resume = resume
-        self._has_taken_over = False
-        self._found: dict[str, Stored] = {}  # what an interrupted merge left
+        self._has_waited = False
+        self._over: str | None = None  # the claim of a killed process, which was waited for
+        self._has_taken_over, self._found = False, dict[str, Stored]()  # an interrupted merge's
         self._ledger: BucketLedger | None = None
         self._last: dict[str, bytes] = {}
         self._temporary = ExitStack()
@@ -113,19 +109,26 @@ class BucketStage:
                 hint = f"{_NO_OVERWRITE}{hint}"
             raise OutputError(f"{self.target}: exists already", hint=hint)
 
+    @contextmanager
+    def turn(self, is_made: Callable[[], bool], listener: Listener) -> Iterator[None]:
+        """Wait for a process that writes there; see `Stage.turn`. No other claim is taken over."""
+        self._over, self._has_waited = self._claim.wait(is_made, listener), True
+        yield
+
     def __enter__(self) -> Self:
         with uninterrupted():
             if self._resume and self._take_over():
                 return self
         self.check()
-        with uninterrupted():
-            self._claim.make()
-            self._written[CLAIM_NAME] = None
         try:
+            with uninterrupted():
+                self._claim.make()
+                self._written[CLAIM_NAME] = None
             self._check_written()  # perhaps another process has just written there
             return self  # noqa: TRY300 (a signal just before it is caught, too)
         except BaseException as error:
-            self._clean_up(error)
+            if CLAIM_NAME in self._written:
+                self._clean_up(error)
             raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -147,7 +150,7 @@ class BucketStage:
             self._written |= dict.fromkeys(left)
             self._remove(left)
             return False
-        self._claim.make(instead_of=claim.etag)
+        self._claim.make(instead_of=self._over if self._has_waited else claim.etag)
         self._written[CLAIM_NAME] = None
         self._has_taken_over, self._found = True, found
         return True
@@ -177,7 +180,7 @@ class BucketStage:
         data = b"" if written is None else self._claim.read(FINISHED_NAME)
         ledger = open_bucket_ledger(work, data, found)
         if strange := sorted(found.keys() - self._names):
-            raise self._not_as_written(strange)
+            raise self._claim.lost(strange)
         if written is not None:
             self._written[FINISHED_NAME] = written
         rest = [name for name in found if name not in ledger.known]
@@ -201,14 +204,13 @@ class BucketStage:
         stored, ledger = self._written[name], self._ledger
         if not self._resume or ledger is None or stored is None:
             return
-        if not self._claim.is_held():
-            raise self._not_as_written([CLAIM_NAME])
+        self._claim.check()
         before = self._written.setdefault(FINISHED_NAME, None)
         etag = None if before is None else before.etag
         data, key = ledger.add(name, stored, counts), self._claim.key(FINISHED_NAME)
         written = create(self._bucket, key, data, instead_of=etag)
         if written is None:
-            raise self._not_as_written([FINISHED_NAME])
+            raise self._claim.lost([FINISHED_NAME])
         self._written[FINISHED_NAME] = written
 
     def upload(
@@ -217,11 +219,13 @@ class BucketStage:
         """Write a file in parts, as `stores.objects.upload` does; for any thread.
 
         Raises:
+            BusyError: another merge has taken over; its file is not replaced.
             StoreError: the store cannot be reached, or does not allow it.
         """
         self._written[name] = None  # whatever happens now, it may be there
-        limits = {"part_bytes": part_bytes, "at_once": at_once}
-        self._written[name] = upload(self._bucket, self._claim.key(name), blocks, **limits)
+        claim, limits = self._claim, {"part_bytes": part_bytes, "at_once": at_once}
+        blocks = claim.while_held(blocks)
+        self._written[name] = upload(self._bucket, claim.key(name), blocks, **limits)
 
     @property
     def written(self) -> Mapping[str, Stored | None]:
@@ -231,6 +235,8 @@ class BucketStage:
     def wrote(self, name: str, stored: Stored | None) -> None:
         """Take note of a file that another process has written, or None: that it may write."""
         self._written[name] = stored
+        if stored is not None:
+            self._claim.check()
 
     def can_copy(self, source: Path) -> bool:
         """Return whether the store copies from a file of the checkpoint itself, for `compose`."""
@@ -240,12 +246,18 @@ class BucketStage:
         """Write a file from parts, as `Copier.compose` does; for any thread.
 
         Raises:
+            BusyError: as for `upload`.
             StoreError: the store cannot be reached, or does not do it.
         """
         if self._copier is None:
             raise TypeError("the store cannot copy")
+
+        def held(composition: Composition) -> None:
+            send(composition)
+            self._claim.check()
+
         self._written[name] = None  # whatever happens now, it may be there
-        self._written[name] = self._copier.compose(self._bucket, self._claim.key(name), size, send)
+        self._written[name] = self._copier.compose(self._bucket, self._claim.key(name), size, held)
 
     def abort_uploads(self, names: Collection[str]) -> bool:
         """Abort what processes that are gone had begun to upload in parts; for any thread.
@@ -270,8 +282,10 @@ class BucketStage:
         """Add small files; see `Stage.add`. Those that make a model of it wait for the commit."""
         for name, source in files.items():
             if isinstance(source, Path) and not is_last(name) and source.stat().st_size > _SMALL:
-                parts = {"part_bytes": _SMALL, "at_once": 2}
-                away_from_signals(partial(self.upload, name, _blocks(source), **parts))
+                with source.open("rb") as file:
+                    blocks = map(bytearray, iter(partial(file.read, _SMALL), b""))
+                    parts = {"part_bytes": _SMALL, "at_once": 2}
+                    away_from_signals(partial(self.upload, name, blocks, **parts))
                 continue
             data = source if isinstance(source, bytes) else source.read_bytes()
             if is_last(name):
@@ -304,14 +318,12 @@ class BucketStage:
             OutputError: something is missing, was changed, or was added.
         """
         found = listed(self._bucket, self.target.key)
-        found.pop(CLAIM_NAME, None)
         names = {*found, *self._written} - {CLAIM_NAME}
         pairs = {name: (self._written.get(name), found.get(name)) for name in names}
         wrong = [name for name, (a, b) in sorted(pairs.items()) if not (a and b and a.is_same(b))]
-        if not self._claim.is_held():
-            wrong.append(CLAIM_NAME)
+        self._claim.check()
         if wrong:
-            raise self._not_as_written(wrong)
+            raise self._claim.lost(wrong)
 
     def commit(self, record: bytes, *, replaced: Sequence[str] = ()) -> list[str]:  # noqa: ARG002
         """Write the files that make the output complete, the record after all others.
@@ -332,6 +344,7 @@ class BucketStage:
                 self._create(name, data)
             self._create(RECORD_NAME, add_companions(record, others))
             self._is_complete = True
+            self._claim.end()
             left = self._remove([name for name in reversed(own) if name in self._written])
         return [f"{self.target} is complete, but {name} could not be removed" for name in left]
 
@@ -339,18 +352,13 @@ class BucketStage:
     def _copier(self) -> Copier | None:
         return Copier.into(self._bucket)
 
-    def _not_as_written(self, names: Iterable[str]) -> OutputError:
-        return OutputError(
-            f"{self.target}: is not as it was written: {', '.join(names)}",
-            hint="another process writes there: give another output",
-        )
-
     def _clean_up(self, error: BaseException | None) -> None:
         """Remove what was written, the newest first and the claim last.
 
         What is finished stays if the merge can be resumed; all stays that another took over.
         """
         with uninterrupted():
+            self._claim.end()
             with suppress(UnshardError):  # a store that does not answer removes nothing, either
                 if not self._claim.is_held():  # another may have made it complete
                     _log.warning("%s: the claim is not this merge's; left alone", self.target)
@@ -358,6 +366,7 @@ class BucketStage:
             kept = self._kept(error)
             left = self._remove([name for name in reversed(self._written) if name not in kept])
             if kept:
+                self._claim.end(give_up=True)
                 say_what_is_left(error, self.target)
             if left:
                 with suppress(UnshardError):  # what could not be removed need not be there
@@ -389,9 +398,3 @@ class BucketStage:
                 _log.info("%s/%s: %s", self.target, name, error)
                 left.append(name)
         return left
-
-
-def _blocks(path: Path) -> Iterator[bytearray]:
-    with path.open("rb") as file:
-        while block := file.read(_SMALL):
-            yield bytearray(block)
