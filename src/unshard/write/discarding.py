@@ -10,9 +10,8 @@ from unshard.showing import listed as some_of
 from unshard.signals import uninterrupted
 from unshard.stores.objects import listed, remove
 from unshard.stores.remote_path import RemotePath
-from unshard.write.bucket.stage import is_last
 from unshard.write.dirfd import closing, opened, walk
-from unshard.write.record import parse_record
+from unshard.write.record import is_last, parse_record
 from unshard.write.staging.journal import OUTPUT
 from unshard.write.staging.owners import Owner, StagingDirectory, claim, staging_name
 from unshard.write.staging.recovery import remove_staging
