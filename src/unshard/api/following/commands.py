@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from unshard.errors import UnshardError, UsageError
+from unshard.signals import how
 
 _FIELD = re.compile(r"\{(output|step)\}")
 _GRACE_S = 10.0
@@ -51,7 +52,9 @@ def run_command(command: Sequence[str], *, output: str, step: str) -> None:
         raise UnshardError(f"cannot be run: {line}", found=str(error)) from error
     try:
         code = running.wait()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (f"{how(error)}, and so was {line}",)
         running.terminate()
         try:
             running.wait(_GRACE_S)
@@ -59,5 +62,5 @@ def run_command(command: Sequence[str], *, output: str, step: str) -> None:
             running.kill()
         raise
     if code:
-        how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        raise UnshardError(f"ended with {how}: {line}")
+        end = f"exit code {code}" if code > 0 else f"signal {-code}"
+        raise UnshardError(f"ended with {end}: {line}")
