@@ -69,6 +69,9 @@ def whole(tmp_path: Path) -> Path:
     save_optimizer(place, {"exp_avg": like(some_tensors(), 1)}, 2)
     (place / "config.json").write_text('{"model_type": "llama"}')
     (place / "tokenizer.json").write_text("{}")
+    for rank in range(2):
+        state = {"lr_scheduler": {"last_epoch": 5}}
+        torch.save(state, place / f"extra_state_world_size_2_rank_{rank}.pt")
     return place
 
 
@@ -148,7 +151,11 @@ def other_tokenizer(place: Path) -> None:
     (place / "tokenizer.json").write_text("[]")
 
 
-@pytest.mark.parametrize("change", [saved_again, other_config, other_tokenizer])
+def other_state(place: Path) -> None:
+    torch.save({"lr_scheduler": {"last_epoch": 6}}, place / "extra_state_world_size_2_rank_1.pt")
+
+
+@pytest.mark.parametrize("change", [saved_again, other_config, other_tokenizer, other_state])
 def test_a_checkpoint_that_was_saved_again_is_another(
     whole: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -286,7 +293,8 @@ VALUES: dict[str, list[tuple[Options, Options]]] = {
     "allow_globals": [(BASE, {"allow_globals": ["some.Tensor"]})],
     "names": [(BASE, {"names": "training"})],
     "base": [(BASE, {"base": "{}/base"})],
-    "lora_alpha": [(BASE, {"lora_alpha": 3.0}), (BASE, {"lora_alpha": 16.0})],
+    "lora_alpha": [(one, {"lora_alpha": 3.0}) for one in (BASE, {"lora": "adapter"})]
+    + [(BASE, {"lora_alpha": 16.0})],
     "config": [(BASE, {"config": "{}/other.json"}), (BASE, {"config": "{}/same.json"})],
     "dtype": [(BASE, {"dtype": "float16"}), (BASE, {"dtype": "config"})],
     "keep_fp32": [(HALF, {"keep_fp32": "norm"}), (HALF, {"keep_fp32": "nothing"})],

@@ -1,6 +1,7 @@
 """`unshard.json`: what was made from what, and which files of an output are weights.
 
-No times, hosts or absolute paths: the same merge writes the same record.
+No times, hosts or absolute paths: the same merge of the same files writes the same record. A file
+that was saved again, with the same bytes too, is another one for its fingerprint.
 """
 
 import json
