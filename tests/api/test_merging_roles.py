@@ -71,7 +71,7 @@ def test_every_role_of_every_step(run: Path, tmp_path: Path) -> None:
         assert len([*out.iterdir()]) == 8
         assert_same(merged(out / "global_step_5"), tensors_of(5, "actor"))
         assert_same(merged(out / "global_step_10-reward"), tensors_of(10, "reward"))
-    words = ("--role", "all", "--all-steps", "--skip-existing")
+    words = ("--role", "all", "--all-steps", "--reuse")
     assert merge(run, tmp_path / "out", *words) == 0
 
 

@@ -1,8 +1,6 @@
 """Every step of a run, each merged by itself."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 
 import unshard
 from ranks import assert_same, merged, rank_path, save_ranks, snapshot, some_tensors
-from unshard import CheckpointError, OutputError, UnknownFormatError, UsageError
+from unshard import CheckpointError, UnknownFormatError, UsageError
 from unshard.cli.main import main
 from unshard.keywords import MergeKeywords
 
@@ -72,48 +70,22 @@ def test_a_step_that_fails_keeps_back_no_other(
     assert told[-1] == "1 of 3 steps merged, 1 failed"
 
 
-def test_steps_that_were_merged_already_can_be_skipped(
+def test_steps_that_were_merged_already_are_used(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     unshard.merge_all(run, out, config="none")
     save_ranks(run / "global_step_15" / "actor", some_tensors(15), 2)
     before = snapshot(out / "global_step_5")
-    reports = unshard.merge_all(run, out, skip_existing=True, config="none")
-    assert [report.step for report in reports] == [15]
+    reports = unshard.merge_all(run, out, reuse=True, config="none")
+    assert [(one.step, one.reused) for one in reports] == [(5, True), (10, True), (15, False)]
     assert snapshot(out / "global_step_5") == before
     with pytest.raises(SystemExit) as ended:
-        main(["merge", str(run), str(out), "--all-steps", "--skip-existing", "--config", "none"])
+        main(["merge", str(run), str(out), "--all-steps", "--reuse", "--config", "none"])
     assert not ended.value.code
     told = capsys.readouterr().out
-    assert f"step 5: skipped, {out / 'global_step_5'} was made from it already\n" in told
-    assert told.endswith("\n0 of 4 steps merged\n")
-
-
-@pytest.mark.parametrize("change", ["options", "another step", "cut short", "no record"])
-def test_only_what_was_made_from_a_step_counts_as_it(
-    run: Path, tmp_path: Path, change: str
-) -> None:
-    out, options = tmp_path / "out", MergeKeywords(config="none")
-    unshard.merge_all(run, out, config="none")
-    if change == "options":
-        options = MergeKeywords(dtype="float16", config="none")
-    elif change == "another step":
-        (out / "global_step_5").rename(tmp_path / "away")
-        shutil.copytree(out / "global_step_10", out / "global_step_5")
-    elif change == "cut short":
-        os.truncate(out / "global_step_5" / "model.safetensors", 10)
-    else:
-        (out / "global_step_5" / "unshard.json").unlink()
-    with pytest.raises(OutputError, match="global_step_5"):
-        unshard.merge_all(run, out, skip_existing=True, **options)
-
-
-def test_skipping_goes_with_all_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["merge", str(run), "--skip-existing"])
-    assert ended.value.code == UsageError.exit_code
-    assert "--skip-existing needs --all-steps" in capsys.readouterr().err
+    assert f"used {out / 'global_step_5'}, which was made from " in told
+    assert told.endswith("\n0 of 4 steps merged, 3 used\n")
 
 
 @pytest.mark.parametrize("option", [MergeKeywords(push_to_hub="a/b"), MergeKeywords(step=5)])

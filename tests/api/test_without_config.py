@@ -129,7 +129,7 @@ def test_a_file_that_is_called_none_is_a_file(
 
 
 def test_a_step_without_a_config_has_failed_and_was_not_passed_over(run: Path) -> None:
-    results = merge_steps(run, None, MergeOptions(), ignore, skip_existing=False)
+    results = merge_steps(run, None, MergeOptions(), ignore)
     assert [one.has_failed for one in results] == [True, True]
     assert not (run / "merged").exists()
 
@@ -173,21 +173,24 @@ def test_an_output_of_weights_alone_is_not_what_was_asked_for(
 ) -> None:
     out = tmp_path / "out"
     unshard.merge_all(run, out, config="none", **options)
-    assert unshard.merge_all(run, out, config="none", skip_existing=True, **options) == []
+    assert all(
+        one.reused for one in unshard.merge_all(run, out, config="none", reuse=True, **options)
+    )
     with pytest.raises(NoConfigError):
-        unshard.merge_all(run, out, skip_existing=True, **options)
+        unshard.merge_all(run, out, reuse=True, **options)
     (run / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(OutputError, match="exists already"):
-        unshard.merge_all(run, out, skip_existing=True, **options)
-    again = unshard.merge_all(run, out, skip_existing=True, overwrite=True, **options)
+        unshard.merge_all(run, out, reuse=True, **options)
+    again = unshard.merge_all(run, out, reuse=True, overwrite=True, **options)
     assert len(again) == 2
     assert all((Path(one.output) / "config.json").is_file() for one in again)
-    assert unshard.merge_all(run, out, skip_existing=True, **options) == []
+    assert all(one.reused for one in unshard.merge_all(run, out, reuse=True, **options))
 
 
 def test_names_of_training_are_asked_for(run: Path, tmp_path: Path) -> None:
     unshard.merge_all(run, tmp_path / "out", names="training")
-    assert unshard.merge_all(run, tmp_path / "out", names="training", skip_existing=True) == []
+    again = unshard.merge_all(run, tmp_path / "out", names="training", reuse=True)
+    assert [one.reused for one in again] == [True, True]
 
 
 @pytest.mark.parametrize("place", ["--config=none", "--config=FILE"])

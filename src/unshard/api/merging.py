@@ -20,14 +20,14 @@ from unshard.errors import (
 )
 from unshard.fronts import unadvised
 from unshard.keywords import MergeKeywords
-from unshard.progress import Chosen, Event, Listener, Warned, warn
+from unshard.progress import Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.write.hub import check_repo
-from unshard.write.record import is_made_by, is_made_from
+from unshard.write.record import is_made_by
 from unshard.write.report import Report
 from unshard.write.staging.recovery import recover
 
@@ -218,9 +218,8 @@ class StepResult:
     Attributes:
         step: its number.
         source: the directory of its weights; output: where its model is, or would be.
-        report: of the merge, if it was made.
-        error: why it was not made; an IncompleteError for a step that was passed over.
-            Neither report nor error: its output was there already.
+        report: of the merge, if it was made or used.
+        error: why it was not; an IncompleteError for a step that was passed over.
         role: what the model is called, if every role was asked for.
         is_meant: whether this step was asked for, and so is not passed over.
     """
@@ -251,7 +250,6 @@ def merge_all(
     run: str | Path,
     output: str | Path | None = None,
     *,
-    skip_existing: bool = False,
     listener: Listener | None = None,
     **options: Unpack[MergeKeywords],
 ) -> list[Report]:
@@ -262,13 +260,12 @@ def merge_all(
     Args:
         run: a directory that has several steps; for `role="all"`, also one of them.
         output: the directory to make one output per step in; default `merged` next to the steps.
-        skip_existing: leave out the steps whose output an earlier merge with the same options made.
         listener: as for `merge`; steps that are incomplete are named.
         options: as for `merge`, except `step` and `push_to_hub`; and role="all" merges every model
             of a step: into `<step>`, `<step>-critic` and so on.
 
     Returns:
-        A report for each model that was merged now.
+        A report for each model that was merged now or, with `reuse`, before.
 
     Raises:
         UnshardError: there is no such run; or, after all steps were tried, what those that failed
@@ -276,7 +273,7 @@ def merge_all(
     """
     with hearing(listener) as heard:
         chosen = MergeOptions(**options)
-        results = merge_steps(run, output, chosen, heard, skip_existing=skip_existing)
+        results = merge_steps(run, output, chosen, heard)
     failed = [one.error for one in results if one.error is not None and one.has_failed]
     kinds = {type(error) for error in failed}
     kind = kinds.pop() if len(kinds) == 1 else UnshardError
@@ -291,7 +288,6 @@ def merge_steps(
     options: MergeOptions,
     listener: Listener,
     *,
-    skip_existing: bool,
     is_run: bool = True,
 ) -> list[StepResult]:
     """Merge as `merge_all` does; return what became of each step.
@@ -312,20 +308,16 @@ def merge_steps(
         chosen = replace(options, role=at.role) if is_every else options
         one = StepResult(at.step, str(at.weights_dir), str(target), is_meant=is_meant)
         one = replace(one, role=role) if is_every else one
-        is_whole = not options.needs_config or (target / "config.json").is_file()
-        if skip_existing and is_whole and is_made_from(target, at, options.recorded):
-            listener(Chosen(f"skipping {one.title}: {target} was made from it already"))
-        else:
-            try:
-                one = replace(one, report=merge_checkpoint(at.path, target, chosen, listener))
-            except UnshardError as error:
-                if is_every:
-                    error.subject, error.hint = map(unadvised, (error.subject, error.hint))
-                one = replace(one, error=error)
-                what = f"{one.title} could not be merged"
-                if not one.has_failed:
-                    what = "passed over an incomplete step"
-                listener(Warned(f"{what}: " + error.text))
+        try:
+            one = replace(one, report=merge_checkpoint(at.path, target, chosen, listener))
+        except UnshardError as error:
+            if is_every:
+                error.subject, error.hint = map(unadvised, (error.subject, error.hint))
+            one = replace(one, error=error)
+            what = f"{one.title} could not be merged"
+            if not one.has_failed:
+                what = "passed over an incomplete step"
+            listener(Warned(f"{what}: " + error.text))
         results.append(one)
     return results
 

@@ -74,9 +74,6 @@ def merge(
     all_steps: Annotated[
         bool, flag("--all-steps", "Merge every complete step of a run.", CHECKPOINT)
     ] = False,
-    skip_existing: Annotated[
-        bool, flag("--skip-existing", "Leave out what --all-steps has merged before.", CHECKPOINT)
-    ] = False,
     no_local: Annotated[
         bool,
         flag("--no-local", "With --push-to-hub: write no output here, as `unshard push`.", OUTPUT),
@@ -98,8 +95,6 @@ def merge(
     what = (checkpoint, output or output_option, options)
     several = "--all-steps" if all_steps else "--role all" if options.role == EVERY_ROLE else ""
     check_following(given, several or "--no-local" * no_local)
-    if skip_existing and not several:
-        raise UsageError("--skip-existing needs --all-steps")
     repo = _repo_without_output(options, what[1], several) if no_local else None
     with _working(quiet=quiet, front=front_of(merge, locals())) as listener:
         if given["follow"]:
@@ -112,7 +107,7 @@ def merge(
         elif not several:
             report = merge_checkpoint(*what, listener)
         else:
-            steps = merge_steps(*what, listener, skip_existing=skip_existing, is_run=all_steps)
+            steps = merge_steps(*what, listener, is_run=all_steps)
     if not several:
         print_report(report, as_json=as_json, quiet=quiet)
         return

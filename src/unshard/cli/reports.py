@@ -78,9 +78,10 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
         print_report(report, as_json=False, quiet=False)
     for one in steps:
         _print_outcome(one)
-    failed = sum(one.has_failed for one in steps)
+    used, failed = sum(one.reused for one in reports), sum(one.has_failed for one in steps)
     what = "steps" if steps[0].role is None else "models"
-    print(f"{len(reports)} of {len(steps)} {what} merged" + (f", {failed} failed" * bool(failed)))
+    others = (f", {count} {how}" for count, how in ((used, "used"), (failed, "failed")) if count)
+    print(f"{len(reports) - used} of {len(steps)} {what} merged" + "".join(others))
 
 
 def print_step(one: "StepResult", *, as_json: bool, quiet: bool) -> None:
@@ -96,9 +97,7 @@ def print_step(one: "StepResult", *, as_json: bool, quiet: bool) -> None:
 
 def _print_outcome(one: "StepResult") -> None:
     """Print why a step was not merged, if it was not."""
-    if one.report is None and one.error is None:
-        print(f"{one.title}: skipped, {one.output} was made from it already")
-    elif one.error is not None:
+    if one.error is not None:
         why = "failed" if one.has_failed else "passed over"
         print(f"{one.title}: {why}: " + one.error.subject)
 
@@ -109,9 +108,8 @@ def _step_fields(one: "StepResult") -> dict[str, object]:
         return fields_of(one.report) | failed
     fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
     fields |= {} if one.role is None else {"role": one.role}
-    if one.error is None:
-        return fields | {"skipped": "its output was made from it already"}
-    return fields | {"failed" if one.has_failed else "passed_over": one.error.text}
+    why = "" if one.error is None else one.error.text
+    return fields | {"failed" if one.has_failed else "passed_over": why}
 
 
 def _print_merge(report: "Report") -> None:

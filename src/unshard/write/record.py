@@ -128,23 +128,6 @@ def _bytes(record: Mapping[str, object]) -> bytes:
     return (json.dumps(record, indent=2) + "\n").encode()
 
 
-def is_made_from(output: Path, location: Location, options: Mapping[str, object]) -> bool:
-    """Return whether an output is whole and was made from a checkpoint with the same options.
-
-    The record is compared: step, role and weights, the options that shape an output, and the sizes
-    of its files. A checkpoint that was saved again under the same name is not noticed.
-    """
-    match _record_in(output):
-        case {"source": dict(source), "options": recorded, "output": {"files": dict(files)}}:
-            wanted = _names_of(location)
-            return (
-                recorded == json.loads(json.dumps(dict(options)))
-                and all(source.get(key) == value for key, value in wanted.items())
-                and has_sizes(output, files)
-            )
-    return False
-
-
 def is_made_by(output: Path, fingerprint: str) -> bool:
     """Return whether an output is whole, and its record has this fingerprint."""
     if isinstance(output, RemotePath):

@@ -173,7 +173,7 @@ class CheckpointFinder:
         except (UnshardError, OSError) as error:
             numbers = step_numbers(self._run)
             if not numbers:
-                self._warn("no checkpoint yet: " + str(error).partition("\n")[0])
+                self._warn(f"no checkpoint yet: {error}")
         return self._of_steps(numbers)
 
     def _of_steps(self, numbers: Iterable[int]) -> list[Location]:
