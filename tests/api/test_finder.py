@@ -234,3 +234,26 @@ def test_a_file_that_is_a_step_is_returned_again(tmp_path: Path) -> None:
     assert [steps(finder) for _ in range(3)] == [[], [100, 200], []]
     saved_again(tmp_path / "iter_100.pth")
     assert [steps(finder) for _ in range(3)] == [[], [100], []]
+
+
+def test_a_run_in_which_nothing_changes_is_not_listed_deep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = CheckpointFinder(tmp_path)
+    for step in range(10, 60, 10):
+        lmms(tmp_path, step)
+    assert [len(finder.look()) for _ in range(3)] == [0, 5, 0]
+    listed: list[str] = []
+    real = Path.iterdir
+
+    def listing(at: Path) -> Iterator[Path]:
+        listed.append(at.name)
+        return iter(list(real(at)))
+
+    monkeypatch.setattr(Path, "iterdir", listing)
+    assert finder.look() == []
+    assert listed == [tmp_path.name]
+    lmms(tmp_path, 60)
+    listed.clear()
+    assert finder.look() == []
+    assert {one for one in listed if one.startswith("checkpoint-")} == {"checkpoint-60"}

@@ -332,8 +332,9 @@ def test_reasons_name_the_step_that_they_are_about(
     (place / "pytorch_model_fsdp_0" / "model_world_size_2_rank_1.pt").unlink()
     finder = CheckpointFinder(tmp_path)
     assert [steps(finder) for _ in range(3)] == [[], [20], []]
-    (said,) = (record.message for record in caplog.records)
+    said, also = (record.message for record in caplog.records)
     assert said == "step 30 is not complete yet: pytorch_model_fsdp_0: rank 1 of 2 is missing"
+    assert also == first
 
 
 def test_a_step_that_is_written_for_minutes_is_told_in_one_line(

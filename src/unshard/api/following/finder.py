@@ -11,7 +11,7 @@ complete when every file was written again, or a mark is newer than those that w
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from unshard.errors import (
     UnshardError,
     UsageError,
 )
-from unshard.read.finding.discover import all_steps, discover, step_numbers
+from unshard.read.finding.discover import all_steps, discover, step_folders, step_numbers
 from unshard.read.finding.marks import MARKS, half_saved_again, unfinished_lmms
 from unshard.read.finding.versions import Stamps, fingerprint, stamps_of
 from unshard.read.format import Choice, Location
@@ -102,10 +102,6 @@ class CheckpointFinder:
         """Return the checkpoints that are complete since the last look, the lowest step first."""
         look_again(self._run)
         self.reasons = {}
-        for path, seen in list(self._seen.items()):
-            if _times(seen.places) != seen.written:
-                self._former[path] = self._seen.pop(path).stamps
-                self._done.discard(seen.step or 0)
         try:
             steps = self._steps()
         except StoreError as error:
@@ -119,7 +115,8 @@ class CheckpointFinder:
 
     def _is_new(self, location: Location) -> bool:
         """Take note of a complete checkpoint; return whether it is not the one known before."""
-        stamps, places = dict[str, Sequence[int]](), [location.path]
+        stamps: Stamps = {}
+        places = [location.path]
         if not isinstance(location.path, RemotePath):
             try:
                 stamps = stamps_of(location)
@@ -164,25 +161,33 @@ class CheckpointFinder:
     def _steps(self) -> list[Location]:
         """Return the checkpoints of all steps; a broken step does not hold up the others.
 
-        In an object store, where every folder is a request, only of those that are not seen yet.
+        Those that were returned and have not changed are not listed again: with hundreds of steps
+        that takes long, and in an object store every folder is a request.
         """
-        if isinstance(self._run, RemotePath) and (numbers := step_numbers(self._run)):
-            return self._of_steps(numbers)
+        for path, seen in list(self._seen.items()):
+            if _times(seen.places) != seen.written:
+                self._former[path] = self._seen.pop(path).stamps
+                self._done.discard(seen.step or 0)
+        is_remote = isinstance(self._run, RemotePath)
+        if (is_remote or self._done) and (folders := step_folders(self._run)):
+            return self._of_steps(folders)
         try:
             return self._found(self._choice)
         except (UnshardError, OSError) as error:
-            numbers = step_numbers(self._run)
-            if not numbers:
+            folders = step_folders(self._run)
+            if not folders:
                 self._warn(f"no checkpoint yet: {error}")
-        return self._of_steps(numbers)
+        return self._of_steps(folders)
 
-    def _of_steps(self, numbers: Iterable[int]) -> list[Location]:
+    def _of_steps(self, folders: Mapping[int, Path]) -> list[Location]:
         found: list[Location] = []
-        for number in [one for one in numbers if one not in self._done]:
+        for number in [one for one in folders if one not in self._done]:
             try:
                 found += self._found(replace(self._choice, step=number))
             except (UnshardError, OSError) as error:
-                self._pass_over(number, "not taken", str(error))
+                # A trainer that has just made its folders is nothing to tell of.
+                if not self._done or any(one.is_file() for one in folders[number].rglob("*")):
+                    self._pass_over(number, "not taken", str(error))
         return found
 
     def _found(self, choice: Choice) -> list[Location]:
