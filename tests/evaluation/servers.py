@@ -379,15 +379,16 @@ def _add_v1(app: FastAPI, stub: Stub) -> None:  # noqa: C901  (a list of endpoin
             return error(401, "who are you?")
         if stub.refuses is not None:
             return error(*stub.refuses)
+        key = {**body, "checkpoint": None, "pin": None}
+        version = fingerprint(read_stamps(Path(body.get("pin") or body["checkpoint"])))
         for known in stub.jobs.values():
-            if known["request"] == {**body, "checkpoint": None, "pin": None}:
+            if known["request"] == key and known["fingerprint"] == version:
                 return JSONResponse(known, status_code=200)
         stub.submissions.append(body)
         job_id = f"job{len(stub.submissions)}"
-        key = {**body, "checkpoint": None, "pin": None}
         view = {"id": job_id, "status": "queued", "metrics": {}, "error": None, "request": key}
         view |= {"tasks": body.get("tasks"), "profile": body.get("profile")}
-        view["fingerprint"] = fingerprint(read_stamps(Path(body.get("pin") or body["checkpoint"])))
+        view["fingerprint"] = version
         stub.jobs[job_id] = {**view, "step": body.get("step"), **(stub.finishes(body) or {})}
         return JSONResponse(stub.jobs[job_id], status_code=201)
 

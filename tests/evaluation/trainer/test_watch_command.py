@@ -1,6 +1,7 @@
 """`unshard eval watch` on checkpoints of verl and lmms-engine, with a real server, or without."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from evaluation.servers import FAIL, SCORE, Live, Stub, free_port, live, scores,
 from ranks import save_ranks
 from unshard.errors import UsageError
 from unshard.evaluate.client.v1 import EvalClient
+from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import list_pins
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.trainer import courier
@@ -24,6 +26,7 @@ from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.evaluate.trainer.watcher import Decision, Watching
+from unshard.read.finding.versions import fingerprint
 from waiting import LIMIT_S
 from waiting import wait_until as until
 
@@ -311,6 +314,40 @@ def test_more_checkpoints_than_pins_lose_none(run: Path, stub: Stub) -> None:
             submitted += [step for step, _ in one.look()]
     assert submitted == [1, 2, 3, 4, 5]
     assert all("checkpoint" in body for body in stub.submissions)
+
+
+def saved_again(step: Path) -> None:
+    for path in step.rglob("*.pt"):
+        before, data = path.stat().st_mtime_ns, path.read_bytes()
+        path.unlink()  # else its pin would be written to
+        path.write_bytes(data)
+        os.utime(path, ns=(before + 10**9,) * 2)
+
+
+def test_a_step_that_is_saved_again_is_submitted_again_once(run: Path, stub: Stub) -> None:
+    """With all its weights: those that are saved first wait for the others."""
+    weights = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
+    for step in (1, 2):
+        lmms_step(run, step, *weights)
+    with Watching(run, config_for(stub.url, weights=["model", "ema"])) as one:
+        assert [one.look() for _ in range(3)] == [
+            [],
+            [(1, ("model", "ema")), (2, ("model", "ema"))],
+            [],
+        ]
+        first, second = (run / "checkpoint-1" / name for name in weights)
+        (first / "notes.txt").write_text("of a user")
+        assert [one.look() for _ in range(3)] == [[], [], []]
+        saved_again(first)
+        assert [one.look() for _ in range(3)] == [[], [], []]
+        saved_again(second)
+        assert [one.look() for _ in range(3)] == [[], [(1, ("model", "ema"))], []]
+        assert one.wait_until_sent(LIMIT_S)
+    version = fingerprint(read_stamps(run / "checkpoint-1"))
+    jobs = zip(stub.submissions, stub.jobs.values(), strict=True)
+    now = [str(body["weights"]) for body, job in jobs if job["fingerprint"] == version]
+    assert sorted(now) == ["ema", "model"]  # what was not sent before is superseded
+    assert looked(run, config_for(stub.url, weights=["model", "ema"])) == []
 
 
 def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(

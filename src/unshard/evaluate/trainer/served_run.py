@@ -85,9 +85,12 @@ class ServedRun:
         """
         asked = _plain({**self._submitter.request(step), "weights": weights})
         entries = (*self._spool.waiting(), *self._spool.pending(), *self._spool.refused())
-        if any(_plain(entry.request) == asked for entry in entries):
-            return True
         mark = f"{step}/{version}/{self.mark_of(weights)}"
+        # A request does not name the version: that of one that was saved over is another job's.
+        ends = f"/{self.mark_of(weights)}"
+        marked = [one for one in self._marks.starting(f"{step}/") if one.endswith(ends)]
+        if (mark in marked or not marked) and any(_plain(one.request) == asked for one in entries):
+            return True
         try:
             jobs = self._client.jobs(run=self._run, step=step, weights=weights)
         except (ServerAwayError, EvaluationError):

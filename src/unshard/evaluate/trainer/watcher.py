@@ -242,6 +242,7 @@ class Watching:
                 there.add(weights)
                 if len(there) == len(self._finders):
                     ready.append(location)
+                    there.clear()  # if it is saved again, all are waited for again
         by_step = sorted(ready, key=lambda location: location.step or 0)
         self._ready = {location.path: location for location in by_step}
 
