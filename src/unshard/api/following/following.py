@@ -322,7 +322,7 @@ class _Follower:
         try:
             return merge_checkpoint(at.path, target, self._options, self._listener, pass_over=False)
         except UnshardError as error:
-            if self._finder.stamp(at) == one.done.stamp:
+            if self._finder.stamp(at) == one.done.stamp != "":  # "": gone before it was stamped
                 raise
             raise _GoneError(
                 f"{at.path} was removed or saved again before it was merged",
