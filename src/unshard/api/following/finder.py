@@ -109,25 +109,31 @@ class CheckpointFinder:
             return []
         found = []
         for location in steps:
-            if location.path not in self._seen and self._is_ready(location):
-                found += [location] if self._is_new(location) else []
+            if location.path in self._seen:
+                continue
+            stamps = _stamps_on_disk(location)  # of what `_is_ready` then finds unchanged
+            if self._is_ready(location) and self._is_new(location, stamps):
+                found.append(location)
         return found
 
-    def _is_new(self, location: Location) -> bool:
+    def _is_new(self, location: Location, stamps: Stamps) -> bool:
         """Take note of a complete checkpoint; return whether it is not the one known before."""
-        stamps: Stamps = {}
-        places = [location.path]
-        if not isinstance(location.path, RemotePath):
-            try:
-                stamps = stamps_of(location)
-            except OSError:
-                return False
-            newest = max(stamps, key=lambda name: stamps[name][1], default="")
+        path, places = location.path, [location.path]
+        written = _times(places)
+        if stamps:  # they may be newer by now, which the next look is to notice
+            newest = max(stamps, key=lambda name: stamps[name][1])
             places = [*location.roots, location.weights_dir / newest]
-        self._seen[location.path] = _Seen(location.step, stamps, places, _times(places))
+            times = _times(location.roots)
+            written = None if times is None else [*times, stamps[newest][1]]
+        self._seen[path] = _Seen(location.step, stamps, places, written)
         self._done |= set() if location.step is None else {location.step}
-        former = self._former.pop(location.path, None)
-        return former != stamps or isinstance(location.path, RemotePath)
+        former = self._former.pop(path, None)
+        return former != stamps or not stamps
+
+    def found(self, location: Location) -> str:
+        """Return the `stamp` of a checkpoint when a look found it complete."""
+        stamps = self._seen[location.path].stamps
+        return fingerprint(stamps) if stamps else self.stamp(location)
 
     def stamp(self, location: Location) -> str:
         """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
@@ -223,6 +229,13 @@ class CheckpointFinder:
         if why is not None and location.step is not None:
             self._pass_over(location.step, "not complete", why)
         return why is None
+
+
+def _stamps_on_disk(location: Location) -> Stamps:
+    """Return the stamps of a checkpoint on a disk; none of one in a store, or that is gone."""
+    with suppress(OSError):
+        return {} if isinstance(location.path, RemotePath) else stamps_of(location)
+    return {}
 
 
 def _times(places: Iterable[Path]) -> list[int] | None:

@@ -18,6 +18,7 @@ from typing import Unpack
 from unshard.api.following.commands import command_of, run_command
 from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.api.following.followed import Done, Followed
+from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.errors import IncompleteError, OutputError, UnshardError, UsageError, raise_all
@@ -245,7 +246,7 @@ class _Follower:
         found = self._finder.look()
         self._looks += 1
         for at in found:
-            done = Done(at.step or 0, _time_saved(at), self._finder.stamp(at), self._recorded)
+            done = Done(at.step or 0, _time_saved(at), self._finder.found(at), self._recorded)
             one = _Waiting(at, done)
             if not self._is_done(one):
                 self._waiting[at.path] = one
@@ -318,11 +319,18 @@ class _Follower:
 
     def _merge(self, one: _Waiting, target: Path) -> Report:
         """Merge a step, or use what was made of it."""
-        at = one.location
+        at, what = one.location, (self._options, self._listener)
+
+        def unchanged(prepared: Prepared) -> Prepared:
+            """Check, now that a later change would be noticed, that there was none before."""
+            if self._finder.stamp(at) != one.done.stamp:
+                raise _GoneError(f"{at.path} is not as it was found")
+            return prepared
+
         try:
-            return merge_checkpoint(at.path, target, self._options, self._listener, pass_over=False)
+            return merge_checkpoint(at.path, target, *what, before=unchanged, pass_over=False)
         except UnshardError as error:
-            if self._finder.stamp(at) == one.done.stamp != "":  # "": gone before it was stamped
+            if self._finder.stamp(at) == one.done.stamp:
                 raise
             raise _GoneError(
                 f"{at.path} was removed or saved again before it was merged",
