@@ -133,15 +133,14 @@ def test_who_has_the_turn_is_told_once(checkpoint: Path, tmp_path: Path) -> None
 def test_a_signal_ends_the_waiting(
     checkpoint: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    line = [sys.executable, "-m", "unshard", "merge", checkpoint, tmp_path / "out", "--reuse"]
+    paths = str(checkpoint), str(tmp_path / "out")
+    line = [sys.executable, "-m", "unshard", "merge", *paths, "--reuse", "--config", "none"]
     with turn_of(tmp_path / "out"):
         before = sorted(tmp_path.iterdir())
-        process = subprocess.Popen(
-            [*line, "--config", "none"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         with process:
             assert process.stderr is not None
-            wait_until(lambda: "waiting for" in process.stderr.readline())
+            assert any("waiting for" in told for told in process.stderr)
             process.send_signal(number)
         assert process.returncode == 128 + number
         assert sorted(tmp_path.iterdir()) == before
