@@ -194,6 +194,7 @@ def test_files_of_more_ranks_are_left_by_a_save_that_the_marker_completes(tmp_pa
     verl(tmp_path, 10, world=2)
     verl(tmp_path, 20, world=2)
     assert [steps(finder) for _ in range(2)] == [[], [10, 20]]
+    os.utime(tmp_path / "latest_checkpointed_iteration.txt", (1, 1))  # times are of whole ticks
     save_ranks(tmp_path / "global_step_10" / "actor", some_tensors(), 1)
     assert [steps(finder) for _ in range(3)] == [[], [], []]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")

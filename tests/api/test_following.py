@@ -16,7 +16,7 @@ import unshard
 from hub_server import Hub, standing_in
 from ranks import assert_same, merged, save_ranks, snapshot, some_tensors
 from unshard import OutputError, UnshardError, UsageError
-from unshard.api.following.following import seconds_of
+from unshard.api.following.options import seconds_of
 from unshard.cli.main import main
 from unshard.progress import Event, Stage, Warned
 from unshard.write import discarding

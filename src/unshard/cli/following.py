@@ -35,8 +35,8 @@ FOLLOWING: dict[str, Option] = {
         bool,
         flag(
             "--follow",
-            "Merge each step into OUTPUT/STEP as soon as it is complete, while training goes on. "
-            "SIGTERM ends after the current step.",
+            "Merge each step as soon as it is complete. It becomes OUTPUT/STEP, while training "
+            "goes on; SIGTERM ends after the current one.",
             _GROUP,
             default=False,
         ),
@@ -83,7 +83,8 @@ def follow(
     quiet: bool,
 ) -> int:
     """Follow a run, and print each step; return the exit code of the first step that failed."""
-    from unshard.api.following.following import Following, follow_steps
+    from unshard.api.following.following import follow_steps
+    from unshard.api.following.options import Following
 
     how = Following(**{one: given[one] for one in FOLLOWING if one != "follow"})  # type: ignore[arg-type]
     asked, code = list[bool](), 0
