@@ -161,7 +161,6 @@ class Claim:
             beats = fields.get("beats")
             if isinstance(beats, int | float) and silent >= _SILENT_BEATS * beats:
                 return etag
-            self._bucket.forget()
             if is_made():
                 break
             time.sleep(pause)
@@ -178,8 +177,8 @@ class Claim:
         begun = str(fields.get("begun", "an unknown time"))[:40]
         return BusyError(
             f"{self._target}: a merge into it began at {begun}, and is not complete",
-            hint="wait for it; or, if it was killed, go on with it by ⟦--resume⟧, remove "
-            "everything there, or give another output",
+            hint="wait for it, by ⟦--reuse⟧; or, if it was killed, go on with it by ⟦--resume⟧, "
+            "remove everything there, or give another output",
         )
 
     def lost(self, names: Collection[str]) -> OutputError:

@@ -46,10 +46,7 @@ from unshard.write.stage import (
 from unshard.write.staging.stage import say_what_is_left
 
 _SMALL = 8 << 20
-_NO_OVERWRITE = (
-    "two outputs in an object store cannot be exchanged in one step, so nothing there is "
-    "overwritten: "
-)
+_NO_OVERWRITE = "no store exchanges two outputs in one step, so nothing there is overwritten: "
 
 _log = logging.getLogger(__name__)
 
@@ -359,9 +356,11 @@ class BucketStage:
         """
         with uninterrupted():
             self._claim.end()
-            with suppress(UnshardError):  # a store that does not answer removes nothing, either
+            with suppress(StoreError):  # a store that does not answer removes nothing, either
                 if not self._claim.is_held():  # another may have made it complete
                     _log.warning("%s: the claim is not this merge's; left alone", self.target)
+                    if isinstance(error, OutputError | StoreError):  # perhaps due to that
+                        raise self._claim.lost([CLAIM_NAME]) from error
                     return
             kept = self._kept(error)
             left = self._remove([name for name in reversed(self._written) if name not in kept])
