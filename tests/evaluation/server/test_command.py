@@ -218,7 +218,7 @@ def test_what_a_program_says_about_its_tasks(tmp_path: Path) -> None:
     (work.output / "results.json").write_text(json.dumps(document))
     read = work.profile.measured(work, 0)
     assert read.metrics == {"a/acc": 1.0}
-    assert read.tasks == {"a": TaskFacts(version="2", n_shot=5, n_samples=4, n_original=10)}
+    assert read.tasks == {"a": TaskFacts(version="2", n_shot=5, n_samples=4)}
     assert read.evaluator is None
 
 

@@ -341,8 +341,8 @@ def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
 
 def enforce_quota(
     run: Path, quota: Quota, *, are_servers: bool = False, spare: Collection[str] = ()
-) -> list[Pin]:
-    """Remove the oldest pins of a run until the quota is kept; return those removed.
+) -> None:
+    """Remove the oldest pins of a run until the quota is kept.
 
     Args:
         run: the run's directory.
@@ -355,7 +355,6 @@ def enforce_quota(
         kept = []
     else:
         kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
-    removed = []
     for pin in [pin for pin in kept if pin.name not in spare]:
         if not quota.is_exceeded([one.files for one in kept]):
             break
@@ -363,6 +362,4 @@ def enforce_quota(
         log.warning("%s: step %s is no longer kept: the %s of pins is used up", run, pin.step, name)
         unpin(pin)
         kept.remove(pin)
-        removed.append(pin)
     sweep(run)
-    return removed

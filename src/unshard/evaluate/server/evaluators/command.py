@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import OPTIONS, Arguments, EvaluationError
@@ -21,7 +21,7 @@ from unshard.evaluate.server.config.arguments import (
     has_lone_brace,
     placeholders_in,
 )
-from unshard.evaluate.server.config.keys import NonEmptyText, Texts, find_program
+from unshard.evaluate.server.config.keys import NonEmptyText, Texts
 from unshard.evaluate.server.evaluators.documents import (
     FACTS,
     Numbers,
@@ -30,7 +30,7 @@ from unshard.evaluate.server.evaluators.documents import (
     numbers_at,
     read_results,
 )
-from unshard.evaluate.server.evaluators.work import Measured, Profile, Work
+from unshard.evaluate.server.evaluators.work import Measured, Profile, Work, started
 from unshard.evaluate.server.roots import not_accepted
 from unshard.evaluate.values import expected, expects
 
@@ -39,11 +39,6 @@ COMMAND_EXPECTED = (
     + ", ".join(f"{{{name}}}" for name in sorted(PLACEHOLDERS))
     + "; {{ and }} are braces"
 )
-
-
-def _started(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
-    """Return a command whose program exists, if it is a path: others may be in another PATH."""
-    return (find_program(command[0], info), *command[1:]) if "/" in command[0] else command
 
 
 def _folded(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,7 +96,7 @@ class CommandProfile(Profile):
         Texts,
         expects(COMMAND_EXPECTED, _is_command),
         AfterValidator(_folded),
-        AfterValidator(_started),
+        AfterValidator(started),
     ]
     """The program and its arguments; no shell reads them."""
     results: Annotated[

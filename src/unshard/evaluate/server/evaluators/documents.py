@@ -114,23 +114,20 @@ def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dic
     facts = dict[str, TaskFacts]()
     for task in dict.fromkeys(key.rpartition("/")[0] for key in metrics):
         parts = [part for part in _expand(document, [task], lambda _: True) if part in counts]
-        sizes = [_mapping_at(counts, part) for part in parts]
         version = versions.get(task)
         facts[task] = TaskFacts(
             None if version in _NO_VERSION else f"{version}"[:_LONGEST_VERSION],
             _as_count(shots.get(task)),
-            *(
-                sum(counted) if (counted := _counted(sizes, name)) else None
-                for name in ("effective", "original")
-            ),
+            _total(_mapping_at(counts, part) for part in parts),
         )
     return {task: one for task, one in facts.items() if one != TaskFacts()}
 
 
-def _counted(sizes: Iterable[Mapping[str, object]], name: str) -> list[int]:
-    """Return a count of each task; none if one is not known."""
-    counts = [_as_count(size.get(name)) for size in sizes]
-    return [] if None in counts else [count for count in counts if count is not None]
+def _total(sizes: Iterable[Mapping[str, object]]) -> int | None:
+    """Return how many questions were asked of all tasks; None if that is not known of one."""
+    counts = [_as_count(size.get("effective")) for size in sizes]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
 
 
 def _as_count(value: object) -> int | None:

@@ -70,13 +70,11 @@ class TaskFacts:
         version: of the task's definition.
         n_shot: how many examples preceded each question.
         n_samples: how many questions were asked.
-        n_original: how many the task has without a limit.
     """
 
     version: str | None = None
     n_shot: int | None = None
     n_samples: int | None = None
-    n_original: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def _is_launch(launch: tuple[str, ...]) -> bool:
     return placeholders_in(launch) <= LAUNCH_PLACEHOLDERS and not placeholders_in(launch[:1])
 
 
-def _started(launch: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
+def started(launch: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
     """Return arguments whose program exists, if it is a path: others may be in another PATH."""
     return (find_program(launch[0], info), *launch[1:]) if "/" in "".join(launch[:1]) else launch
 
@@ -188,7 +186,7 @@ class Profile(BaseModel):
     """Further attempts after a failed one."""
     gpus: Annotated[int, whole(0)] = 0
     """The GPUs of a job whose submission does not set `num_gpus`."""
-    launch: Annotated[Texts, expects(LAUNCH_EXPECTED, _is_launch), AfterValidator(_started)] = ()
+    launch: Annotated[Texts, expects(LAUNCH_EXPECTED, _is_launch), AfterValidator(started)] = ()
     """Arguments that are put before its command, by which a cluster schedules it; none: the server
     runs it on its own machine and GPUs."""
     slots: Annotated[int, whole(1)] = 1
@@ -306,12 +304,8 @@ class Profile(BaseModel):
     def check_arguments(self, where: str) -> None:
         """Raise if the evaluator would not take the profile's own arguments."""
         for problem in self.list_untaken(self.arguments):
-            raise UsageError(
-                f"{where}: arguments: " + problem.subject,
-                expected=problem.expected,
-                found=problem.found,
-                hint=problem.hint,
-            )
+            problem.subject = f"{where}: arguments: " + problem.subject
+            raise problem
 
     def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield which arguments, whoever chose them, mean nothing to the evaluator."""

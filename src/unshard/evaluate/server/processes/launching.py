@@ -91,10 +91,9 @@ def start_module(
     *,
     directory: Path,
     log: Path,
-    stdin: int = subprocess.PIPE,
     reads_store: bool = False,
 ) -> "subprocess.Popen[bytes]":
-    """Start a module of this package as the leader of a process group; stdin is a pipe or given.
+    """Start a module of this package as the leader of a process group; stdin is a pipe.
 
     The directory of the attempt, in which it works, marks its processes. Only one that reads an
     object store gets the variables with this process's credentials for stores.
@@ -107,7 +106,7 @@ def start_module(
     with log.open("wb") as output:
         return subprocess.Popen(  # noqa: S603
             [sys.executable, "-P", "-m", module],
-            stdin=stdin,
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             cwd=directory,

@@ -61,11 +61,6 @@ class SchedulerSettings:
     unknown: UnknownTasks = field(default_factory=UnknownTasks)
     pass_at_most: int = 0
 
-    @property
-    def kept(self) -> tuple[float | None, float | None, int]:
-        """How long, and how much of, what ended jobs leave is kept."""
-        return self.keep_days, self.keep_gb, self.keep_samples_mb
-
 
 class Scheduler:
     """Runs the jobs of a store as slots are free, in the order that `choosing` describes.
@@ -107,7 +102,8 @@ class Scheduler:
         self._allotment = Allotment(
             store, slots, profiles, engines, pass_at_most=most, retire=self._retire
         )
-        self._retention = Retention(store, self._work_dir, *settings.kept)
+        kept = settings.keep_days, settings.keep_gb, settings.keep_samples_mb
+        self._retention = Retention(store, self._work_dir, *kept)
         self._halt: Halt | None = None
         self.is_draining = self.is_drained = False
         self._wake = threading.Event()
