@@ -7,15 +7,14 @@ There a step has one value of a metric: of several, that which was completed las
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 from math import hypot
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Result
+from unshard.evaluate.jobs import BASE_STEP, Result
 from unshard.evaluate.settings import Settings
 
-_BASE_STEP = 0
 _LEAST = {"number": 0, "profile": "", "completed_at": 0.0}
 Line = tuple[str, str, str, str]
 """What can be compared step by step: run, weights, profile, settings."""
@@ -137,17 +136,6 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-@dataclass(slots=True)
-class _Steps:
-    """The values of the wanted metrics at each step of one line; None is a step, too."""
-
-    values: dict[int | None, dict[str, Result]] = field(default_factory=dict)
-
-    def mean(self, step: int | None) -> float:
-        found = self.values[step]
-        return sum(one.value for one in found.values()) / len(found)
-
-
 def best_numbers(
     results: Sequence[Result], metrics: Sequence[str], *, higher_is_better: bool | None
 ) -> frozenset[int]:
@@ -176,13 +164,17 @@ def best_numbers(
         higher_is_better = _direction(wanted)
     best = set[int]()
     for steps in _lines(wanted).values():
-        whole = [step for step, found in steps.values.items() if len(found) == len(set(metrics))]
+        whole = [step for step, found in steps.items() if len(found) == len(set(metrics))]
         if not whole:
             continue
         sign = 1 if higher_is_better else -1
-        top = max(sorted(whole, key=_rank), key=lambda step, of=steps: sign * of.mean(step))  # type: ignore[misc]
-        best |= {one.number for one in steps.values[top].values()}
+        top = max(sorted(whole, key=_rank), key=lambda step, of=steps: sign * _mean(of[step]))  # type: ignore[misc]
+        best |= {one.number for one in steps[top].values()}
     return frozenset(best)
+
+
+def _mean(found: Mapping[str, Result]) -> float:
+    return sum(one.value for one in found.values()) / len(found)
 
 
 def _direction(wanted: Iterable[Result]) -> bool:
@@ -206,11 +198,11 @@ def _direction(wanted: Iterable[Result]) -> bool:
     )
 
 
-def _lines(results: Iterable[Result]) -> dict[Line, _Steps]:
-    found: dict[Line, _Steps] = {}
+def _lines(results: Iterable[Result]) -> dict[Line, dict[int | None, dict[str, Result]]]:
+    """Return the results of each line, by step and name; None is a step, too."""
+    found: dict[Line, dict[int | None, dict[str, Result]]] = {}
     for one in sorted(results, key=lambda one: one.number):
-        steps = found.setdefault(one.line, _Steps())
-        steps.values.setdefault(one.step, {})[_name(one)] = one
+        found.setdefault(one.line, {}).setdefault(one.step, {})[_name(one)] = one
     return found
 
 
@@ -282,7 +274,7 @@ def _compare(
     last = steps[max(steps)]
     best = best_of(list(steps.values()), higher_is_better=higher_is_better)
     since_best = None if best is None else Difference.of(last, best)
-    alone = Comparison(last, best, steps.get(_BASE_STEP), since_best)
+    alone = Comparison(last, best, steps.get(BASE_STEP), since_best)
     shared = () if first is None else steps.keys() & first.keys()
     if first is None or not shared:
         return alone

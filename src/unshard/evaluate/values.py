@@ -7,7 +7,6 @@ from typing import Annotated, TypeVar
 from pydantic import (
     Field,
     PlainValidator,
-    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -20,7 +19,6 @@ LARGEST = 2**53
 """The largest whole number that JSON has everywhere."""
 
 Scalar = str | int | float | bool
-_Found = TypeVar("_Found")
 _Value = TypeVar("_Value")
 
 
@@ -69,14 +67,6 @@ def whole(least: int, most: int = LARGEST) -> PlainValidator:
 
 
 Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at least 0")]
-
-
-def validated(
-    adapter: TypeAdapter[_Found], value: object, *, subject: Callable[[str], str]
-) -> _Found:
-    """Return a value as its type has it: see `in_our_words`."""
-    with in_our_words(subject):
-        return adapter.validate_python(value)
 
 
 @contextmanager

@@ -96,10 +96,7 @@ class UnshardEvalCallback(Callback):
         del trainer, pl_module
         self._submit()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Submit what was saved before."""
-        del trainer, pl_module
-        self._submit()
+    on_train_epoch_end = on_validation_end
 
     def on_train_batch_end(
         self,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastapi import APIRouter, HTTPException, Response
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Arguments, Job, Request, Status, WeightsName
@@ -21,11 +21,10 @@ from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import BoundedText, ErrorFields, Served, Tasks, answer
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
-from unshard.evaluate.values import Scalar, validated
+from unshard.evaluate.values import Scalar, in_our_words
 
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
 _LIFTED = ("num_gpus", "batch_size")
-_ARGUMENTS = TypeAdapter(Arguments)
 _WEIGHTS: Mapping[str, WeightsName] = {"regular": "model", "ema": "ema"}
 _THEIR_ARGUMENTS = {"num_fewshot", "batch_size", "limit", "gen_kwargs"}
 _THEIR_STATUS = {Status.EXPIRED: Status.FAILED, Status.SUPERSEDED: Status.CANCELLED}
@@ -286,7 +285,8 @@ def _as_request(asked: EvaluateRequest) -> Request:
     if asked.num_gpus == 1:  # their client always sends num_gpus: 1 does not express a preference
         del given["num_gpus"]
     given |= {**lifted, "model_args": arguments}
-    chosen = validated(_ARGUMENTS, given, subject=lambda name: f"{name} cannot be accepted")
+    with in_our_words(lambda name: f"{name} cannot be accepted"):
+        chosen = Arguments.model_validate(given)
     return Request(
         checkpoint=checkpoint,
         profile=asked.model,

@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
@@ -38,33 +39,23 @@ class Meter:
         self._pins: tuple[int, int] = (0, 0)
         self._pins_at = float("-inf")
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
+        counter = partial(Counter, namespace=_PREFIX, registry=registry)
+        histogram = partial(Histogram, namespace=_PREFIX, registry=registry)
+        self._requests = counter(
             "http_requests",
             "Requests that were answered, by the route's template; `other`: none, or refused.",
             ["route", "status"],
-            namespace=_PREFIX,
-            registry=registry,
         )
-        self._attempts = Counter(
-            "attempts",
-            "Attempts that have ended, by how.",
-            ["outcome"],
-            namespace=_PREFIX,
-            registry=registry,
-        )
-        self._waits = Histogram(
+        self._attempts = counter("attempts", "Attempts that have ended, by how.", ["outcome"])
+        self._waits = histogram(
             "queue_wait_seconds",
             "From a job's place in the queue to its first attempt; of attempts that have ended.",
-            namespace=_PREFIX,
             buckets=_WAITS_S,
-            registry=registry,
         )
-        self._runs = Histogram(
+        self._runs = histogram(
             "attempt_duration_seconds",
             "From the begin of an attempt to its end, with its merge.",
-            namespace=_PREFIX,
             buckets=_RUNS_S,
-            registry=registry,
         )
         registry.register(self)
 

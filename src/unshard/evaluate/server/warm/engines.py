@@ -72,15 +72,14 @@ class Engines:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for place in self._directory.iterdir():
             worker = read_worker(place)  # without a record it got no order
-            if worker is None or not (is_alive(worker.process) or self._is_left(worker)):
+            if worker is None or (
+                # Without its supervisor it may have processes that cannot be ended.
+                not is_alive(worker.process) and kill_group(worker.process, grace_s=0)
+            ):
                 shutil.rmtree(place, ignore_errors=True)
             else:
                 self._kept[worker.process.gpus] = _Kept(worker)
         return {gpus: one.worker for gpus, one in self._kept.items()}
-
-    def _is_left(self, worker: Worker) -> bool:
-        """Return whether a worker without its supervisor has processes that cannot be ended."""
-        return not kill_group(worker.process, grace_s=0)
 
     def take(self, profile: str, count: int) -> Gpus | None:
         """Return the GPUs of an idle worker of a profile, now in use; None if there is none."""
@@ -124,7 +123,8 @@ class Engines:
     def take_longest_idle(self, *, on_cpu: bool) -> Gpus | None:
         """Return the GPUs of a worker that must be ended because another job needs such ones."""
         with self._lock:
-            alike = {gpus: one for gpus, one in self._kept.items() if on_cpu is not _has_gpus(gpus)}
+            kept = self._kept.items()
+            alike = {gpus: one for gpus, one in kept if on_cpu is not bool(gpus_of(gpus))}
             idle = {gpus: one.idle_since for gpus, one in alike.items() if one.idle_since}
             if not idle:
                 return None
@@ -216,10 +216,6 @@ class Engines:
         for one in self._kept.values():
             if one.child is not None:
                 one.child.leave()
-
-
-def _has_gpus(slots: Gpus) -> bool:
-    return bool(gpus_of(slots))
 
 
 def engine_key(profile: Profile, model_args: Mapping[str, object], model: Path) -> str:
