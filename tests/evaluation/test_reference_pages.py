@@ -18,11 +18,11 @@ from pydantic import BaseModel, ValidationError
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.evaluators.harness import HarnessKeys
 from unshard.evaluate.server.evaluators.profiles import KINDS
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
-from unshard.evaluate.server.http import files, lmms, v1
+from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.trainer import config
 from unshard.evaluate.trainer.config import EvalConfig
@@ -230,10 +230,9 @@ def text_of(model: Any) -> str:
 
 def route_tables() -> str:
     sections = ""
-    for title, routers in (("unshard", (v1.router, files.router)), ("lmms-eval", (lmms.router,))):
+    for title, router in (("unshard", v1.router), ("lmms-eval", lmms.router)):
         app = FastAPI()
-        for router in routers:
-            app.include_router(router)
+        app.include_router(router)
         spec = app.openapi()
         sections += f"## {title}'s protocol\n\n"
         sections += table("request, does, takes, answer", route_rows(spec)) + "\n"

@@ -17,7 +17,7 @@ import pytest
 from evaluation.running import all_gone, request, whole_model
 from evaluation.servers import SCRIPT, live
 from unshard.errors import UsageError
-from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.queue.on_result import running_on_result
 from unshard.evaluate.server.server_yaml import read_server_yaml
 from unshard.evaluate.server.store.store import Store

@@ -14,11 +14,11 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, cli, live
 from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
-from unshard.evaluate.server.http.security import rules_for
-from unshard.evaluate.server.http.sessions import (
+from unshard.evaluate.server.http.security import (
     LASTS_S,
     cookie_name,
     make_session,
+    rules_for,
     shows_session,
 )
 from waiting import LIMIT_S

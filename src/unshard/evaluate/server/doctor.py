@@ -20,7 +20,7 @@ from urllib.parse import quote
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import find_gpus

@@ -20,8 +20,7 @@ from pydantic_core import ErrorDetails
 
 from unshard.errors import UsageError, raise_all
 from unshard.evaluate.pins.pin import Quota
-from unshard.evaluate.server.config.keys import NonEmptyText, Place, Roots, drop_nulls
-from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.config.keys import NonEmptyText, OnResult, Place, Roots, drop_nulls
 from unshard.evaluate.server.evaluators.command import COMMAND_EXPECTED
 from unshard.evaluate.server.evaluators.profiles import KINDS, ProfileKeys, default_profiles
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile

@@ -2,9 +2,10 @@
 
 import logging
 import math
+import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -13,7 +14,6 @@ from pathlib import Path
 from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.attempts.launched import BEGUN_NAME, write_launched
 from unshard.evaluate.server.attempts.merging import (
     CrashedError,
     GivenUpError,
@@ -22,6 +22,7 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     ask_disk,
 )
+from unshard.evaluate.server.config.arguments import fill
 from unshard.evaluate.server.endings import (
     SHOWN_LINES,
     Cancelled,
@@ -53,6 +54,7 @@ from unshard.stores.remote_path import is_url
 _log = logging.getLogger(__name__)
 
 _MARGIN_S = 30.0
+_BEGUN = "begun"  # made when a cluster has found a place for the evaluator
 _READING = "reading"  # a byte for every server that reads the results
 _KIND = "kind"  # of the evaluator; attempts of older servers do not have it
 _MOST_FATAL = 2
@@ -230,7 +232,7 @@ class Runner:
         )
         grace_s, begins = self._grace_s(attempt.gpus), ""
         if profile.launch:
-            command, begins = write_launched(work, command), BEGUN_NAME
+            command, begins = _write_launched(work, command), _BEGUN
         log_bytes = self._limits.log_bytes
         order = Order(command, environment, directory, profile.timeout, grace_s, log_bytes, begins)
         child = start_supervisor(gpus=attempt.gpus, directory=attempt.directory)
@@ -322,6 +324,25 @@ class Runner:
                 why = f"the server was killed {fatal} times while it read the results"
                 return Failed(why, may_retry=False)
             return judge(work, done)
+
+
+def _write_launched(work: Work, command: Sequence[str]) -> list[str]:
+    """Write the script that runs a command in the attempt's directory; return what launches it.
+
+    A script, because launchers quote arguments, and start in directories, in ways of their own.
+    """
+    request, directory = work.request, work.directory
+    script = directory / "launched.sh"
+    place = shlex.quote(str(directory))
+    script.write_text(f"cd {place} && : > {_BEGUN} && exec {shlex.join(command)}\n")
+    values = {
+        "gpus": str(work.gpus),
+        "job": directory.parent.name,
+        "attempt": directory.name,
+        "run": request.run,
+        "step": "" if request.step is None else str(request.step),
+    }
+    return [*(fill(part, values) for part in work.profile.launch), "/bin/sh", str(script)]
 
 
 def _name_submitted(error: Exception, job: Job) -> str:

@@ -1,4 +1,4 @@
-"""The types of the values in server.yaml.
+"""The types of the values in server.yaml, and the keys of its `on_result`.
 
 When a file is read, it is pydantic's context: relative paths start at its directory, and programs
 must exist.
@@ -7,9 +7,17 @@ must exist.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from unshard.errors import CheckpointError
 from unshard.evaluate.values import Scalar, expected, expects
@@ -107,3 +115,29 @@ ModelArgs = Annotated[
     expects("a mapping of names to strings, numbers or booleans"),
 ]
 PlacedCommand = Annotated[Texts, expects("a list of arguments"), AfterValidator(_placed)]
+
+
+class OnResult(BaseModel):
+    """A command; a list is short for a mapping with the command alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: PlacedCommand = ()
+    """Run without a shell, in the work directory, with JSON on its stdin."""
+    environment: Environment = {}
+    """Variables in addition to those of an evaluator."""
+    timeout: Annotated[float, Field(strict=True, gt=0, le=3600), expects("seconds, up to 3600")] = (
+        30.0
+    )
+    """Seconds after which the command is ended."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: object) -> object:
+        return drop_nulls({"command": value} if isinstance(value, list) else value)
+
+    @model_validator(mode="after")
+    def _has_command(self) -> Self:
+        if not self.command:
+            raise expected("a command: a list of arguments")
+        return self

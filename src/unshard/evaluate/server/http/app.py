@@ -22,9 +22,9 @@ from unshard._version import __version__
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
-from unshard.evaluate.server.http import files, lmms, v1
+from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
-from unshard.evaluate.server.http.page import log_in, routes
+from unshard.evaluate.server.http.page import routes
 from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.security import Guard, Rules
 from unshard.evaluate.server.service import Service
@@ -45,10 +45,8 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.state.rules = rules
     app.state.streams = Counter()
     app.include_router(v1.router)
-    app.include_router(files.router)
     app.include_router(lmms.router)
     app.include_router(routes.router)
-    app.include_router(log_in.router)
     for kind, handler in {
         UnshardError: _on_error,
         UnhealthyError: _on_unhealthy,

@@ -7,17 +7,23 @@ page of another site can reach the server under a host name that the site contro
 but it cannot forge these headers. Headers in which proxies describe their clients are ignored.
 
 A browser shows the token by the cookie that it got when its user logged in. Without it, it is led
-to the form; the form and the files that it loads need no token.
+to the form; the form and the files that it loads need no token. The cookie has the time at which it
+ends, and a code of it made with the token, but not the token: other servers of the same host get
+it, too, because cookies do not distinguish ports. It is valid until then, also for the next server
+with the same token; another token ends all of them.
 """
 
 import asyncio
+import hashlib
 import hmac
 import socket
+import time
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
 from ipaddress import (
     IPv4Address,
     IPv4Network,
@@ -34,7 +40,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import read_token
-from unshard.evaluate.server.http.sessions import shows_session
 
 Network = IPv4Network | IPv6Network
 
@@ -43,6 +48,9 @@ LOG_IN = "/view/log-in"
 
 PAGE_HEADER = "x-unshard-page"
 """A header of the page's own requests: a browser must not ask for a password if one is refused."""
+
+LASTS_S = 30 * 86400
+"""How long a browser stays logged in, seconds."""
 
 _OPEN = (LOG_IN, "/view/static/")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -266,3 +274,32 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return take
+
+
+def cookie_name(token: str) -> str:
+    """Return the name of the cookie: another for each token, so that servers do not share one."""
+    return f"unshard_{_code(token, 'name')[:8]}"
+
+
+def make_session(token: str) -> str:
+    """Return the value of a cookie that is valid from now on."""
+    end = str(int(time.time()) + LASTS_S)
+    return f"{end}.{_code(token, end)}"
+
+
+def shows_session(token: str, cookies: str) -> bool:
+    """Return whether the header `Cookie` has a valid session."""
+    try:
+        found = SimpleCookie(cookies).get(cookie_name(token))
+    except CookieError:
+        return False
+    if found is None:
+        return False
+    end, _, code = found.value.partition(".")
+    is_time = end.isascii() and end.isdecimal() and len(end) < 16
+    is_ours = hmac.compare_digest(code.encode(), _code(token, end).encode())
+    return is_ours and is_time and time.time() < int(end)
+
+
+def _code(token: str, what: str) -> str:
+    return hmac.new(token.encode(), f"unshard page: {what}".encode(), hashlib.sha256).hexdigest()

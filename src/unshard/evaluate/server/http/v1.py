@@ -1,4 +1,4 @@
-"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers, events.
+"""Our own protocol, under `/api/v1`: jobs, logs, results as numbers and as files, events.
 
 Its OpenAPI description comes from the models of its requests and answers.
 """
@@ -6,9 +6,10 @@ Its OpenAPI description comes from the models of its requests and answers.
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cache
-from typing import Annotated
+from typing import Annotated, BinaryIO
+from urllib.parse import quote
 
 import fastapi
 from fastapi import APIRouter, Header, HTTPException, Query, Response
@@ -26,9 +27,11 @@ from unshard.evaluate.server.http.answers import (
     answer_page,
     find_job,
 )
+from unshard.evaluate.server.http.page.rendering import HEADERS
 from unshard.evaluate.server.http.security import refused
 from unshard.evaluate.server.http.views import (
     Drain,
+    FileList,
     JobList,
     JobPage,
     JobView,
@@ -44,6 +47,7 @@ from unshard.evaluate.server.http.views import (
     RunView,
     Submission,
 )
+from unshard.evaluate.server.queue.job_files import list_files, open_file
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.values import LARGEST
 
@@ -52,6 +56,7 @@ _POLL_S = 0.5
 _HEARTBEAT_S = 5.0
 _STREAMS = 64  # of a client
 _EVENTS = 100  # read at once, and held for a client that reads slowly
+_PIECE = 1 << 18  # bytes of a file
 
 
 _RESULT = TypeAdapter(Result)  # it has the fields of a view, which need not be made for each
@@ -251,3 +256,32 @@ def _events(service: Service, since: int) -> list[tuple[int, str]]:
         text = f"id: {event.number}\nevent: job\ndata: {json.dumps(fields)}\n\n"
         found.append((event.number, text))
     return found
+
+
+@router.get("/jobs/{job_id}/files")
+def files(service: Served, job_id: str) -> FileList:
+    """List the results and samples that the evaluator wrote about a completed job."""
+    return FileList(files=list_files(service.work_dir, find_job(service, job_id)))
+
+
+_FILE = {"content": {"text/plain": {"schema": {"type": "string", "format": "binary"}}}}
+
+
+@router.get("/jobs/{job_id}/files/{name:path}", response_model=None, responses={200: _FILE})
+def file(service: Served, job_id: str, name: str) -> StreamingResponse:
+    """Return one of these files as it was written."""
+    found = open_file(service.work_dir, find_job(service, job_id), name)
+    if found is None:
+        raise HTTPException(404, f"job {job_id} has no file of this name")
+    kept_as = quote(name.rpartition("/")[2], safe="")
+    return StreamingResponse(
+        _pieces(found),
+        media_type="text/plain; charset=utf-8",
+        headers={**HEADERS, "Content-Disposition": f"attachment; filename*=UTF-8''{kept_as}"},
+    )
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE):
+            yield piece

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from unshard.evaluate.jobs import Arguments, Job, Request, Run, Status, WeightsName
 from unshard.evaluate.server.http.answers import BoundedText, Tasks
+from unshard.evaluate.server.queue.job_files import JobFile
 from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Whole, expects
 
@@ -255,6 +256,12 @@ class LogPart(BaseModel):
     text: str
     offset: int
     ended: bool
+
+
+class FileList(BaseModel):
+    """Files by their paths below the evaluator's output; one that is not kept was too large."""
+
+    files: list[JobFile]
 
 
 class ProfileView(BaseModel):

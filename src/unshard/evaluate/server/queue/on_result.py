@@ -18,7 +18,7 @@ from typing import IO
 
 from unshard.evaluate.jobs import Job, JobEvent, Status
 from unshard.evaluate.logs import one_line
-from unshard.evaluate.server.config.on_result import OnResult
+from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.evaluate.server.store.overview import last_event

@@ -15,9 +15,8 @@ from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.hiding import Hiding
-from unshard.evaluate.server.store.leftovers import Leftovers
+from unshard.evaluate.server.store.on_disk import Leftovers, PinRecords
 from unshard.evaluate.server.store.ordering import Ordering
-from unshard.evaluate.server.store.pin_records import PinRecords
 from unshard.evaluate.server.store.run_records import RunRecords
 from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import (

@@ -1,5 +1,9 @@
-"""The views: each is an address that holds all that is chosen, so that it can be sent to others."""
+"""The views: each is an address that holds all that is chosen, so that it can be sent to others.
 
+Logging in with the server's token, and out, is here, too.
+"""
+
+import hmac
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +22,13 @@ from unshard.evaluate.server.http.answers import BoundedText, Served, answer, fi
 from unshard.evaluate.server.http.page.plots import PlotList, as_csv, make_plots
 from unshard.evaluate.server.http.page.progress import Progress, progress_of
 from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render, version_of
-from unshard.evaluate.server.http.security import Rules
+from unshard.evaluate.server.http.security import (
+    LASTS_S,
+    LOG_IN,
+    Rules,
+    cookie_name,
+    make_session,
+)
 from unshard.evaluate.server.processes.bounded_log import log_end
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.job_files import list_files
@@ -137,13 +147,9 @@ def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
 
 def _row(service: Service, job: Job) -> _Row:
     position, waits_for = service.store.position(job.id), service.scheduler.waits_for(job)
-    return _Row(job, position, waits_for, _progress(service, job))
-
-
-def _progress(service: Service, job: Job) -> Progress | None:
-    if job.status is not Status.RUNNING:
-        return None
-    return progress_of(service.scheduler.directory_of(job) / LOG_NAME)
+    log = service.scheduler.directory_of(job) / LOG_NAME
+    progress = progress_of(log) if job.status is Status.RUNNING else None
+    return _Row(job, position, waits_for, progress)
 
 
 @router.get("/")
@@ -315,3 +321,40 @@ def static(name: str, v: str = "") -> Response:
     body, kind = STATIC[name]
     kept = "max-age=31536000, immutable" if v == version_of(name) else "no-cache"
     return Response(body, media_type=kind, headers={**HEADERS, "Cache-Control": kept})
+
+
+class Shown(BaseModel):
+    """What the form sends."""
+
+    token: str = Field(max_length=4096)
+
+
+@router.get(LOG_IN)
+async def log_in_form() -> HTMLResponse:
+    """Show the form."""
+    return render("log_in.html", {"title": "Log in"})
+
+
+@router.post(LOG_IN)
+async def log_in(connection: HTTPConnection, shown: Shown) -> Response:
+    """Give the browser a cookie if it has the token."""
+    rules: Rules = connection.app.state.rules
+    token = rules.token
+    if token is None:
+        raise HTTPException(400, "this server needs no token")
+    if not hmac.compare_digest(shown.token.strip().encode(), token.encode()):
+        raise HTTPException(401, "this token is not the server's")
+    response = Response(status_code=204, headers=HEADERS)
+    name, value = cookie_name(token), make_session(token)
+    response.set_cookie(name, value, max_age=LASTS_S, httponly=True, samesite="strict")
+    return response
+
+
+@router.post("/view/log-out")
+async def log_out(connection: HTTPConnection) -> Response:
+    """Take the cookie back."""
+    rules: Rules = connection.app.state.rules
+    response = Response(status_code=204, headers=HEADERS)
+    if rules.token is not None:
+        response.delete_cookie(cookie_name(rules.token), httponly=True, samesite="strict")
+    return response
