@@ -29,7 +29,7 @@ from unshard.convert.megatron.layout import Heads, by_groups
 from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.recipes import Take, take
 from unshard.read.format import Choice, ReadOptions
-from unshard.read.megatron.arguments import read_arguments
+from unshard.read.megatron.reader import read_arguments
 from unshard.read.model_config import ModelConfig
 from unshard.read.open import open_latest
 from unshard.tensors.catalog import TensorEntry

@@ -18,7 +18,7 @@ from megatron_cases import CASES, truth_of, unpack
 from ranks import as_rank, assert_same, merged, some_tensors
 from unshard import CheckpointError, CorruptError, IncompleteError, NotMergeableError, UnsafeError
 from unshard.read.format import Choice, ReadOptions
-from unshard.read.megatron.arguments import read_arguments
+from unshard.read.megatron.reader import read_arguments
 from unshard.read.open import open_latest
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")

@@ -171,8 +171,7 @@ def companions_in(folder: Path) -> Companions:
 
 _TOKENIZER = (
     *"tokenizer special_tokens added_tokens vocab merges spiece sentencepiece spm tiktoken".split(),
-    *"ice_text tekken normalizer".split(),
-    "chat_template",
+    *"ice_text tekken normalizer chat_template".split(),
     _TEMPLATES,
 )
 

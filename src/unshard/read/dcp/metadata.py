@@ -191,9 +191,7 @@ def _described_tensor(name: str, described: Value) -> DescribedTensor:
     if not isinstance(chunks, list) or not isinstance(properties, Record):
         raise TensorFormError(f"metadata of unknown form for tensor {name}")
     match properties.state:
-        case (dtype, *_):
-            pass
-        case {"dtype": dtype}:
+        case (dtype, *_) | {"dtype": dtype}:
             pass
         case _:
             raise TensorFormError(f"properties of unknown form for tensor {name}")

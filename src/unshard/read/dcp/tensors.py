@@ -192,8 +192,8 @@ def _add_stored(
 ) -> UnshardError | None:
     """Add a chunk as it is stored, or return why it is not the one that is declared."""
     if isinstance(stored, UnshardError):
-        problem, kind = f"{piece.where}: " + stored.subject, type(stored)
-        return kind(problem, expected=stored.expected, found=stored.found, hint=stored.hint)
+        stored.subject = f"{piece.where}: " + stored.subject
+        return stored
     view = stored.view
     if view.sizes != piece.sizes:
         return CorruptError(

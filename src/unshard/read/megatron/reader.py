@@ -13,17 +13,18 @@ Source: `megatron.core.dist_checkpointing` and `megatron.training.checkpointing`
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
+from unshard.containers.pickles.records import Record
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.reader import DCP
 from unshard.read.dcp.tensors import metadata_files, read_catalog
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, find_file
-from unshard.read.megatron.arguments import read_arguments
 from unshard.read.tree import Tree
 from unshard.tensors.catalog import Catalog, Skipped
 
@@ -32,6 +33,8 @@ _BACKEND = "sharded_backend"
 _DCP_BACKENDS = ("fsdp_dtensor", "torch_dcp")
 _LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 _CONVERT = "convert it with Megatron's tools (--ckpt-convert-format torch_dist), and merge that"
+_LONGEST = 256  # values of a tuple: a layer each, at most
+_MOST = 1 << 62  # of numbers; larger ones have no text, or one of any length
 # Starts of names, and what they are.
 _OTHERS = tuple(
     (re.compile(pattern), (group, what))
@@ -144,3 +147,33 @@ def _skipped(metadata: DcpMetadata, kinds: dict[str, tuple[str, str] | None]) ->
     for name in metadata.objects:
         if kinds[name] is None:
             yield Skipped(name, "not model weights: object")
+
+
+def read_arguments(path: Path) -> Mapping[str, object]:
+    """Return the recorded arguments: numbers, text, booleans, None, and few numbers as a tuple.
+
+    The file is a pickle of an `argparse.Namespace` with enums, dtypes and whatever else a version
+    has; all of it is inert here. NeMo and Megatron-Bridge record no arguments.
+    Of any other value only "<...>" is kept, which tells it from one that is not recorded.
+
+    Raises:
+        CheckpointError: the file is damaged, or was made to run commands.
+    """
+    saved = read_torch_file(path).value
+    found = saved.get("args") if isinstance(saved, dict) else None
+    fields = found.state if isinstance(found, Record) else found
+    if not isinstance(fields, dict):
+        return {}
+    named = ((name, value) for name, value in fields.items() if isinstance(name, str))
+    return {name: _kept(value) for name, value in named}
+
+
+def _kept(value: object) -> object:
+    if isinstance(value, tuple | list) and len(value) <= _LONGEST and all(map(_is_number, value)):
+        return tuple(value)
+    is_plain = _is_number(value) or value is None or type(value) in {bool, str}
+    return value if is_plain else "<...>"
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in {int, float} and isinstance(value, int | float) and -_MOST < value < _MOST
