@@ -221,10 +221,7 @@ class PlannedFile(io.BufferedIOBase):
         self._check_open()
         return True
 
-    def seekable(self) -> bool:
-        """Return True."""
-        self._check_open()
-        return True
+    seekable = readable
 
     def tell(self) -> int:
         """Return the position, bytes."""
