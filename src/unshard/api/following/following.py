@@ -267,7 +267,10 @@ class _Follower:
                 pause = min(self._how.interval * 2**one.tries, _LONGEST_PAUSE_S)
                 one.not_before = time.monotonic() + pause
                 return None
-            self._end(one)
+            if is_gone and self._finder.stamp(at) != "":  # saved again: a later look returns it
+                del self._waiting[at.path]
+            else:
+                self._end(one)
             return replace(result, error=error, is_meant=not is_gone)
         self._end(one)
         return result
