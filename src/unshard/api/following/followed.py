@@ -14,6 +14,7 @@ from typing import NamedTuple
 from unshard._version import __version__
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, OutputError, UsageError
+from unshard.read.hub_files import RECORD_NAME
 from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.objects import create, etag_now
 from unshard.stores.remote_path import RemotePath, look_again
@@ -52,6 +53,7 @@ class Followed:
 
     Attributes:
         steps: by the names of their outputs.
+        begun: the name of an output that is being made, and its step; None if it was there before.
 
     Raises:
         UsageError: another process follows a run into it.
@@ -72,6 +74,7 @@ class Followed:
                 self.close()
                 raise self._taken()
         try:
+            self.begun: tuple[str, Done] | None = None
             self.steps = self._read()
         except BaseException:
             self.close()
@@ -82,6 +85,22 @@ class Followed:
         if self._lock >= 0:
             os.close(self._lock)
 
+    def is_made(self, name: str) -> bool:
+        """Return whether there is an output of this name."""
+        output = self._file.parent.parent / name
+        look_again(output)
+        return (output / RECORD_NAME).is_file()
+
+    def begin(self, name: str, done: Done) -> None:
+        """Record that an output is about to be made, for a process that goes on after a kill.
+
+        Raises:
+            OutputError, StoreError, UsageError: as `add`.
+        """
+        if self.begun != (name, done):
+            self.begun = None if self.is_made(name) else (name, done)
+            self._write()
+
     def add(self, name: str, done: Done) -> None:
         """Record that a step is done.
 
@@ -90,7 +109,12 @@ class Followed:
             UsageError: another process has written there.
         """
         self.steps[name] = done
-        data = (json.dumps({"unshard": __version__, "done": self.steps}, indent=1) + "\n").encode()
+        self.begun = None
+        self._write()
+
+    def _write(self) -> None:
+        fields = {"unshard": __version__, "done": self.steps, "begun": self.begun}
+        data = (json.dumps(fields, indent=1) + "\n").encode()
         if not isinstance(self._file, RemotePath):
             with self._writing():
                 write_whole(self._file, data)
@@ -106,8 +130,15 @@ class Followed:
             return {}
         if isinstance(self._file, RemotePath):
             self._etag = etag_now(self._file.bucket, self._file.key)
-        done = json_object(self._file).get("done")
+        whole = json_object(self._file)
+        done = whole.get("done")
         try:
+            match whole.get("begun"):
+                case [name, [step, saved_ns, stamp, options]]:
+                    self.begun = (
+                        str(name),
+                        Done(int(str(step)), int(str(saved_ns)), str(stamp), str(options)),
+                    )
             fields = done if isinstance(done, Mapping) else {}
             return {
                 name: Done(int(step), int(saved_ns), str(stamp), str(options))

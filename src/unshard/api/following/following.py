@@ -8,8 +8,7 @@ again, and two followers do not merge the same step.
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -17,6 +16,7 @@ from unshard.api.following.commands import run_command
 from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.api.following.followed import Done, Followed
 from unshard.api.following.options import Following
+from unshard.api.following.waiting import Waiting, time_saved
 from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
@@ -24,8 +24,7 @@ from unshard.errors import IncompleteError, OutputError, UnshardError, UsageErro
 from unshard.fronts import Text
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
-from unshard.read.finding.versions import stamps_of
-from unshard.read.format import EVERY_ROLE, Location
+from unshard.read.format import EVERY_ROLE
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
@@ -34,6 +33,7 @@ from unshard.write.discarding import discard
 from unshard.write.hub import check_repo, push
 from unshard.write.record import parse_record
 from unshard.write.report import Report
+from unshard.write.staging.recovery import recover
 
 _LONGEST_SLEEP_S = 0.2  # until a signal is noticed
 _LONGEST_PAUSE_S = 300.0  # before a step is tried again
@@ -125,32 +125,6 @@ def follow_steps(
             follower.close()
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A complete step that is to be merged.
-
-    Attributes:
-        done: what to record of it.
-        tries: how many times it was tried.
-        not_before: when it may be tried again, by `time.monotonic`.
-    """
-
-    location: Location
-    done: Done
-    tries: int = 0
-    not_before: float = 0.0
-
-    @property
-    def step(self) -> int:
-        """Its number; of a checkpoint without one, 0."""
-        return self.done.step
-
-    @property
-    def name(self) -> str:
-        """The name of its output."""
-        return self.location.default_output.name
-
-
 class _Follower:
     def __init__(
         self,
@@ -171,7 +145,7 @@ class _Follower:
         self._options = replace(options, reuse=True, push_to_hub=None, private=False)
         self._recorded = json.dumps(options.recorded, sort_keys=True)
         self._finder = CheckpointFinder(self._run, options.choice, self._warn)
-        self._waiting: dict[Path, _Waiting] = {}
+        self._waiting: dict[Path, Waiting] = {}
         self._told: set[str] = set()
         self._followed = Followed(self._output)
         done = [done.step for done in self._followed.steps.values()]
@@ -190,6 +164,8 @@ class _Follower:
                 if self._look():
                     news = time.monotonic()
                 next_look = time.monotonic() + self._how.interval
+                if self._looks == 2 and (left := self._go_on()) is not None:
+                    yield left
             if (due := self._next()) is not None:
                 result = self._do(due)
                 self._listener(Stage(""))
@@ -206,13 +182,13 @@ class _Follower:
         found = self._finder.look()
         self._looks += 1
         for at in found:
-            done = Done(at.step or 0, _time_saved(at), self._finder.found(at), self._recorded)
-            one = _Waiting(at, done)
+            done = Done(at.step or 0, time_saved(at), self._finder.found(at), self._recorded)
+            one = Waiting(at, done)
             if not self._is_done(one):
                 self._waiting[at.path] = one
         return bool(found) or self._finder.is_growing
 
-    def _is_done(self, one: _Waiting) -> bool:
+    def _is_done(self, one: Waiting) -> bool:
         """Return whether a step was done before, as its trainer has it now."""
         done = self._followed.steps.get(one.name)
         if done is None or done.stamp != one.done.stamp:
@@ -225,7 +201,7 @@ class _Follower:
         self._highest = max(self._highest, one.step)
         return True
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> Waiting | None:
         """Return the step to merge now, if there is one."""
         for path, one in list(self._waiting.items()):
             newer = [done for done in self._followed.steps.values() if done.order > one.done.order]
@@ -247,15 +223,16 @@ class _Follower:
         is_idle = idle is not None and not self._waiting and time.monotonic() - news >= float(idle)
         return is_idle or (until is not None and self._highest >= until)
 
-    def _do(self, one: _Waiting) -> StepResult | None:
+    def _do(self, one: Waiting) -> StepResult | None:
         """Merge a step, upload it, run the command; return None if it is to be tried again."""
         at = one.location
         target = self._output / one.name
         result = StepResult(at.step, str(at.weights_dir), str(target), is_meant=True)
         try:
+            self._followed.begin(one.name, one.done)
             report = self._merge(one, target)
             result = replace(result, report=report)
-            self._hand_on(target, at)
+            self._hand_on(target, at.step)
             self._followed.add(one.name, one.done)
             self._retain()
         except (UnshardError, OSError) as found:
@@ -275,12 +252,12 @@ class _Follower:
         self._end(one)
         return result
 
-    def _end(self, one: _Waiting) -> None:
+    def _end(self, one: Waiting) -> None:
         """Take note that nothing more is done about a step."""
         self._waiting.pop(one.location.path, None)
         self._highest = max(self._highest, one.step)
 
-    def _merge(self, one: _Waiting, target: Path) -> Report:
+    def _merge(self, one: Waiting, target: Path) -> Report:
         """Merge a step, or use what was made of it."""
         at, what = one.location, (self._options, self._listener)
 
@@ -301,9 +278,29 @@ class _Follower:
                 hint="have the trainer keep more checkpoints, or write to a faster disk",
             ) from error
 
-    def _hand_on(self, target: Path, at: Location) -> None:
+    def _go_on(self) -> StepResult | None:
+        """Finish what a killed process had begun of a step that is gone since, or remove it."""
+        begun = self._followed.begun
+        if begun is None or begun[0] in {one.name for one in self._waiting.values()}:
+            return None
+        name, done = begun
+        target = self._output / name
+        if not self._followed.is_made(name):
+            if not isinstance(target, RemotePath):
+                recover(self._output, target=name)
+            return None
+        result = StepResult(done.step, str(self._run), str(target), is_meant=True)
+        try:
+            self._hand_on(target, done.step)
+            self._followed.add(name, done)
+        except UnshardError as error:
+            self._listener(Warned(f"{result.title}: {error.text}"))
+            return replace(result, error=error)
+        return result
+
+    def _hand_on(self, target: Path, number: int | None) -> None:
         """Upload an output, and run the command for it."""
-        step = str(at.step if at.step is not None else target.name)
+        step = str(number if number is not None else target.name)
         if self._repo is not None:
             record = parse_record((target / RECORD_NAME).read_bytes())
             names = [RECORD_NAME, *(record.sizes if record is not None else ())]
@@ -335,15 +332,6 @@ class _Follower:
         if text not in self._told:
             self._listener(Warned(text))
         self._told.add(text)
-
-
-def _time_saved(at: Location) -> int:
-    """Return when the last file of a checkpoint's weights was written, in ns; 0 in a store."""
-    if isinstance(at.path, RemotePath):
-        return 0
-    with suppress(OSError):  # it is being removed
-        return max((mtime for _, mtime in stamps_of(at).values()), default=0)
-    return 0
 
 
 class _GoneError(IncompleteError):
