@@ -1,9 +1,10 @@
 """A run of verl's own checkpoint manager: train and save on 2 ranks, then load and go on with 3.
 
-    python verl_child.py DIRECTORY [model | lora]
+    python verl_child.py DIRECTORY [model | lora | rotate COPIES OUTPUTS]
 
 Between the two it writes a line, and waits for one. With a second word it trains a model, or an
-adapter of peft, saves it, leaves its truth and its logits, and ends. The package is imported once;
+adapter of peft, saves it, leaves its truth and its logits, and ends; with `rotate` it saves many
+steps and keeps one, as `oracle.writers.rotating` describes. The package is imported once;
 the ranks are forks of this process, connected by gloo. The model is one of transformers with FSDP2,
 as verl wraps it; verl's workers are left out, which need its rollouts.
 """
@@ -27,6 +28,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from oracle.writers.hub_models import full_state, leave_logits
 from oracle.writers.resuming import save_whole
+from oracle.writers.rotating import STEPS, Copies
 from oracle.writers.saving import leave_truth
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 
@@ -72,6 +74,9 @@ def _run(action: str, directory: Path, rank: int, world: int) -> None:
     manager = FSDPCheckpointManager(
         *parts, processing_class=tiny_tokenizer(), checkpoint_config=contents
     )
+    if action == "rotate":
+        _rotate(manager, parts, directory)
+        return
     if action != "resume":
         for step in range(2):
             _train(parts, step)
@@ -90,6 +95,19 @@ def _run(action: str, directory: Path, rank: int, world: int) -> None:
     _train(parts, 2)
     save_whole(rank, parts, directory / f"{action}-after.pt")
     dist.barrier()
+
+
+def _rotate(manager: FSDPCheckpointManager, parts: _Parts, directory: Path) -> None:
+    """Train and save, with what verl's trainer does next to its manager."""
+    copies = Copies(*map(Path, sys.argv[3:]))
+    for step in range(1, STEPS + 1):
+        _train(parts, step)
+        step_dir = directory / f"global_step_{step}"
+        manager.save_checkpoint(str(step_dir / "actor"), global_step=step, max_ckpt_to_keep=1)
+        if dist.get_rank() == 0:
+            torch.save({}, step_dir / "data.pt")
+            (directory / "latest_checkpointed_iteration.txt").write_text(str(step))
+        copies.take(step_dir, step)
 
 
 def _fork(action: str, directory: Path, world: int) -> None:

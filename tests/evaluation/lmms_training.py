@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ from evaluation.fsdp_training import Texts, trained_model
 from tiny_models import tiny_tokenizer
 from unshard.evaluate import lmms_engine as ours
 
-__all__ = ["Order", "begins", "main", "truth_of"]
+__all__ = ["Order", "begins", "import_trainer", "main", "on_the_cpu", "train", "truth_of"]
 
 _PACKAGES = ("train", "train.fsdp2", "utils", "models", "datasets")
 
@@ -36,7 +37,7 @@ class Order:
 
     Attributes:
         run: the run's directory.
-        evaluation: `eval_config` of lmms-engine's YAML.
+        evaluation: `eval_config` of lmms-engine's YAML; empty: nothing is evaluated.
         report_to: trackers.
         steps, save_steps, save_total_limit: as of the trainer.
     """
@@ -75,7 +76,7 @@ def _module(name: str, **contents: object) -> ModuleType:
     return module
 
 
-def _import_trainer() -> ModuleType:
+def import_trainer() -> ModuleType:
     """Import the trainer's module without the model zoo that its packages import."""
     package = find_spec("lmms_engine")
     assert package is not None
@@ -95,7 +96,7 @@ def _import_trainer() -> ModuleType:
     return importlib.import_module("lmms_engine.train.fsdp2.fsdp2_trainer")
 
 
-def _on_the_cpu(world: int) -> None:
+def on_the_cpu(world: int) -> None:
     """Have what asks for a GPU answered."""
     vars(torch.cuda).update(get_device_name=lambda: "none", current_device=lambda: "cpu")
     groups = importlib.import_module("lmms_engine.parallel.process_group_manager")
@@ -109,8 +110,13 @@ def _on_the_cpu(world: int) -> None:
     )
 
 
-def train(order: Order, trainer: ModuleType) -> None:
-    """Do what `lmms_engine.launch.cli` does with a YAML file."""
+def train(
+    order: Order, trainer: ModuleType, saved: Callable[[Path, int], object] = lambda *_: None
+) -> None:
+    """Do what `lmms_engine.launch.cli` does with a YAML file.
+
+    `saved` is called in every rank with each checkpoint's directory and its step.
+    """
     torch.manual_seed(0)
     model = trained_model()
     config = importlib.import_module("lmms_engine.train.config")
@@ -122,7 +128,7 @@ def train(order: Order, trainer: ModuleType) -> None:
         fsdp_config={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]},
         max_steps=order.steps,
         save_steps=order.save_steps,
-        eval_strategy="steps",
+        eval_strategy="steps" if order.evaluation else "no",
         eval_steps=order.save_steps,
         save_total_limit=order.save_total_limit,
         learning_rate=0.01,
@@ -130,13 +136,20 @@ def train(order: Order, trainer: ModuleType) -> None:
         per_device_train_batch_size=2,
         report_to=order.report_to,
         dataloader_pin_memory=False,
-        eval_config=evaluation(**order.evaluation).to_dict(),
+        eval_config=evaluation(**order.evaluation).to_dict() if order.evaluation else None,
     )
     vars(arguments)["warmup_ratio"] = 0.0  # later transformers have none
     vars(importlib.import_module("lmms_engine.models.utils"))["setup_flops_counter"](model.config)
     made = vars(trainer)["FSDP2SFTTrainer"](
         model, arguments, Texts(), processing_class=tiny_tokenizer()
     )
+    save = made.save_checkpoints
+
+    def save_and_tell(path: str, step: int, **more: object) -> None:
+        save(path, step, **more)
+        saved(Path(path), step)
+
+    made.save_checkpoints = save_and_tell
     made.train()
     whole = [one.full_tensor().double() for one in made.fsdp2_model.parameters()]
     squares = sum(float(one.square().sum()) for one in whole)
@@ -153,9 +166,9 @@ def main() -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     meeting = Path(sys.argv[1]).absolute().with_suffix(".meeting")
     torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
-    trainer = _import_trainer()
+    trainer = import_trainer()
     ours.install()
-    _on_the_cpu(world)
+    on_the_cpu(world)
     for file in map(Path, sys.argv[1:]):
         print(begins(file.stem), flush=True)  # noqa: T201  (the test reads it)
         train(Order(**json.loads(file.read_bytes())), trainer)
