@@ -63,7 +63,7 @@ class Gate:
         store.fault = self._fault
 
     def _fault(self, request: Request) -> str | None:
-        is_meant = request.method in ("PUT", "POST") and request.key.endswith(self._name)
+        is_meant = request.method in ("PUT", "POST") and self._name in request.target
         with self._lock:
             if not is_meant or self._reached.is_set():
                 return None
@@ -165,7 +165,8 @@ def test_a_process_that_was_only_suspended_finds_its_claim_taken(
 ) -> None:
     """It removes and replaces nothing; with --reuse it uses what the other one made."""
     folder = f"suspended-{len(options)}"
-    gate = Gate(store, f"{folder}/{name_of(2)}")
+    # of one of them all is read when its upload is aborted: it fails, and does not find out itself
+    gate = Gate(store, f"{folder}/{name_of(2)}?{'' if options else 'partNumber'}")
     first = start(folder, **options)
     gate.reach()
     second = start(folder)
