@@ -134,7 +134,7 @@ def test_outputs_of_other_options_are_told_and_left(run: Path, out: Path) -> Non
     (report,) = follow(run, out, dtype="bfloat16", listener=heard.append)
     assert report.step == 30
     (said,) = told(heard)
-    assert said.startswith("outputs that were made with other options are left as they are")
+    assert said.startswith("what was done with other options is left as it is; ")
     again = follow(run, out, dtype="bfloat16", overwrite=True)
     assert [(one.step, *one.dtypes) for one in again] == [
         (step, "bfloat16") for step in (5, 10, 20)
@@ -155,7 +155,7 @@ def test_earlier_steps_than_are_kept_are_not_merged(run: Path, out: Path) -> Non
     reports = follow(run, out, keep=1, newest=True, listener=heard.append)
     assert [one.step for one in reports] == [20]
     said = [one.split(":")[0] for one in told(heard)]
-    assert said == [f"step {step} is not merged" for step in (5, 10)]
+    assert said == [f"step {step} is passed over" for step in (5, 10)]
 
 
 def test_a_trainer_that_goes_back_is_followed_back(run: Path, out: Path) -> None:
@@ -217,12 +217,12 @@ def test_a_command_that_fails_is_told_and_keeps_back_no_other(
         "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); sys.exit(sys.argv[2] == '10')"
     )
     exec_, heard = [sys.executable, "-c", code, str(ran), "{step}"], list[Event]()
-    with pytest.raises(UnshardError, match="ended with exit code 1"):
+    with pytest.raises(UnshardError, match="exit code 1 of the command for step 10"):
         follow(run, out, exec=exec_, listener=heard.append)
     assert ran.read_text().split() == ["5", "10", "20"]
     assert len(outputs(out)) == 3
     (said,) = told(heard)
-    assert said.startswith("step 10: ended with exit code 1: ")
+    assert said.startswith("step 10: exit code 1 of the command for step 10: ")
     assert [one.step for one in follow(run, out)] == [10]  # it is not done
 
 
@@ -302,7 +302,7 @@ def test_times_are_numbers_with_a_unit() -> None:
 
 def test_a_record_of_what_was_done_that_is_damaged_is_named(run: Path, out: Path) -> None:
     follow(run, out)
-    for damage in ("{", '{"done": {"global_step_5": [5]}}', '{"done": {"a": ["b", 1, "", ""]}}'):
+    for damage in ("{", "{}", '{"steps": []}', '{"steps": {"global_step_5": {"step": 5}}}'):
         (out / "_unshard" / "followed.json").write_text(damage)
         with pytest.raises(UnshardError, match=r"followed\.json"):
             follow(run, out)

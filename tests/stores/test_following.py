@@ -12,7 +12,7 @@ import unshard
 from bucket_server import BUCKET, Request, Store
 from evaluation.runs import checkpoint
 from unshard import OutputError, UnshardError, UsageError
-from unshard.api.following.followed import Done, Followed
+from unshard.api.following.followed import Entry, Followed
 from unshard.errors import StoreError
 from unshard.progress import Event, Warned
 from unshard.stores.remote_path import path_of
@@ -107,11 +107,31 @@ def test_the_second_process_in_a_store_ends_before_it_forgets_a_step(store: Stor
     assert store.endpoint
     place = path_of(f"s3://{BUCKET}/shared")
     first, second = Followed(place), Followed(place)
-    done = Done(5, 0, "a", "{}")
-    first.add("checkpoint-5", done)
-    with pytest.raises(UsageError, match="another process follows a run into this directory"):
-        second.add("checkpoint-10", done)
+    done = Entry(5, 0, "a", "{}", "run")
+    first.put("checkpoint-5", done)
+    for _ in range(2):  # what it writes is the same but for who writes it
+        with pytest.raises(UsageError, match="another process follows a run into this directory"):
+            second.put("checkpoint-5", done)
     assert list(Followed(place).steps) == ["checkpoint-5"]
+
+
+def test_two_followers_into_a_store_do_not_both_run_a_command(
+    store: Store, tmp_path: Path
+) -> None:
+    assert store.endpoint
+    run, out = tmp_path / "run", f"s3://{BUCKET}/raced"
+    for step in (5, 10):
+        checkpoint(run, step)
+    options: dict[str, Any] = {"interval": 0.05, "config": "none", "exec": ["true"]}
+    first = unshard.follow(run, out, idle=0.3, **options)
+    second = unshard.follow(run, out, idle=0.3, **options)
+    assert next(first).step == 5
+    with pytest.raises(UsageError, match="another process follows a run into this directory"):
+        next(second)  # which began before the first had done a step, or after
+        next(second)
+        next(first)
+        next(second)
+    assert [one.step for one in first] in ([10], [])
 
 
 def test_outputs_in_a_store_are_not_pushed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from unshard.cli.running import say
 from unshard.fronts import Front, additions, reword_warning
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, human_size, listed, plain
@@ -71,13 +72,13 @@ def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> Non
     if as_json:
         print(json.dumps([_step_fields(one) for one in steps]))
         return
-    if quiet:
-        return
     reports = [one.report for one in steps if one.report is not None]
     for report in reports:
-        print_report(report, as_json=False, quiet=False)
+        print_report(report, as_json=False, quiet=quiet)
     for one in steps:
-        _print_outcome(one)
+        _print_outcome(one, quiet=quiet)
+    if quiet:
+        return
     used, failed = sum(one.reused for one in reports), sum(one.has_failed for one in steps)
     what = "steps" if steps[0].role is None else "models"
     others = (f", {count} {how}" for count, how in ((used, "used"), (failed, "failed")) if count)
@@ -88,18 +89,22 @@ def print_step(one: "StepResult", *, as_json: bool, quiet: bool) -> None:
     """Print what became of one step: for people, or as a JSON object in a line of its own."""
     if as_json:
         print(json.dumps(_step_fields(one)))
-    elif not quiet:
+    else:
         if one.report is not None:
-            print_report(one.report, as_json=False, quiet=False)
-        _print_outcome(one)
+            print_report(one.report, as_json=False, quiet=quiet)
+        _print_outcome(one, quiet=quiet)
     sys.stdout.flush()
 
 
-def _print_outcome(one: "StepResult") -> None:
-    """Print why a step was not merged, if it was not."""
-    if one.error is not None:
+def _print_outcome(one: "StepResult", *, quiet: bool) -> None:
+    """Print why a step was not merged, if it was not; of those that failed, also if `quiet`."""
+    if one.error is not None and quiet and one.has_failed:
+        say(f"error: {one.title}: {one.error}")
+    elif one.error is not None and not quiet:
         why = "failed" if one.has_failed else "passed over"
         print(f"{one.title}: {why}: " + one.error.subject)
+    elif one.report is None and not quiet:
+        print(f"{one.title}: {one.output} was made before, and is handed on now")
 
 
 def _step_fields(one: "StepResult") -> dict[str, object]:
@@ -108,8 +113,9 @@ def _step_fields(one: "StepResult") -> dict[str, object]:
         return fields_of(one.report) | failed
     fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
     fields |= {} if one.role is None else {"role": one.role}
-    why = "" if one.error is None else one.error.text
-    return fields | {"failed" if one.has_failed else "passed_over": why}
+    if one.error is None:
+        return fields | {"reused": True}
+    return fields | {"failed" if one.has_failed else "passed_over": one.error.text}
 
 
 def _print_merge(report: "Report") -> None:

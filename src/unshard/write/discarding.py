@@ -10,7 +10,7 @@ from unshard.showing import listed as some_of
 from unshard.signals import uninterrupted
 from unshard.stores.objects import listed, remove
 from unshard.stores.remote_path import RemotePath
-from unshard.write.dirfd import closing, opened, walk
+from unshard.write.dirfd import closing, opened, status_of, walk
 from unshard.write.record import is_last, parse_record
 from unshard.write.staging.journal import OUTPUT
 from unshard.write.staging.owners import Owner, StagingDirectory, claim, staging_name
@@ -42,8 +42,7 @@ def discard(output: Path) -> None:
 def _discard_directory(output: Path) -> None:
     with closing(os.open(output.parent, _DIRECTORY)) as parent, ExitStack() as held:
         with opened(output.name, within=parent) as fd:
-            paths = [path for path, is_folder in walk(fd) if not is_folder]
-            _refuse(output, find_strangers(fd, paths))
+            _refuse(output, _others(fd))
         name = staging_name(parent, None)
         with uninterrupted():
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -52,6 +51,22 @@ def _discard_directory(output: Path) -> None:
             file = held.enter_context(claim(place, Owner()))
             os.rename(output.name, OUTPUT, src_dir_fd=parent, dst_dir_fd=made)
             remove_staging(place, file)
+
+
+def _others(output: int) -> list[str]:
+    """Return what an output has that is not as unshard wrote it; its record was written last."""
+    found = list(walk(output))
+    files = [path for path, is_folder in found if not is_folder]
+    status = status_of(RECORD_NAME, within=output)
+    written = 0 if status is None else status.st_mtime_ns
+    times = {path: status_of(path, within=output) for path in files}
+    later = [path for path, one in times.items() if one is None or one.st_mtime_ns > written]
+    empty = [
+        path
+        for path, is_folder in found
+        if is_folder and not any(one.startswith(f"{path}/") for one in files)
+    ]
+    return [*find_strangers(output, files), *later, *empty]
 
 
 def _discard_objects(output: RemotePath) -> None:
@@ -67,5 +82,5 @@ def _refuse(output: Path, strangers: list[str]) -> None:
     if strangers:
         raise OutputError(
             f"{output} is not removed: unshard did not write all of it, or it was changed since: "
-            f"{some_of(sorted(strangers))}"
+            f"{some_of(sorted({*strangers}))}"
         )

@@ -6,10 +6,13 @@ goes back saves a step of the same number again.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, get_args
 
 from unshard._version import __version__
 from unshard.containers.json_file import json_object
@@ -18,63 +21,78 @@ from unshard.read.hub_files import RECORD_NAME
 from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.objects import create, etag_now
 from unshard.stores.remote_path import RemotePath, look_again
-from unshard.write.dirfd import try_lock, write_whole
+from unshard.write.dirfd import open_regular, try_lock, write_whole
 
 _NAME = "followed.json"
 _LOCK = "follow.lock"
 
+State = Literal["begun", "made", "done", "removed"]
+"""An output that is being made, that is there, that was handed on, or that was removed since."""
 
-class Done(NamedTuple):
-    """A step that was done.
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What was done of a step.
 
     Attributes:
         step: its number.
         saved_ns: when its trainer wrote it, where that is known.
         stamp: of the checkpoint's files.
-        options: those that shaped the output, as JSON.
+        options: what was asked for, as JSON.
+        run: which model of which run it is.
+        state: of its output.
     """
 
     step: int
     saved_ns: int
     stamp: str
     options: str
+    run: str
+    state: State = "begun"
 
     @property
     def order(self) -> tuple[int, int]:
         """What is greater for a step that was saved later."""
         return self.saved_ns, self.step
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.state in {"done", "removed"}
+
 
 class Followed:
-    """The steps that were done, of the outputs in one directory; held by one process at a time.
+    """What was done of the outputs in one directory; held by one process at a time.
 
     Args:
         output: the directory of the outputs, or its address in an object store.
 
     Attributes:
         steps: by the names of their outputs.
-        begun: the name of an output that is being made, and its step; None if it was there before.
+        is_lost: whether another process has it now, or the directory was removed.
 
     Raises:
         UsageError: another process follows a run into it.
+        OutputError: it cannot be written.
         CorruptError: the file cannot be read.
     """
 
     def __init__(self, output: Path) -> None:
         self._file = output / STATE_FOLDER / _NAME
+        self._id = secrets.token_hex(8)  # by which a store tells two processes apart
         self._etag: str | None = None
-        self._lock = -1
+        self._lock: FileIO | None = None
+        self.is_lost = False
         if not isinstance(output, RemotePath):
             with self._writing():
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self._lock = os.open(self._file.with_name(_LOCK), flags, 0o666)
-                is_ours = try_lock(self._lock)
+                fd = open_regular(self._file.with_name(_LOCK), os.O_RDWR | os.O_CREAT)
+                self._lock = FileIO(fd, "r+")
+                is_ours = try_lock(fd)
             if not is_ours:
                 self.close()
                 raise self._taken()
         try:
-            self.begun: tuple[str, Done] | None = None
             self.steps = self._read()
         except BaseException:
             self.close()
@@ -82,8 +100,8 @@ class Followed:
 
     def close(self) -> None:
         """Let another process follow into the same directory."""
-        if self._lock >= 0:
-            os.close(self._lock)
+        if self._lock is not None:
+            self._lock.close()
 
     def is_made(self, name: str) -> bool:
         """Return whether there is an output of this name."""
@@ -91,29 +109,19 @@ class Followed:
         look_again(output)
         return (output / RECORD_NAME).is_file()
 
-    def begin(self, name: str, done: Done) -> None:
-        """Record that an output is about to be made, for a process that goes on after a kill.
-
-        Raises:
-            OutputError, StoreError, UsageError: as `add`.
-        """
-        if self.begun != (name, done):
-            self.begun = None if self.is_made(name) else (name, done)
-            self._write()
-
-    def add(self, name: str, done: Done) -> None:
-        """Record that a step is done.
+    def put(self, name: str, entry: Entry | None) -> None:
+        """Record what was done of a step; None: nothing.
 
         Raises:
             OutputError, StoreError: it cannot be written.
             UsageError: another process has written there.
         """
-        self.steps[name] = done
-        self.begun = None
-        self._write()
-
-    def _write(self) -> None:
-        fields = {"unshard": __version__, "done": self.steps, "begun": self.begun}
+        if entry is None:
+            self.steps.pop(name, None)
+        else:
+            self.steps[name] = entry
+        done = {name: asdict(one) for name, one in self.steps.items()}
+        fields = {"unshard": __version__, "follower": self._id, "steps": done}
         data = (json.dumps(fields, indent=1) + "\n").encode()
         if not isinstance(self._file, RemotePath):
             with self._writing():
@@ -124,30 +132,19 @@ class Followed:
             raise self._taken()
         self._etag = written.etag
 
-    def _read(self) -> dict[str, Done]:
+    def _read(self) -> dict[str, Entry]:
         look_again(self._file)
         if not self._file.exists():
             return {}
         if isinstance(self._file, RemotePath):
             self._etag = etag_now(self._file.bucket, self._file.key)
-        whole = json_object(self._file)
-        done = whole.get("done")
         try:
-            match whole.get("begun"):
-                case [name, [step, saved_ns, stamp, options]]:
-                    self.begun = (
-                        str(name),
-                        Done(int(str(step)), int(str(saved_ns)), str(stamp), str(options)),
-                    )
-            fields = done if isinstance(done, Mapping) else {}
-            return {
-                name: Done(int(step), int(saved_ns), str(stamp), str(options))
-                for name, (step, saved_ns, stamp, options) in fields.items()
-            }
-        except (TypeError, ValueError) as error:
+            return {name: _entry(one) for name, one in _items(json_object(self._file)["steps"])}
+        except (CorruptError, TypeError, KeyError) as error:
             raise CorruptError(
-                f"{self._file}: does not say which steps were done",
-                hint="remove it: outputs that are there are not made again",
+                f"{self._file}: does not tell which steps were done",
+                found=str(error),
+                hint="remove it: outputs that are there are used, and not made again",
             ) from error
 
     @contextmanager
@@ -155,12 +152,36 @@ class Followed:
         try:
             yield
         except OSError as error:
-            what = f"{self._file}: cannot be written: {error.strerror or error}"
-            raise OutputError(what, hint="free some space, or check permissions") from error
+            self.is_lost = isinstance(error, FileNotFoundError)
+            raise OutputError(
+                f"{self._file}: cannot be written: {error.strerror or error}",
+                hint="is it in a directory where you may write, and that has free space?",
+            ) from error
 
     def _taken(self) -> UsageError:
-        where = self._file.parent.parent
+        self.is_lost = True
         return UsageError(
-            f"{where}: another process follows a run into this directory",
+            f"{self._file.parent.parent}: another process follows a run into this directory",
             hint="give another output, or end that process",
         )
+
+
+def _items(found: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(found, dict):
+        raise TypeError("no steps")
+    yield from found.items()
+
+
+def _entry(found: object) -> Entry:
+    """Return an entry of the file; TypeError if it is not one."""
+    match found:
+        case {
+            "step": int(step),
+            "saved_ns": int(saved_ns),
+            "stamp": str(stamp),
+            "options": str(options),
+            "run": str(run),
+            "state": state,
+        } if state in get_args(State):
+            return Entry(step, saved_ns, stamp, options, run, state)
+    raise TypeError(f"{found!r} is not a step")

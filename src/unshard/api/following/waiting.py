@@ -1,9 +1,9 @@
-"""A step that is complete and waits to be merged."""
+"""A step that waits to be merged and handed on."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from unshard.api.following.followed import Done
+from unshard.api.following.followed import Entry
 from unshard.read.finding.versions import stamps_of
 from unshard.read.format import Location
 from unshard.stores.remote_path import RemotePath
@@ -11,28 +11,23 @@ from unshard.stores.remote_path import RemotePath
 
 @dataclass(slots=True)
 class Waiting:
-    """A complete step that is to be merged.
+    """A step with which something is to be done.
 
     Attributes:
-        done: what to record of it.
+        name: of its output.
+        entry: what is recorded of it.
+        location: of the checkpoint; None if it is gone, and only its output is handed on.
         tries: how many times it was tried.
         not_before: when it may be tried again, by `time.monotonic`.
+        handed: what was done with the output: "uploaded", "run".
     """
 
-    location: Location
-    done: Done
+    name: str
+    entry: Entry
+    location: Location | None
     tries: int = 0
     not_before: float = 0.0
-
-    @property
-    def step(self) -> int:
-        """Its number; of a checkpoint without one, 0."""
-        return self.done.step
-
-    @property
-    def name(self) -> str:
-        """The name of its output."""
-        return self.location.default_output.name
+    handed: set[str] = field(default_factory=set)
 
 
 def time_saved(at: Location) -> int:
