@@ -227,6 +227,37 @@ def test_a_checkpoint_that_is_linked_or_gets_other_files_is_the_same(tmp_path: P
     shutil.rmtree(tmp_path.parent / "mounted")
 
 
+def test_a_checkpoint_is_as_it_was_found_until_weights_change_or_any_file_is_gone(
+    tmp_path: Path,
+) -> None:
+    finder = CheckpointFinder(tmp_path)
+    place = lmms(tmp_path, 10)
+    (place / "tokenizer.json").write_text("{}")
+    assert steps(finder) == []
+    (found,) = finder.look()
+    assert finder.is_as_found(found)
+    (place / "pytorch_model_fsdp_0" / "notes.json").write_text("{}")
+    looks = [(finder.look(), finder.is_as_found(found)) for _ in range(3)]
+    assert looks == [([], True)] * 3
+    (place / "tokenizer.json").unlink()
+    assert not finder.is_as_found(found)
+    (place / "pytorch_model_fsdp_0" / "notes.json").unlink()
+    looks = [(finder.look(), finder.is_as_found(found)) for _ in range(3)]
+    assert looks == [([], False)] * 3
+    (place / "tokenizer.json").write_text("{}")
+    assert finder.is_as_found(found)
+    first, second = sorted(place.rglob("model_*.pt"))
+    saved_again(first)
+    looks = [(finder.look(), finder.is_as_found(found)) for _ in range(2)]
+    assert looks == [([], False)] * 2
+    saved_again(second)
+    assert steps(finder) == []
+    (again,) = finder.look()
+    assert finder.is_as_found(again)
+    shutil.rmtree(place)
+    assert not finder.is_as_found(again)
+
+
 def test_a_file_that_is_a_step_is_returned_again(tmp_path: Path) -> None:
     """MMEngine writes one file a step."""
     finder = CheckpointFinder(tmp_path)

@@ -215,6 +215,13 @@ def test_a_checkpoint_is_complete_when_its_objects_rest_and_it_can_be_read(
         assert not [one for one in store.requests[reads:] if one.range]  # nothing is new
     assert str(found[0].path) == address
     assert finder.look() == []
+    assert finder.is_as_found(found[0])
+    store.s3.put_object(Bucket=BUCKET, Key=key, Body=whole[:-1] + b"x")
+    assert not finder.is_as_found(found[0])
+    store.s3.put_object(Bucket=BUCKET, Key=key, Body=whole)
+    assert finder.is_as_found(found[0])
+    store.s3.delete_object(Bucket=BUCKET, Key="runs/growing/checkpoint-10/config.json")
+    assert not finder.is_as_found(found[0])
     store.fault = lambda _: "403"
     assert finder.look() == []
 

@@ -53,10 +53,14 @@ def check_run(run: Path) -> None:
 
 
 class _Seen(NamedTuple):
-    """A checkpoint that was returned; if its weights are written again, some `place` is."""
+    """A checkpoint that was returned; if its weights are written again, some `place` is.
+
+    `files` are those that the whole checkpoint had then.
+    """
 
     step: int | None
     stamps: Stamps
+    files: frozenset[str]
     places: list[Path]
     written: list[int] | None
 
@@ -87,7 +91,7 @@ class CheckpointFinder:
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
         self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
         self._seen: dict[Path, _Seen] = {}
-        self._former: dict[Path, Stamps] = {}  # of those that have changed since
+        self._former: dict[Path, _Seen] = {}  # of those that have changed since
         self._done: set[int] = set()  # the steps of those that have not
         self._warned: set[str] = set()
         self._told: dict[int, str] = {}  # the reason that was logged last, by step
@@ -111,7 +115,7 @@ class CheckpointFinder:
         for location in steps:
             if location.path in self._seen:
                 continue
-            stamps = _stamps_on_disk(location)  # of what `_is_ready` then finds unchanged
+            stamps = _stamps_now(location)  # of what `_is_ready` then finds unchanged
             if self._is_ready(location) and self._is_new(location, stamps):
                 found.append(location)
         return found
@@ -119,21 +123,38 @@ class CheckpointFinder:
     def _is_new(self, location: Location, stamps: Stamps) -> bool:
         """Take note of a complete checkpoint; return whether it is not the one known before."""
         path, places = location.path, [location.path]
-        written = _times(places)
-        if stamps:  # they may be newer by now, which the next look is to notice
+        is_remote = isinstance(path, RemotePath)
+        written, files = _times(places), frozenset(self._before[path])
+        if stamps and not is_remote:  # they may be newer by now, which the next look is to notice
             newest = max(stamps, key=lambda name: stamps[name][1])
             places = [*location.roots, location.weights_dir / newest]
             times = _times(location.roots)
             written = None if times is None else [*times, stamps[newest][1]]
-        self._seen[path] = _Seen(location.step, stamps, places, written)
-        self._done |= set() if location.step is None else {location.step}
         former = self._former.pop(path, None)
-        return former != stamps or not stamps
+        is_new = former is None or former.stamps != stamps or not stamps or is_remote
+        files = files if former is None or is_new else former.files
+        self._seen[path] = _Seen(location.step, stamps, files, places, written)
+        self._done |= set() if location.step is None else {location.step}
+        return is_new
 
     def found(self, location: Location) -> str:
         """Return the `stamp` of a checkpoint when a look found it complete."""
         stamps = self._seen[location.path].stamps
         return fingerprint(stamps) if stamps else self.stamp(location)
+
+    def is_as_found(self, location: Location) -> bool:
+        """Return whether the weights are as a look returned them, and no file is gone.
+
+        Raises:
+            StoreError: as for `stamp`.
+        """
+        look_again(location.path)
+        seen = self._seen.get(location.path) or self._former[location.path]
+        try:
+            files = _status_of(location.path).keys()
+            return stamps_of(location) == seen.stamps and seen.files <= files
+        except OSError:
+            return False
 
     def stamp(self, location: Location) -> str:
         """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
@@ -175,7 +196,7 @@ class CheckpointFinder:
         """
         for path, seen in list(self._seen.items()):
             if _times(seen.places) != seen.written:
-                self._former[path] = self._seen.pop(path).stamps
+                self._former[path] = self._seen.pop(path)
                 self._done.discard(seen.step or 0)
         is_remote = isinstance(self._run, RemotePath)
         if (is_remote or self._done) and (folders := step_folders(self._run)):
@@ -221,7 +242,8 @@ class CheckpointFinder:
                     self.reasons[location.step] = _JUST_WRITTEN if is_new else "not complete yet"
                 return False
             why = why_incomplete(location)
-            why = why or half_saved_again(location, self._former.get(place, {}))
+            former = self._former.get(place)
+            why = why or half_saved_again(location, former.stamps if former else {})
             if why is None and isinstance(place, RemotePath):
                 why = _why_unread(location)
                 self._unread |= {} if why is None else {place: now}
@@ -234,10 +256,10 @@ class CheckpointFinder:
         return why is None
 
 
-def _stamps_on_disk(location: Location) -> Stamps:
-    """Return the stamps of a checkpoint on a disk; none of one in a store, or that is gone."""
-    with suppress(OSError):
-        return {} if isinstance(location.path, RemotePath) else stamps_of(location)
+def _stamps_now(location: Location) -> Stamps:
+    """Return the stamps of a checkpoint; none of one that is gone, or in a store that fails."""
+    with suppress(OSError, StoreError):
+        return stamps_of(location)
     return {}
 
 

@@ -121,7 +121,8 @@ def half_saved_again(location: Location, former: Stamps) -> str | None:
 
     If a mark is as new as they are, it is left of a save by more ranks.
     """
-    now = stamps_of(location) if former else {}
+    is_known = former and not isinstance(location.path, RemotePath)
+    now = stamps_of(location) if is_known else {}
     left = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
     if not left or now == former:
         return None
