@@ -1,10 +1,15 @@
 """A run is followed: each step is merged once, as soon as it is complete."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -396,3 +401,181 @@ def test_an_output_that_cannot_be_written_is_named(run: Path, tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"file/_unshard/followed\.json: cannot be written"):
         follow(run, tmp_path / "file")
+
+
+def test_other_models_and_runs_keep_their_outputs(run: Path, out: Path, tmp_path: Path) -> None:
+    for step in (5, 10):
+        save_ranks(run / f"global_step_{step}" / "critic", some_tensors(step + 100), 2)
+    follow(run, out, role="actor")
+    assert [one.step for one in follow(run, out, role="critic", keep=1)] == [5, 10]
+    actors = [f"global_step_{step}" for step in (10, 20, 5)]
+    assert outputs(out) == sorted([*actors, "global_step_10-critic"])
+    other = tmp_path / "other"
+    save(other, 40)
+    follow(other, out, keep=1)
+    assert set(actors) < set(outputs(out))
+
+
+def test_what_a_user_puts_in_the_place_of_a_removed_output_stays(run: Path, out: Path) -> None:
+    follow(run, out, keep=2)
+    unshard.merge(run / "global_step_5", out / "global_step_5", config="none")
+    save(run, 30)
+    follow(run, out, keep=1)
+    assert outputs(out) == ["global_step_30", "global_step_5"]
+
+
+@pytest.mark.parametrize("kind", ["same size", "empty folder"])
+def test_what_was_changed_or_added_is_not_removed(run: Path, out: Path, kind: str) -> None:
+    follow(run, out)
+    place = out / "global_step_5"
+    if kind == "same size":
+        file = place / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + b"x")
+        os.utime(file, (2_000_000_000, 2_000_000_000))  # times are of whole ticks
+    else:
+        (place / "results").mkdir()
+    save(run, 30)
+    follow(run, out, keep=1)
+    assert outputs(out) == ["global_step_30", "global_step_5"]
+
+
+def test_room_is_made_before_the_first_merge(run: Path, out: Path) -> None:
+    follow(run, out)
+    assert follow(run, out, keep=1) == []
+    assert outputs(out) == ["global_step_20"]
+
+
+def test_the_end_is_a_step_of_this_run(run: Path, out: Path) -> None:
+    follow(run, out)
+    shutil.rmtree(run / "global_step_20")
+    save(run, 10, seed=1)
+    options = {"until": 20, "idle": None, "overwrite": True}
+    following = unshard.follow(run, out, **{**CLOSELY, **options})
+    assert next(following).step == 10
+    save(run, 20, seed=1)
+    assert [one.step for one in following] == [20]
+
+
+def test_what_fails_or_goes_leaves_nothing_that_takes_room(run: Path, out: Path) -> None:
+    """Finished files are kept for another process; not those of a step that is given up."""
+
+    def rotate(event: Event) -> None:
+        if isinstance(event, Stage) and event.name == "verifying":
+            shutil.rmtree(run / "global_step_5", ignore_errors=True)
+
+    follow(run, out, listener=rotate, max_shard_size="300B")
+    assert not list(out.glob("_unshard-*"))
+    assert outputs(out) == ["global_step_10", "global_step_20"]
+
+
+def test_a_command_that_is_given_later_is_not_for_earlier_steps(
+    run: Path, out: Path, tmp_path: Path
+) -> None:
+    follow(run, out)
+    shutil.rmtree(out / "global_step_5")
+    heard: list[Event] = []
+    exec_ = [*appending(tmp_path / "ran"), "{step}"]
+    assert follow(run, out, exec=exec_, listener=heard.append) == []
+    texts = sorted(one.partition(";")[0] for one in told(heard))
+    assert texts == [
+        "step 5, whose output was removed, is not done again",
+        "what was done with other options is left as it is",
+    ]
+    assert [one.step for one in follow(run, out, exec=exec_, overwrite=True)] == [5, 10, 20]
+    assert (tmp_path / "ran").read_text().split() == ["5", "10", "20"]
+
+
+def test_a_command_that_succeeded_is_not_repeated(run: Path, out: Path, tmp_path: Path) -> None:
+    code = "import sys, shutil; open(sys.argv[1], 'a').write('x'); shutil.rmtree(sys.argv[2])"
+    exec_ = [sys.executable, "-c", code, str(tmp_path / "ran"), str(out / "_unshard")]
+    with pytest.raises(OutputError, match=r"followed\.json: cannot be written"):
+        follow(run, out, exec=exec_, retry=2)
+    assert (tmp_path / "ran").read_text() == "x"  # and it is not followed any more
+
+
+def test_outputs_whose_command_failed_are_removed_and_tried_again(run: Path, out: Path) -> None:
+    with pytest.raises(UnshardError):
+        follow(run, out, keep=1, exec=["false"])
+    assert outputs(out) == ["global_step_20"]
+    assert [one.step for one in follow(run, out, keep=1, exec=["true"])] == [20]
+
+
+def test_a_run_gets_no_folder_before_its_first_step(tmp_path: Path) -> None:
+    """Trainers refuse to write into a directory that has something in it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    assert follow(run, None) == []  # type: ignore[arg-type]
+    assert not list(run.iterdir())
+    save(run / "ckpt", 5)
+    assert [one.step for one in follow(run, None)] == [5]  # type: ignore[arg-type]
+    assert outputs(run / "ckpt" / "merged") == ["global_step_5"]
+
+
+def test_a_fork_does_not_hold_the_lock(run: Path, out: Path) -> None:
+    following = unshard.follow(run, out, interval=0.05, config="none")
+    next(following)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    following.close()  # type: ignore[attr-defined]
+    assert [one.step for one in follow(run, out)] == [10, 20]
+    os.close(writing)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"keep": "3"}, {"retry": None}, {"interval": "5"}, {"exec": ["echo", 3]}]
+)
+def test_values_of_other_types_are_refused(run: Path, out: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        follow(run, out, **options)
+
+
+def test_a_command_may_have_paths_and_no_stderr_of_python(
+    run: Path, out: Path, tmp_path: Path
+) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):
+        follow(run, out, exec=[Path(shutil.which("touch") or ""), tmp_path / "a{step}"])
+    assert {"a5", "a10", "a20"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_quiet_prints_errors(run: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--config", "none", "--idle", "0.3s", "--interval", "0.05", "--quiet"]
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(run), str(out), "--follow", "--exec", "false", *options])
+    assert ended.value.code == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "error: step 10: exit code 1 of the command for step 10: false" in said.err
+
+
+def test_what_a_command_has_started_ends_with_it(run: Path, out: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.sh"
+    script.write_text(f"sleep 1000 & echo $! > {tmp_path}/pid; wait\n")
+    line = [sys.executable, "-m", "unshard", "merge", str(run), str(out), "--follow", "--quiet"]
+    line += ["--config", "none", "--interval", "0.05", "--exec", f"sh {script}"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE) as process:
+        wait_until(
+            lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "it runs"
+        )
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        while process.poll() is None:  # two at once may be one
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert b"and so was the command for step 5: sh " in process.stderr.read()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not is_alive(pid), "it ended")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "sleep" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False

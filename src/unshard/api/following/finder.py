@@ -167,9 +167,6 @@ class CheckpointFinder:
         except OSError:
             return ""
 
-    def is_as_found(self, location: Location) -> bool:
-        return self.stamp(location) == self.found(location)
-
     def _warn(self, why: str) -> None:
         """Log why a checkpoint is not found, once."""
         if why not in self._warned:

@@ -268,6 +268,7 @@ class _Follower:
                     followed.put(one.name, one.entry)
                 result = replace(result, report=self._merge(at, target))
             one.entry = replace(one.entry, state="made")
+            followed.put(one.name, one.entry)  # also shows whether another process does the same
             self._hand_on(one, target)
             followed.put(one.name, replace(one.entry, state="done"))
             self._retain(followed)
@@ -290,7 +291,6 @@ class _Follower:
             return None
         with suppress(UnshardError):  # it would fail as the step did
             if one.entry.state == "made":
-                self._opened().put(one.name, one.entry)
                 self._retain(self._opened())
             else:
                 self._forget(one.name)
