@@ -13,15 +13,20 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
+from weakref import WeakSet
 
 _LONGEST = 64 << 20
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_EXCHANGE = 2
 _RENAME_SWAP = 2
 _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+_Lock = TypeVar("_Lock", FileIO, ExitStack)
+_held: WeakSet[FileIO | ExitStack] = WeakSet()
 
 Identity = tuple[int, int, int]
 """What distinguishes a file from a later one of its name: inode, bytes, modification time in ns."""
@@ -134,6 +139,23 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def hold(lock: _Lock) -> _Lock:
+    """Return a file to lock, or what closes one, which every fork of this process closes at once.
+
+    A fork inherits locks, and would go on holding those of a parent that is killed.
+    """
+    _held.add(lock)
+    return lock
+
+
+def _close_in_child() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from pathlib import Path
 from unshard.errors import OutputError
 from unshard.write.dirfd import (
     closing,
+    hold,
     names_in,
     open_regular,
     opened,
@@ -129,7 +130,7 @@ def claim(place: StagingDirectory, owner: Owner) -> FileIO:
     }
     fields["seal"] = seal_in(place, "owner", fields)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = FileIO(os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd), "r+")
+    file = hold(FileIO(os.open(DRAFT_NAME, flags, 0o600, dir_fd=place.fd), "r+"))
     try:
         _lock(file.fileno(), place.path.parent)
         file.write(json.dumps(fields).encode())
@@ -190,7 +191,7 @@ def dead_owner(place: StagingDirectory) -> Iterator[Locked | None]:
     _check_made_here(place)
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = FileIO(os.open(OWNER_NAME, flags, dir_fd=place.fd), "r+")
+        file = hold(FileIO(os.open(OWNER_NAME, flags, dir_fd=place.fd), "r+"))
     except FileNotFoundError:  # it died before it named itself, if nothing changes for a minute
         is_empty = set(names_in(place.fd)) <= {DRAFT_NAME}
         age = time.time() - os.fstat(place.fd).st_mtime

@@ -281,7 +281,7 @@ class Staging:
                 hint="give a directory inside it",
             )
         if self._mode in (Mode.IN_PLACE, Mode.HERE):
-            self._held.callback(os.close, lock_directory(self._target))
+            self._held.enter_context(lock_directory(self._target))
         with uninterrupted():
             if self._resume:
                 self._adopt()

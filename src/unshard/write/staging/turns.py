@@ -11,15 +11,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from weakref import WeakSet
 
 from unshard.errors import OutputError
 from unshard.progress import Chosen, Listener
 from unshard.signals import uninterrupted
-from unshard.write.dirfd import closing, open_regular, status_of, try_lock
+from unshard.write.dirfd import closing, hold, open_regular, status_of, try_lock
 from unshard.write.stage import BusyError
 from unshard.write.staging.owners import no_locks, who_makes
 
@@ -29,16 +28,6 @@ _NAME_BYTES = 200
 _RETRIES = 100
 
 _log = logging.getLogger(__name__)
-_held: WeakSet[FileIO] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """Close what a fork has inherited: otherwise it would go on holding a dead parent's turn."""
-    for file in list(_held):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
@@ -115,7 +104,6 @@ class _Turn:
                 )
             self._file, other = self._lock(folder)
         if self._file is not None:
-            _held.add(self._file)
             with suppress(OSError):  # the file may be another user's
                 self._file.truncate(0)
                 self._file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -151,7 +139,7 @@ class _Turn:
             return None, other
         except PermissionError:  # another user's file; only NFS needs one to write into
             fd = open_regular(self._name, os.O_RDONLY, within=folder)
-        file = FileIO(fd, "r+")
+        file = hold(FileIO(fd, "r+"))
         try:
             is_ours = try_lock(fd)
         except OSError as error:
@@ -170,19 +158,20 @@ def end_left_turns(directory: Path) -> None:
         _Turn(directory, path.name, keeps_mtime=False).end()
 
 
-def lock_directory(directory: Path) -> int:
-    """Lock a directory against other merges into it; return the descriptor that locks it.
+def lock_directory(directory: Path) -> ExitStack:
+    """Lock a directory against other merges into it, until what is returned is closed.
 
     Raises:
         BusyError: another merge has locked it.
     """
-    fd = os.open(directory, os.O_RDONLY)
+    held, fd = hold(ExitStack()), os.open(directory, os.O_RDONLY)
+    held.callback(os.close, fd)
     try:
         is_ours = try_lock(fd)
     except OSError as error:  # a file system without locks
         _log.debug("%s cannot be locked: %s", directory, error)
         is_ours = True
     if is_ours:
-        return fd
-    os.close(fd)
+        return held
+    held.close()
     raise BusyError(f"{directory}: another merge into it is under way")
