@@ -21,7 +21,7 @@ from unshard.read.hub_files import RECORD_NAME
 from unshard.read.step_names import STATE_FOLDER
 from unshard.stores.objects import create, etag_now
 from unshard.stores.remote_path import RemotePath, look_again
-from unshard.write.dirfd import open_regular, try_lock, write_whole
+from unshard.write.dirfd import hold, open_regular, try_lock, write_whole
 
 _NAME = "followed.json"
 _LOCK = "follow.lock"
@@ -87,7 +87,7 @@ class Followed:
             with self._writing():
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 fd = open_regular(self._file.with_name(_LOCK), os.O_RDWR | os.O_CREAT)
-                self._lock = FileIO(fd, "r+")
+                self._lock = hold(FileIO(fd, "r+"))
                 is_ours = try_lock(fd)
             if not is_ours:
                 self.close()
