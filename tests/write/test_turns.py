@@ -174,6 +174,89 @@ def test_a_fork_of_a_killed_process_does_not_have_its_turn(tmp_path: Path) -> No
 
 
 @alone
+@pytest.mark.parametrize("is_reusing", [False, True])
+def test_a_killed_merge_is_not_waited_for_while_its_fork_lives(
+    checkpoint: Path, tmp_path: Path, *, is_reusing: bool
+) -> None:
+    out, (reading, writing) = tmp_path / "out", os.pipe()
+    pid = os.fork()
+    if not pid:
+        arrived = threading.Event()
+
+        def stop(event: Event) -> None:
+            if event == Stage("committing"):
+                arrived.set()
+                signal.pause()
+
+        options: dict[str, Any] = {"config": "none", "listener": stop, "reuse": is_reusing}
+        threading.Thread(target=unshard.merge, args=(checkpoint, out), kwargs=options).start()
+        arrived.wait()
+        if not os.fork():
+            os.write(writing, f"{os.getpid()}\n".encode())
+        signal.pause()
+    child = int(os.read(reading, 20))
+    heard: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Chosen):
+            heard.append(str(event))
+            assert "waiting" not in heard[-1]
+
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        unshard.merge(checkpoint, out, config="none", reuse=True, listener=hear)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert any("resuming" in told for told in heard)
+    assert_same(merged(out), some_tensors())
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "out"}
+
+
+@alone
+def test_a_killed_merge_in_place_locks_nothing_while_its_fork_lives(
+    checkpoint: Path,
+) -> None:
+    """Also not the directory of its output, which other merges into it lock."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with Staging(checkpoint, 0, sources=[checkpoint], overwrite=True):
+            if not os.fork():
+                os.write(writing, f"{os.getpid()}\n".encode())
+            signal.pause()
+    child = int(os.read(reading, 20))
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with Staging(checkpoint, 0, sources=[checkpoint], overwrite=True):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@alone
+def test_a_fork_leaves_the_stage_of_its_parent_alone(tmp_path: Path) -> None:
+    with Staging(tmp_path / "a/out", 0) as stage:
+        (stage.directory / "file").write_text("of the parent")
+        pid = os.fork()
+        if pid:
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            stage.commit()
+        else:
+            with pytest.raises(RuntimeError, match="by this process"):
+                stage.commit()
+    if not pid:
+        os._exit(len(list((tmp_path / "a").glob("*/output/file"))) - 1)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "a",
+        "a/out",
+        "a/out/file",
+    ]
+
+
+@alone
 def test_a_fork_does_not_end_the_turn(tmp_path: Path) -> None:
     with turn_of(tmp_path / "out"):
         pid = os.fork()

@@ -157,6 +157,8 @@ def remove_staging(place: StagingDirectory, file: FileIO | None) -> None:
     that file, open, and is closed: NFS and FUSE keep a removed file under another name until then,
     and so the directory.
     """
+    if file is not None and file.closed:
+        return  # this process is a fork of the owner, which goes on
     try:
         names = names_in(place.fd)
         for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):

@@ -161,8 +161,8 @@ class Staging:
 
     @property
     def _staging(self) -> StagingDirectory:
-        if self._place is None:
-            raise RuntimeError("the stage has not been entered")
+        if self._place is None or (self._owner_file is not None and self._owner_file.closed):
+            raise RuntimeError("the stage has not been entered by this process")
         return self._place
 
     def check(self) -> Mode:
