@@ -179,6 +179,36 @@ def test_an_output_that_is_not_whole_is_not_used(whole: Path, tmp_path: Path, fi
     assert (tmp_path / "out" / file).exists()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json"])
+def test_an_output_with_other_weights_next_to_it_is_not_used(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    """transformers would load them instead, or together with it."""
+    sharded = {"max_shard_size": "300B"}
+    reuse(whole, tmp_path / "out", **sharded)
+    (tmp_path / "out" / name).write_text("{}")
+    for options in ({}, {"dry_run": True}):
+        with pytest.raises(OutputError, match="exists already") as raised:
+            reuse(whole, tmp_path / "out", **sharded, **options)
+        assert "other weights next to it" in raised.value.found
+    with pytest.raises(OutputError, match=f"files that unshard did not write.* {name}"):
+        reuse(whole, tmp_path / "out", **sharded, overwrite=True)
+    assert not reuse(whole, tmp_path / "out", **sharded, overwrite="all").reused
+    assert not (tmp_path / "out" / name).exists()
+    (tmp_path / "out/other.json").write_text("{}")
+    assert reuse(whole, tmp_path / "out", **sharded).reused
+
+
+def test_an_adapter_that_was_written_in_place_is_used(checkpoint: Path) -> None:
+    """The checkpoint's own adapter_config.json stays, which the record does not list."""
+    actor = checkpoint / "actor"
+    unshard.merge(actor, checkpoint.parent / "adapter", lora="adapter", listener=ignore)
+    shutil.copy(checkpoint.parent / "adapter/adapter_config.json", actor)
+    for is_reused in (False, True):
+        options: Options = {"lora": "adapter", "overwrite": not is_reused}
+        assert reuse(actor, actor, **options).reused is is_reused
+
+
 @pytest.mark.parametrize(("verify", "at"), [("light", 20), ("full", -1)])
 def test_a_damaged_output_is_neither_used_nor_replaced(
     whole: Path, tmp_path: Path, verify: str, at: int

@@ -223,6 +223,20 @@ def test_what_was_made_is_used_and_only_its_headers_are_read(store: Store, tmp_p
     assert files_in(store, "used") == before
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_config.json"])
+def test_an_output_with_other_weights_next_to_it_is_not_used(
+    store: Store, checkpoint: Path, name: str
+) -> None:
+    folder = f"next-to-{name.partition('.')[0]}"
+    merge(checkpoint, folder)
+    store.s3.put_object(Bucket=BUCKET, Key=f"reuse/{folder}/{name}", Body=b"{}")
+    before = files_in(store, folder)
+    with pytest.raises(OutputError, match="exists already") as caught:
+        merge(checkpoint, folder)
+    assert "other weights next to it" in caught.value.found
+    assert files_in(store, folder) == before
+
+
 def test_another_output_is_neither_used_nor_replaced(store: Store, checkpoint: Path) -> None:
     merge(checkpoint, "other", dtype="bfloat16")
     before = files_in(store, "other")

@@ -27,6 +27,7 @@ _NO_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNO
 
 _Lock = TypeVar("_Lock", FileIO, ExitStack)
 _held: WeakSet[FileIO | ExitStack] = WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock.close() for lock in list(_held)])
 
 Identity = tuple[int, int, int]
 """What distinguishes a file from a later one of its name: inode, bytes, modification time in ns."""
@@ -148,14 +149,6 @@ def hold(lock: _Lock) -> _Lock:
     """
     _held.add(lock)
     return lock
-
-
-def _close_in_child() -> None:
-    for lock in list(_held):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager

@@ -32,6 +32,16 @@ def is_weight_file(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
+def is_loaded(name: str) -> bool:
+    """Return whether transformers would load a file instead of an output, or together with it.
+
+    transformers takes `model.safetensors` before an index and before `pytorch_model.bin`; with an
+    `adapter_config.json` it loads the adapter, on the base model named there. Source:
+    `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
+    """
+    return is_weight_file(name) or name == ADAPTER_CONFIG_NAME
+
+
 def is_last(name: str) -> bool:
     """Return whether a reader takes a directory with this file for a complete model."""
     return name == RECORD_NAME or name.rpartition("/")[2] in ("config.json", ADAPTER_CONFIG_NAME)
@@ -129,12 +139,16 @@ def _bytes(record: Mapping[str, object]) -> bytes:
 
 
 def is_made_by(output: Path, fingerprint: str) -> bool:
-    """Return whether an output is whole, and its record has this fingerprint."""
+    """Return whether an output is whole, is loaded alone, and its record has this fingerprint."""
     if isinstance(output, RemotePath):
         output.bucket.forget()
     match _record_in(output):
         case {"output": {"fingerprint": found, "files": dict(files), "companions": dict(others)}}:
-            return found == fingerprint and has_sizes(output, {**files, **others})
+            sizes = {**files, **others}
+            # In place, a checkpoint's own config of an adapter stays, and is not listed.
+            names = {*sizes, *([ADAPTER_CONFIG_NAME] if ADAPTER_NAME in sizes else [])}
+            if found == fingerprint and has_sizes(output, sizes):
+                return names.issuperset(filter(is_loaded, (one.name for one in output.iterdir())))
     return False
 
 
@@ -164,8 +178,8 @@ def describe_made(
     if recorded != json.loads(json.dumps(dict(options))):
         return f"an output made with other options: {json.dumps(recorded)}"
     return (
-        "an output that is not whole, or was made before the checkpoint, its config or tokenizer "
-        "was saved again, or with other options"
+        "an output that is not whole, has other weights next to it, or was made before the "
+        "checkpoint, its config or tokenizer was saved again, or with other options"
     )
 
 

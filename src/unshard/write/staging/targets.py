@@ -17,7 +17,7 @@ from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
 from unshard.showing import listed
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.dirfd import closing, status_of
-from unshard.write.record import is_weight_file, read_record
+from unshard.write.record import is_loaded, is_weight_file, read_record
 from unshard.write.staging.journal import Mode
 
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
@@ -133,14 +133,8 @@ def check_space(directory: Path, needed_bytes: int) -> None:
 
 
 def find_in_the_way(target: int) -> list[str]:
-    """Return the files that transformers would load instead of an output, or together with it.
-
-    transformers takes `model.safetensors` before an index and before `pytorch_model.bin`; with an
-    `adapter_config.json` it loads the adapter, on the base model named there. Source:
-    `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
-    """
-    names = os.listdir(target)
-    return sorted(name for name in names if is_weight_file(name) or name == ADAPTER_CONFIG_NAME)
+    """Return the files in a directory that would be loaded, as `is_loaded` says."""
+    return sorted(filter(is_loaded, os.listdir(target)))
 
 
 def find_strangers(target: int, paths: Iterable[str]) -> list[str]:
