@@ -210,17 +210,55 @@ def test_an_adapter_that_was_written_in_place_is_used(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("verify", "at"), [("light", 20), ("full", -1)])
-def test_a_damaged_output_is_neither_used_nor_replaced(
+def test_a_damaged_output_is_not_used_and_made_again_if_it_may_be_replaced(
     whole: Path, tmp_path: Path, verify: str, at: int
 ) -> None:
     reuse(whole, tmp_path / "out")
+    unshard.merge(whole, tmp_path / "right", listener=ignore)
     path = tmp_path / "out/model.safetensors"
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(OutputError, match=r"model\.safetensors"):
-        reuse(whole, tmp_path / "out", verify=verify, overwrite=True)
+    heard: list[Event] = []
+    with pytest.raises(OutputError, match=r"model\.safetensors") as raised:
+        unshard.merge(whole, tmp_path / "out", reuse=True, verify=verify, listener=heard.append)
+    assert "overwrite=True" in str(raised.value)
+    assert not any(isinstance(event, Chosen) and "using" in str(event) for event in heard)
     assert path.read_bytes() == data
+    options: Options = {"verify": verify, "overwrite": True}
+    assert not reuse(whole, tmp_path / "out", **options).reused
+    assert contents(tmp_path / "out") == contents(tmp_path / "right")
+    assert reuse(whole, tmp_path / "out", **options).reused
+
+
+def test_of_threads_that_find_an_output_damaged_one_makes_it_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    reuse(whole, tmp_path / "out")
+    path = tmp_path / "out/model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    have_looked, reports = threading.Barrier(4, timeout=60), list[Report]()
+
+    def merge() -> None:
+        is_first = True
+
+        def hear(event: Event) -> None:
+            nonlocal is_first
+            if is_first and isinstance(event, Stage) and event.name == "verifying":
+                is_first = False
+                have_looked.wait()
+
+        options: Options = {"verify": "full", "overwrite": True, "listener": hear}
+        reports.append(unshard.merge(whole, tmp_path / "out", reuse=True, **options))
+
+    threads = [threading.Thread(target=merge) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(report.reused for report in reports) == [False, True, True, True]
+    assert_same(merged(tmp_path / "out"), some_tensors())
 
 
 def test_a_compressed_checkpoint_is_known_again(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from unshard.api.making import (
 from unshard.api.options import MergeOptions
 from unshard.engines.crew import engine_for
 from unshard.errors import OutputError, UsageError
+from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, warn
 from unshard.progress import Stage as Progress
 from unshard.stores.remote_path import RemotePath
@@ -116,7 +117,7 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
     """Make an output, unless it is there or another process makes it meanwhile.
 
     Raises:
-        OutputError: another output is there, or what is there is not what its record says.
+        OutputError: another output is there, or one that is damaged and may not be replaced.
     """
     is_made = partial(is_made_by, target, fingerprint_of(prepared))
     while not is_made():
@@ -131,7 +132,18 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
             if not is_made():
                 refuse_other(stage, target, prepared, options)
                 raise
-    return _check_made(prepared, target, options, listener)
+    try:
+        return _check_made(prepared, target, options, listener)
+    except OutputError as error:
+        if isinstance(target, RemotePath) or not options.overwrite:
+            error.hint = Text("to make it again, remove it, or, on a disk, add ⟦+--overwrite⟧")
+            raise
+    stage = stage_for(target, prepared, options)
+    with stage.turn(lambda: False, listener):
+        try:  # whether another process has made it again meanwhile
+            return _check_made(prepared, target, options, listener)
+        except OutputError:
+            return make_output(prepared, stage, options, listener)
 
 
 def refuse_other(stage: Stage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
@@ -149,7 +161,6 @@ def _check_made(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
 ) -> Made:
     """Verify an output that was made already, as far as `--verify` says."""
-    listener(Chosen(f"using {target}, which was made from this checkpoint already"))
     engine_of = partial(engine_for, options.engine, options.resources, listener)
     with ExitStack() as stack, engine_of() as engine:
         sizes = {file.filename: file.size for file in prepared.plan.layout.files}
@@ -157,4 +168,5 @@ def _check_made(
         if options.verify == "full" or not has_sizes(target, sizes):
             prepared = decompressed(prepared, lambda: scratch_directory(stack), options, listener)
         verify_output(prepared, target, options.verify, engine)
+    listener(Chosen(f"using {target}, which was made from this checkpoint already"))
     return Made(prepared, reused=True)
