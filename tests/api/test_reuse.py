@@ -220,12 +220,13 @@ def test_a_damaged_output_is_not_used_and_made_again_if_it_may_be_replaced(
     data[at] ^= 1
     path.write_bytes(data)
     heard: list[Event] = []
+    options: Options = {"verify": verify}
     with pytest.raises(OutputError, match=r"model\.safetensors") as raised:
-        unshard.merge(whole, tmp_path / "out", reuse=True, verify=verify, listener=heard.append)
+        unshard.merge(whole, tmp_path / "out", reuse=True, listener=heard.append, **options)
     assert "overwrite=True" in str(raised.value)
     assert not any(isinstance(event, Chosen) and "using" in str(event) for event in heard)
     assert path.read_bytes() == data
-    options: Options = {"verify": verify, "overwrite": True}
+    options["overwrite"] = True
     assert not reuse(whole, tmp_path / "out", **options).reused
     assert contents(tmp_path / "out") == contents(tmp_path / "right")
     assert reuse(whole, tmp_path / "out", **options).reused

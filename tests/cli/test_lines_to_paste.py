@@ -215,6 +215,13 @@ def existing(top: Path) -> list[str]:
     return arguments
 
 
+def damaged(top: Path) -> list[str]:
+    arguments = [*existing(top), "--reuse"]
+    with (top / "out/model.safetensors").open("r+b") as file:
+        file.write(bytes(8))
+    return arguments
+
+
 def incomplete_step(top: Path) -> list[str]:
     for step in (1, 2):
         floats(top / f"checkpoint-{step}" / "pytorch_model_fsdp_0")
@@ -322,6 +329,7 @@ ROWS = [
     Row("the same merge with ⟦+--resume⟧ goes on", merging(floats, "--resume"), failing_at_last),
     Row("out, with a warning, by unshard average ", incomplete_step, drop_in(merge_fsdp.main)),
     Row("or replace the weights there: ⟦+--overwrite⟧", existing),
+    Row("if it is on a disk, replace it: ⟦+--overwrite⟧", damaged),
     Row("the vision tower's names are those of transformers 5; ", merging(tower)),
     Row(
         "one by one, as transformers saves them; ",

@@ -136,7 +136,7 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
         return _check_made(prepared, target, options, listener)
     except OutputError as error:
         if isinstance(target, RemotePath) or not options.overwrite:
-            error.hint = Text("to make it again, remove it, or, on a disk, add ⟦+--overwrite⟧")
+            error.hint = Text("remove it, or, if it is on a disk, replace it: ⟦+--overwrite⟧")
             raise
     stage = stage_for(target, prepared, options)
     with stage.turn(lambda: False, listener):

@@ -148,7 +148,7 @@ def is_made_by(output: Path, fingerprint: str) -> bool:
             # In place, a checkpoint's own config of an adapter stays, and is not listed.
             names = {*sizes, *([ADAPTER_CONFIG_NAME] if ADAPTER_NAME in sizes else [])}
             if found == fingerprint and has_sizes(output, sizes):
-                return names.issuperset(filter(is_loaded, (one.name for one in output.iterdir())))
+                return names.issuperset(one.name for one in output.iterdir() if is_loaded(one.name))
     return False
 
 
