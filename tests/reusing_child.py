@@ -104,12 +104,17 @@ class Round:
             self.inodes.add(self.output.stat().st_ino)
         time.sleep(0.002)
 
-    def kill_who_works(self, after_s: float) -> None:
-        """Kill a process that has the turn, some time later, unless the output is there by then."""
+    def kill_who_works(self, after_s: float, after_files: int) -> None:
+        """Kill a process that has the turn, unless the output is there by then.
+
+        It has had it for some time, and so many files are finished.
+        """
         while self.left and not self.output.exists():
             self.reap()
             pid, end = has_turn(self.folder), time.monotonic() + after_s
-            while pid in self.left and time.monotonic() < end:
+            while pid in self.left and not self.output.exists():
+                if time.monotonic() >= end and len(finished(self.folder)) >= after_files:
+                    break
                 self.reap()
             if pid in self.left and has_turn(self.folder) == pid:
                 os.kill(pid, signal.SIGKILL)
@@ -130,7 +135,7 @@ def run(checkpoint: str, output: str, count: int, kills: int, seed: int) -> dict
         unshard.merge(checkpoint, output, listener=ignore, **OPTIONS)  # imports what is needed
         one.left.add(started(checkpoint, output, dry_run=True))
     for _ in range(kills):
-        one.kill_who_works(rng.uniform(0, 0.1))
+        one.kill_who_works(rng.uniform(0, 0.1), rng.choice((0, 0, 1, 5)))
     while one.left:
         one.reap()
     seconds = time.monotonic() - begun
