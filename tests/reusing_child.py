@@ -20,7 +20,7 @@ from unshard.write.staging.finished import FINISHED_NAME
 from unshard.write.staging.owners import STAGING_PREFIX
 from unshard.write.staging.turns import TURN_PREFIX
 
-OPTIONS: dict[str, Any] = {"max_shard_size": "300KB", "config": "none", "workers": 1}
+OPTIONS: dict[str, Any] = {"max_shard_size": "1MB", "config": "none", "workers": 1}
 REPORTS = os.pipe()
 
 
@@ -135,7 +135,7 @@ def run(checkpoint: str, output: str, count: int, kills: int, seed: int) -> dict
         unshard.merge(checkpoint, output, listener=ignore, **OPTIONS)  # imports what is needed
         one.left.add(started(checkpoint, output, dry_run=True))
     for _ in range(kills):
-        one.kill_who_works(rng.uniform(0, 0.1), rng.choice((0, 0, 1, 5)))
+        one.kill_who_works(rng.uniform(0, 0.1), rng.choice((0, 0, 1, 3)))
     while one.left:
         one.reap()
     seconds = time.monotonic() - begun
