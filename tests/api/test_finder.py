@@ -1,5 +1,6 @@
 """When a checkpoint that a trainer is writing is complete, at every moment; and when it is new."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_cases import unpack
 from ranks import save_ranks, some_tensors
 from safetensors_shards import cut, shard_path, write_shard
-from unshard.api.following.finder import CheckpointFinder
+from unshard.api.following.finder import CheckpointFinder, check_run
+from unshard.errors import UsageError
 from unshard.read.format import Choice
 
 Writes = Iterator[Callable[[], object]]
@@ -142,6 +145,12 @@ def verl(run: Path, step: int, world: int = 2) -> Path:
     return place
 
 
+def set_back(path: Path, seconds: float) -> None:
+    """Let a file have been written so much earlier."""
+    then = path.stat().st_mtime_ns - int(seconds * 1e9)
+    os.utime(path, ns=(then, then))
+
+
 def saved_again(path: Path) -> None:
     """Write a file with the bytes that it has, as a later save of the same step does."""
     before = path.stat().st_mtime_ns
@@ -165,7 +174,14 @@ def test_a_step_that_is_saved_again_is_returned_again_when_every_rank_has_saved_
         10: f"not complete yet: {first.name} is as it was before the step was saved again"
     }
     saved_again(first)
-    assert [steps(finder) for _ in range(3)] == [[], [10], []]
+    if (latest := tmp_path / "latest_checkpointed_iteration.txt").is_file():
+        assert [steps(finder) for _ in range(2)] == [[], []]
+        assert finder.reasons == {10: f"not complete yet: its weights are newer than {latest.name}"}
+        latest.write_text("10")
+        set_back(latest, -2)
+        assert [steps(finder) for _ in range(2)] == [[10], []]
+    else:
+        assert [steps(finder) for _ in range(3)] == [[], [10], []]
     again = [finder.stamp(one) for one in CheckpointFinder(tmp_path)._steps()]
     assert again[0] != stamps[0]
     assert again[1] == stamps[1]
@@ -186,6 +202,65 @@ def test_a_step_that_is_removed_and_made_anew_is_returned_again(
     save(tmp_path, 10)
     shutil.rmtree(place)
     save(tmp_path, 10)  # between two looks
+    assert [steps(finder) for _ in range(3)] == [[], [10], []]
+
+
+def transformers(run: Path, step: int) -> Path:
+    place = run / f"checkpoint-{step}"
+    place.mkdir()
+    files = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    for name in files:
+        save_file({name: torch.ones(4)}, place / name)
+    index = {"weight_map": {name: name for name in files}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return place
+
+
+@pytest.mark.parametrize("save", [transformers, verl])
+def test_a_finder_that_starts_while_a_step_is_saved_again_waits_for_a_newer_mark(
+    tmp_path: Path, save: Callable[[Path, int], Path]
+) -> None:
+    """The other file of the weights and the mark are of the earlier save."""
+    places = [save(tmp_path, step) for step in (10, 20)]
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        set_back(path, 3600)
+    first, _ = sorted([*places[0].rglob("model_*.pt"), *places[0].glob("*.safetensors")])
+    first.write_bytes(first.read_bytes())
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(3)] == [[], [20], []]
+    mark = places[0] / "trainer_state.json"
+    mark = mark if mark.is_file() else tmp_path / "latest_checkpointed_iteration.txt"
+    assert finder.reasons == {10: f"not complete yet: its weights are newer than {mark.name}"}
+    set_back(mark, -7200)
+    assert [step for _ in range(2) for step in steps(finder)] == [10]
+
+
+def test_a_copy_whose_marks_were_copied_first_is_complete_after_a_while(tmp_path: Path) -> None:
+    place = verl(tmp_path, 10)
+    set_back(tmp_path / "latest_checkpointed_iteration.txt", 1000)
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], []]
+    for path in place.rglob("*.pt"):
+        set_back(path, 700)
+    assert [steps(finder) for _ in range(2)] == [[], [10]]
+
+
+@pytest.mark.parametrize("save", [lmms, verl])
+def test_a_step_that_loses_a_file_is_being_removed(
+    tmp_path: Path, save: Callable[[Path, int], Path]
+) -> None:
+    finder = CheckpointFinder(tmp_path)
+    place = save(tmp_path, 10)
+    save(tmp_path, 20)
+    assert [steps(finder) for _ in range(2)] == [[], [10, 20]]
+    for rank in (1, 0):
+        (file,) = place.rglob(f"model_*rank_{rank}.pt")
+        file.unlink()
+        assert [steps(finder) for _ in range(3)] == [[], [], []]
+        assert not rank or 10 in finder.reasons
+    shutil.rmtree(place)
+    save(tmp_path, 10)
     assert [steps(finder) for _ in range(3)] == [[], [10], []]
 
 
@@ -266,6 +341,14 @@ def test_a_file_that_is_a_step_is_returned_again(tmp_path: Path) -> None:
     assert [steps(finder) for _ in range(3)] == [[], [100, 200], []]
     saved_again(tmp_path / "iter_100.pth")
     assert [steps(finder) for _ in range(3)] == [[], [100], []]
+
+
+def test_a_run_is_a_directory_or_not_there_yet(tmp_path: Path) -> None:
+    for name in ("notes.txt", "model.safetensors"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(UsageError, match="is a file"):
+            check_run(tmp_path / name)
+    check_run(tmp_path / "run")
 
 
 def test_a_run_in_which_nothing_changes_is_not_listed_deep(

@@ -349,6 +349,7 @@ def test_the_command_prints_a_line_of_json_for_each_step(
     run: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "global_step_10/actor/model_world_size_2_rank_1.pt").write_bytes(b"PK\x03\x04")
+    (run / "latest_checkpointed_iteration.txt").touch()  # the last that verl writes
     options = ["--config", "none", "--idle", "1s", "--interval", "0.05", "--json"]
     with pytest.raises(SystemExit) as ended:
         main(["merge", str(run), str(out), "--follow", *options])

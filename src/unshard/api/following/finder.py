@@ -7,7 +7,8 @@ finished (`Format.missing`). In an object store, where uploads may come in any o
 must also be whole as a merge reads it: no file, rank or tensor is missing.
 
 A trainer that resumes from an earlier step saves later ones again, over their files. Such a step is
-complete when every file was written again, or a mark is newer than those that were.
+complete when every file was written again, or a mark is newer than those that were; where marks are
+there, one of them must be (`marks.half_saved`).
 """
 
 import logging
@@ -28,7 +29,7 @@ from unshard.errors import (
     UsageError,
 )
 from unshard.read.finding.discover import all_steps, discover, step_folders, step_numbers
-from unshard.read.finding.marks import MARKS, half_saved_again, unfinished_lmms
+from unshard.read.finding.marks import MARKS, half_saved, unfinished_lmms
 from unshard.read.finding.versions import Stamps, fingerprint, stamps_of
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
@@ -40,16 +41,16 @@ log = logging.getLogger(__name__)
 
 
 def check_run(run: Path) -> None:
-    """Raise a UsageError if a path is a checkpoint itself; a run need not exist yet."""
+    """Raise a UsageError if a path is a file, or a checkpoint itself; a run need not exist yet."""
     try:
-        found = discover(run, Choice(None, "actor", None))
+        is_file = run.is_file()
+        found = [] if is_file else discover(run, Choice(None, "actor", None))
     except (UnshardError, OSError):
         return  # no checkpoint yet
-    place = run.resolve()
-    if not step_numbers(place) and not any(place in one.step_dir.parents for one in found):
-        raise UsageError(
-            f"{run} is a checkpoint", expected="the directory of the run's checkpoints"
-        )
+    place, what = run.resolve(), "file" if is_file else "checkpoint"
+    is_inside = any(place in one.step_dir.parents for one in found)
+    if is_file or (not step_numbers(place) and not is_inside):
+        raise UsageError(f"{run} is a {what}", expected="the directory of the run's checkpoints")
 
 
 class _Seen(NamedTuple):
@@ -240,7 +241,7 @@ class CheckpointFinder:
                 return False
             why = why_incomplete(location)
             former = self._former.get(place)
-            why = why or half_saved_again(location, former.stamps if former else {})
+            why = why or half_saved(location, former.stamps if former else {})
             if why is None and isinstance(place, RemotePath):
                 why = _why_unread(location)
                 self._unread |= {} if why is None else {place: now}

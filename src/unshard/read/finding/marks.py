@@ -9,10 +9,11 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from time import time_ns
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
-from unshard.read.finding.markers import find_markers, stated_tag
+from unshard.read.finding.markers import find_markers, run_of, stated_tag
 from unshard.read.finding.versions import Stamps, stamps_of
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import missing_rank, ranks_in
@@ -27,6 +28,7 @@ _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _CONTENTS = "ckpt_contents.json"
 _LAST = (".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, *_COMPLETE)
+_COPIED_NS = 600 * 10**9  # since then no save goes on: a copy may have its marks before its weights
 _AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
 
@@ -116,22 +118,37 @@ def unfinished_lmms(location: Location) -> str | None:
     return "config.json is missing" if is_begun else None  # the last that it writes
 
 
-def half_saved_again(location: Location, former: Stamps) -> str | None:
-    """Return which file of the weights is as it was although others were saved again, or None.
+def half_saved(location: Location, former: Stamps) -> str | None:
+    """Return what shows that a step on a disk is being saved again, or removed; None if nothing.
 
-    If a mark is as new as they are, it is left of a save by more ranks.
+    `former` are its stamps when it was complete before, if it was. A file that is as it was then is
+    of another save than those that changed, unless a mark is as new as they are: it is left of a
+    save by more ranks. Without `former` only marks that are all older than the weights tell.
     """
-    is_known = former and not isinstance(location.path, RemotePath)
-    now = stamps_of(location) if is_known else {}
+    now = {} if isinstance(location.path, RemotePath) else stamps_of(location)
     left = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
-    if not left or now == former:
+    if not now or now == former:
         return None
-    step = location.step_dir
-    folders = (location.weights_dir, step, step.parent)
-    marks = [folder / name for folder in folders for name in (*_LAST, *_LATEST)]
+    if len(left) == len(now):
+        return f"{min(former.keys() - now.keys())} was removed"
     newest = max(time for _, time in now.values())
-    is_marked = any(one.is_file() and one.lstat().st_mtime_ns >= newest for one in marks)
-    return None if is_marked else f"{left[0]} is as it was before the step was saved again"
+    marks = _times_of_marks(location)
+    if any(written >= newest for written in marks.values()):
+        return None
+    if left:
+        return f"{left[0]} is as it was before the step was saved again"
+    is_copied = abs(time_ns() - newest) > _COPIED_NS
+    return None if is_copied or not marks else f"its weights are newer than {min(marks).name}"
+
+
+def _times_of_marks(location: Location) -> dict[Path, int]:
+    """Return when each mark of a step, or of its run, was written, in ns."""
+    run, times = run_of(location), dict[Path, int]()
+    inside = [at / name for at in (location.weights_dir, location.step_dir) for name in _LAST]
+    for path in (*inside, *(run / name for name in ("latest", *_LATEST))):
+        with suppress(OSError):  # just replaced
+            times |= {path: path.stat().st_mtime_ns} if path.is_file() else {}
+    return times
 
 
 MARKS: tuple[Callable[[Location], str | None], ...] = (
