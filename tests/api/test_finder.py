@@ -236,12 +236,21 @@ def test_a_finder_that_starts_while_a_step_is_saved_again_waits_for_a_newer_mark
     assert [step for _ in range(2) for step in steps(finder)] == [10]
 
 
-def test_a_copy_whose_marks_were_copied_first_is_complete_after_a_while(tmp_path: Path) -> None:
-    place = verl(tmp_path, 10)
+def test_a_copy_whose_mark_was_copied_first_is_complete(tmp_path: Path) -> None:
+    verl(tmp_path, 10)
     set_back(tmp_path / "latest_checkpointed_iteration.txt", 1000)
     finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], [10]]
+
+
+def test_a_copy_whose_mark_was_copied_among_the_weights_is_complete_later(tmp_path: Path) -> None:
+    place = verl(tmp_path, 10)
+    set_back(tmp_path / "latest_checkpointed_iteration.txt", 1)
+    first, _ = sorted(place.rglob("*.pt"))
+    set_back(first, 2)
+    finder = CheckpointFinder(tmp_path)
     assert [steps(finder) for _ in range(2)] == [[], []]
-    for path in place.rglob("*.pt"):
+    for path in (*place.rglob("*.pt"), tmp_path / "latest_checkpointed_iteration.txt"):
         set_back(path, 700)
     assert [steps(finder) for _ in range(2)] == [[], [10]]
 

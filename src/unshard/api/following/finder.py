@@ -7,8 +7,7 @@ finished (`Format.missing`). In an object store, where uploads may come in any o
 must also be whole as a merge reads it: no file, rank or tensor is missing.
 
 A trainer that resumes from an earlier step saves later ones again, over their files. Such a step is
-complete when every file was written again, or a mark is newer than those that were; where marks are
-there, one of them must be (`marks.half_saved`).
+complete when every file was written again, or a mark is newer than those that were.
 """
 
 import logging

@@ -28,7 +28,7 @@ _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _CONTENTS = "ckpt_contents.json"
 _LAST = (".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, *_COMPLETE)
-_COPIED_NS = 600 * 10**9  # since then no save goes on: a copy may have its marks before its weights
+_COPIED_NS = 600 * 10**9  # by then no save goes on: in a copy, a mark may be among its weights
 _AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
 
@@ -123,7 +123,7 @@ def half_saved(location: Location, former: Stamps) -> str | None:
 
     `former` are its stamps when it was complete before, if it was. A file that is as it was then is
     of another save than those that changed, unless a mark is as new as they are: it is left of a
-    save by more ranks. Without `former` only marks that are all older than the weights tell.
+    save by more ranks. Without `former`, weights from before and after the last mark tell.
     """
     now = {} if isinstance(location.path, RemotePath) else stamps_of(location)
     left = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
@@ -131,14 +131,17 @@ def half_saved(location: Location, former: Stamps) -> str | None:
         return None
     if len(left) == len(now):
         return f"{min(former.keys() - now.keys())} was removed"
-    newest = max(time for _, time in now.values())
+    times = [written for _, written in now.values()]
     marks = _times_of_marks(location)
-    if any(written >= newest for written in marks.values()):
+    last = max(marks, key=lambda path: marks[path], default=None)
+    if last is not None and marks[last] >= max(times):
         return None
     if left:
         return f"{left[0]} is as it was before the step was saved again"
-    is_copied = abs(time_ns() - newest) > _COPIED_NS
-    return None if is_copied or not marks else f"its weights are newer than {min(marks).name}"
+    is_copied = abs(time_ns() - max(times)) > _COPIED_NS
+    if last is None or is_copied or (not former and marks[last] < min(times)):
+        return None
+    return f"its weights are newer than {last.name}"
 
 
 def _times_of_marks(location: Location) -> dict[Path, int]:
