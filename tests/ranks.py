@@ -4,6 +4,7 @@ torch pickles the same objects as on real ranks; only the collectives are missin
 none. Checkpoints of real processes are in `tests/oracle`.
 """
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,6 +116,16 @@ def assert_same(found: Tensors, truth: Tensors) -> None:
 def contents(directory: Path) -> dict[str, bytes]:
     """Return the bytes of every file below a directory, by name."""
     return {name: text for name, (_, _, text) in snapshot(directory).items()}
+
+
+def made(output: Path) -> dict[str, bytes]:
+    """Return the files of an output, without the fingerprint of sizes and times of its sources."""
+    found = contents(output)
+    if "unshard.json" in found:
+        record = json.loads(found["unshard.json"])
+        del record["output"]["fingerprint"]
+        found["unshard.json"] = json.dumps(record).encode()
+    return found
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, int, bytes]]:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import unshard
 from adapters import adapted
 from optimizers import like, save_optimizer
-from ranks import assert_same, contents, save_ranks, some_tensors
+from ranks import assert_same, contents, made, save_ranks, some_tensors
 from trainers import dcp_under, shards
 from unshard.progress import Advanced, Event, Stage, ignore
 from unshard.read import open as reading
@@ -36,16 +36,6 @@ STATE = "extra_state_world_size_2_rank_{}.pt"
 
 Save = Callable[[Path, int], object]
 Make = Callable[[Path, Path, str], object]
-
-
-def values(output: Path) -> dict[str, bytes]:
-    """Return the files of an output, without the fingerprint of sizes and times of its sources."""
-    found = contents(output)
-    if RECORD_NAME in found:
-        record = json.loads(found[RECORD_NAME])
-        del record["output"]["fingerprint"]
-        found[RECORD_NAME] = json.dumps(record).encode()
-    return found
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -163,7 +153,7 @@ def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
         begun = time.monotonic()
         make(source, output, verify)
         took = max(took, time.monotonic() - begun)
-        truth.append(values(output))
+        truth.append(made(output))
         shutil.rmtree(output)
     assert truth[0] != truth[1]
     names = {path.name for path in tmp_path.iterdir()}
@@ -178,7 +168,7 @@ def test_a_rewritten_checkpoint_gives_one_step_or_an_error(
         except unshard.CheckpointError as error:
             outcomes.add(str(error).splitlines()[0].rpartition(": ")[2])
         else:
-            outcomes.add(f"step {truth.index(values(output))}")
+            outcomes.add(f"step {truth.index(made(output))}")
             shutil.rmtree(output)
         writer.join()
         assert {path.name for path in tmp_path.iterdir()} == names

@@ -23,7 +23,7 @@ from bucket_server import BUCKET, Store, serving
 from evaluation.ray_nodes import PYTHON, Nodes, needs_ray, nodes, with_mounts
 from evaluation.running import all_gone, child_environment
 from held_on_nodes import begin, begun, ended, wait_for_nodes
-from ranks import contents, rank_path, save_ranks, snapshot
+from ranks import contents, made, rank_path, save_ranks, snapshot
 from waiting import wait_until
 
 pytestmark = [
@@ -173,7 +173,7 @@ def test_the_nodes_merge_what_each_has_alone(
     assert "Traceback" not in said
     assert list(disks.place.iterdir()) == []
     unshard.merge(disks.whole / "run", tmp_path / "alone", dtype="float16", max_shard_size="60KB")
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+    assert made(tmp_path / "out") == made(tmp_path / "alone")
     assert [snapshot(disk) for disk in disks.each] == before
 
 
@@ -197,8 +197,8 @@ assert unshard.verify({str(tmp_path / "here")!r}, {there[0]!r}, engine="ray").eq
     unshard.average(here, tmp_path / "mean alone", config="none")
     unshard.merge(here[0], tmp_path / "here alone")
     for name in ("dcp", "mean", "here"):
-        assert contents(tmp_path / name) == contents(tmp_path / f"{name} alone")
-    assert contents(tmp_path / "shared") == contents(tmp_path / "here alone")
+        assert made(tmp_path / name) == made(tmp_path / f"{name} alone")
+    assert made(tmp_path / "shared") == made(tmp_path / "here alone")
 
 
 def test_the_nodes_upload_what_each_has_alone(
