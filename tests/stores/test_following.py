@@ -12,6 +12,7 @@ import pytest
 import unshard
 from bucket_server import BUCKET, Request, Store
 from evaluation.runs import checkpoint
+from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import OutputError, UnshardError, UsageError
 from unshard.api.following.followed import Entry, Followed
 from unshard.errors import StoreError
@@ -136,3 +137,18 @@ def test_outputs_in_a_store_are_not_pushed(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run", 5)
     with pytest.raises(UnshardError, match="needs outputs on a disk"):
         follow(tmp_path / "run", f"s3://{BUCKET}/pushed", push_to_hub="someone/model")
+
+
+def test_a_step_that_is_saved_again_while_it_waits_is_merged_as_it_is_then(
+    store: Store, tmp_path: Path
+) -> None:
+    for step in (5, 10):
+        made = checkpoint(tmp_path / "run", step)
+        store.upload(made, f"waiting/{made.name}")
+    run, out = f"s3://{BUCKET}/waiting", tmp_path / "out"
+    following = unshard.follow(run, out, interval=0.05, idle=1.0, config="none")
+    assert next(following).step == 5
+    again = save_ranks(tmp_path / "again" / "pytorch_model_fsdp_0", some_tensors(1010), 2)
+    store.upload(again.parent, "waiting/checkpoint-10")
+    assert [one.step for one in following] == [10]
+    assert_same(merged(out / "checkpoint-10"), some_tensors(1010))

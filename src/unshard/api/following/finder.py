@@ -148,13 +148,16 @@ class CheckpointFinder:
         Raises:
             StoreError: as for `stamp`.
         """
-        look_again(location.path)
-        seen = self._seen.get(location.path) or self._former[location.path]
-        try:
-            files = _status_of(location.path).keys()
-            return stamps_of(location) == seen.stamps and seen.files <= files
-        except OSError:
-            return False
+        path, is_same = location.path, False
+        look_again(path)
+        seen = self._seen.get(path) or self._former[path]
+        with suppress(OSError):
+            files = _status_of(path).keys()
+            is_same = stamps_of(location) == seen.stamps and seen.files <= files
+        if not is_same and path in self._seen and isinstance(path, RemotePath):
+            self._former[path] = self._seen.pop(path)  # no look would notice it
+            self._done.discard(seen.step or 0)
+        return is_same
 
     def stamp(self, location: Location) -> str:
         """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
