@@ -148,7 +148,7 @@ class _Follower:
         self._options = replace(options, reuse=True, push_to_hub=None, private=False)
         asked = {**options.recorded, "exec": how.exec is not None, "push_to_hub": self._repo}
         self._asked = json.dumps(asked, sort_keys=True)
-        self._model = f"{as_given(self._run)} {options.role or ''} {options.weights or ''}"
+        self._model = f"{as_given(self._run)} {options.role or ''} {options.weights or 'model'}"
         self._finder = CheckpointFinder(self._run, options.choice, self._warn)
         self._waiting: dict[str, Waiting] = {}
         self._told: set[str] = set()
