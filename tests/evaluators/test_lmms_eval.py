@@ -51,7 +51,7 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     assert profile.measured(work, 0).metrics == pytest.approx(expected)
     measured = profile.measured(work, 0)
     assert measured.evaluator == "lmms_eval 0.7.3"  # its own file names a commit of another tree
-    assert measured.tasks["colours_of_day"] == TaskFacts(None, 0, 3, 3)
+    assert measured.tasks["colours_of_day"] == TaskFacts(None, 0, 3)
     results = measured.file
     assert results is not None
     assert results.parent.name == f"{tmp_path.name}__model"
