@@ -516,12 +516,14 @@ def test_a_run_gets_no_folder_before_its_first_step(tmp_path: Path) -> None:
 def test_a_fork_does_not_hold_the_lock(run: Path, out: Path) -> None:
     following = unshard.follow(run, out, interval=0.05, config="none")
     next(following)
-    reading, writing = os.pipe()
+    (begun, began), (reading, writing) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(writing)
+        os.write(began, b"1")
         os.read(reading, 1)
         os._exit(0)
+    assert os.read(begun, 1) == b"1"
     following.close()  # type: ignore[attr-defined]
     assert [one.step for one in follow(run, out)] == [10, 20]
     os.close(writing)
