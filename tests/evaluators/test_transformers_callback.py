@@ -89,7 +89,7 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
     with serving(stub, port):
         again = UnshardEvalCallback(config_for(stub.url))
         train(tmp_path / "run", again)
-    assert [body["step"] for body in stub.submissions][:3] == [2, 4, 6]
+    assert {body["step"] for body in stub.submissions} == {2, 4, 6}  # of both trainings
     assert seen[0] == [
         "config.json",
         "generation_config.json",
