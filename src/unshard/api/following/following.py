@@ -233,13 +233,14 @@ class _Follower:
 
     def _next(self) -> Waiting | None:
         """Return the step to merge now, if there is one."""
-        ours = [] if self._followed is None else self._kept(self._followed)
+        keep, followed = self._how.keep, self._followed
+        ours = [] if keep is None or followed is None else self._kept(followed)
         for name, one in list(self._waiting.items()):
             later = [done for _, done in ours if done.order > one.entry.order]
-            if self._how.keep is not None and len(later) >= self._how.keep:
+            if keep is not None and len(later) >= keep:
                 del self._waiting[name]
                 what = f"step {one.entry.step} is passed over"
-                self._warn(Text(f"{what}: ⟦--keep {self._how.keep}⟧ leaves later ones"))
+                self._warn(Text(f"{what}: ⟦--keep {keep}⟧ leaves later ones"))
         now = time.monotonic()
         due = [one for one in self._waiting.values() if one.not_before <= now]
         sign = -1 if self._how.newest else 1
