@@ -140,16 +140,15 @@ def train(
     )
     vars(arguments)["warmup_ratio"] = 0.0  # later transformers have none
     vars(importlib.import_module("lmms_engine.models.utils"))["setup_flops_counter"](model.config)
-    made = vars(trainer)["FSDP2SFTTrainer"](
-        model, arguments, Texts(), processing_class=tiny_tokenizer()
-    )
-    save = made.save_checkpoints
 
-    def save_and_tell(path: str, step: int, **more: object) -> None:
-        save(path, step, **more)
-        saved(Path(path), step)
+    # A subclass, for the trainer must hold no cycle: lmms-engine ends its trackers when it is
+    # collected, and at the interpreter's end wandb's thread is gone: it would wait forever.
+    class Told(vars(trainer)["FSDP2SFTTrainer"]):  # type: ignore[misc]
+        def save_checkpoints(self, path: str, step: int, **more: object) -> None:
+            super().save_checkpoints(path, step, **more)
+            saved(Path(path), step)
 
-    made.save_checkpoints = save_and_tell
+    made = Told(model, arguments, Texts(), processing_class=tiny_tokenizer())
     made.train()
     whole = [one.full_tensor().double() for one in made.fsdp2_model.parameters()]
     squares = sum(float(one.square().sum()) for one in whole)
