@@ -242,6 +242,18 @@ def test_no_module_imports_a_private_name_of_another() -> None:
     assert offences(MODULES, private) == {}
 
 
+def test_no_module_gives_a_constant_two_values() -> None:
+    """No linter says it, and whoever read the first value gets the second."""
+
+    def twice(path: Path) -> list[str]:
+        assigned = [one for one in tree_of(path).body if isinstance(one, ast.Assign)]
+        targets = [name for one in assigned for target in one.targets for name in ast.walk(target)]
+        names = Counter(name.id for name in targets if isinstance(name, ast.Name))
+        return [name for name, count in names.items() if count > 1]
+
+    assert offences(MODULES, twice) == {}
+
+
 def bases(path: Path) -> dict[str, list[str]]:
     """Return the full names of the bases of each class in a module, by its own full name."""
     tree, places = tree_of(path), dict[str, str]()

@@ -38,7 +38,7 @@ _SHOWN = 5  # reasons
 _WAITING = "SELECT request FROM jobs WHERE status IN ('queued', 'running')"
 _LEAST_BYTES = 1 << 30
 _POLL_S = 0.1
-_SHOWN = 600  # characters of a log's end
+_END = 600  # characters of a log's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,5 +225,5 @@ def _try_out(config: ServerConfig, name: str, trial: Trial, work: Path) -> Findi
 def _end_of_log(work: Path) -> str:
     """Return the end of the last log of an evaluator, which says more than its exit code."""
     logs = sorted(work.glob(f"jobs/*/*/{LOG_NAME}"), key=lambda path: path.stat().st_mtime)
-    text = logs[-1].read_text(errors="replace").strip()[-_SHOWN:] if logs else ""
+    text = logs[-1].read_text(errors="replace").strip()[-_END:] if logs else ""
     return f"; its log ends:\n{text}" if text else ""
