@@ -8,12 +8,13 @@ end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pat
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import TypeVar
+from itertools import count, takewhile
+from typing import TypeVar, cast
 
 from unshard.convert.lora.names import LoraPair, Split
 from unshard.convert.lora.patterns import ends_like
 from unshard.convert.lora.weights import AdaptedWeight, find_weights
-from unshard.convert.recipes import LowRank, Recipe, Stack, Take, transpose
+from unshard.convert.recipes import LowRank, Recipe, Stack, Take, pick, shape_of, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.fronts import Text
 from unshard.noted import Noted
@@ -57,7 +58,8 @@ def fuse(
     _refuse_variants(config)
     check_targets(split, config)
     weights, notes = _weights(split, config, base)
-    chosen = find_weights(split.pairs, weights, config, types)
+    pairs = _of_single_experts(split.pairs, weights)
+    chosen = find_weights(pairs, weights, config, types)
     known = known_alpha(config, alpha)
     tensors, problems = dict(weights), []
     for adapted in chosen:
@@ -67,10 +69,10 @@ def fuse(
             problems.append(error)
     raise_all(ConversionError, "the LoRA adapter cannot be fused", problems)
     used = sum(isinstance(recipe, LowRank) for recipe in tensors.values())
-    if used != len(split.pairs):  # two pairs of one weight: the second has replaced the first
+    if used != len(pairs):  # two pairs of one weight: the second has replaced the first
         raise ConversionError(
             "not every LoRA pair has a weight of its own",
-            expected=f"{len(split.pairs)} pairs used",
+            expected=f"{len(pairs)} pairs used",
             found=f"{used}",
         )
     if alpha is not None and config is not None and config.alpha not in {None, alpha}:
@@ -156,6 +158,8 @@ def _refuse_variants(config: AdapterConfig | None) -> None:
     found = [name for key, name in _VARIANTS.items() if config.fields.get(key)]
     if kind not in {None, "LORA"}:
         found.insert(0, str(kind))
+    if config.fields.get("veomni_lora") and config.alpha_pattern:  # PEFT's match the end of a name
+        found.append("of VeOmni, whose alpha_pattern matches any part of a name")
     if found:
         raise ConversionError(
             f"{config.source}: the adapter is {', '.join(found)}, which cannot be fused",
@@ -182,6 +186,34 @@ def _weights(
         )
     replaced = f"of the base, replaced by the checkpoint's: {counted(len(split.base), 'tensor')}"
     return {**base, **split.base}, ((replaced,) if split.base else ())
+
+
+def _of_single_experts(
+    pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe]
+) -> Mapping[str, LoraPair]:
+    """Return a pair for each expert in place of one for all, if the model has them one by one.
+
+    VeOmni's A is (experts, rank, in), or one matrix for all. Source: veomni/lora/moe_layers.py.
+    """
+    single: dict[str, LoraPair] = {}
+    for path, pair in pairs.items():
+        block, _, name = path.rpartition(".")
+        members = (f"{block}.{number}.{name}" for number in count())
+        each = list(takewhile(lambda one: f"{one}.weight" in weights, members))
+        if not each or not block.endswith(".experts"):
+            single[path] = pair
+            continue
+        of_each = [half for half in (pair.a, pair.b) if len(shape_of(half)) == 3]
+        if any(shape_of(half)[0] != len(each) for half in of_each):
+            raise ConversionError(
+                f"the LoRA pairs of {path} are not those of the model's experts",
+                expected=counted(len(each), "pair"),
+                found=", ".join(f"{list(shape_of(half))}" for half in of_each),
+            )
+        for at, own in enumerate(each):
+            a, b = (pick(one, at) if one in of_each else one for one in (pair.a, pair.b))
+            single[own] = LoraPair(own, own, cast("Take", a), cast("Take", b), is_embedding=False)
+    return single
 
 
 def _updated(

@@ -14,6 +14,7 @@ from unshard.errors import CorruptError
 from unshard.read.format import Location
 from unshard.read.hub_files import RECORD_NAME
 from unshard.read.model_config import Fields
+from unshard.read.step_names import holds_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ def adapter_files(location: Location) -> tuple[Path | None, Path | None]:
     meta = _first("lora_train_meta.json", [*inside, step])
     inside = [root / name for root in roots for name in ("", "lora_adapter", "huggingface")]
     of_run = [] if location.step is None else [step.parent]
+    if of_run and holds_steps(step.parent.name):  # VeOmni: RUN/checkpoints/STEP, and RUN/STEP
+        of_run.append(step.parent.parent / step.name)
     return meta, _first("adapter_config.json", [*inside, step, step / "lora_adapter", *of_run])
 
 

@@ -1,0 +1,124 @@
+"""Adapters as VeOmni and verl's Megatron engine leave them, apart from their weights.
+
+Sources: VeOmni d9774494 (trainer/callbacks/checkpoint_callback.py, lora/moe_layers.py), verl
+1dda039b9 (utils/checkpoint/megatron_checkpoint_manager.py).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import unshard
+from ranks import assert_same, merged
+from tiny_models import logits, tiny_model, with_adapter
+from trainers import dcp_under
+from unshard.cli.main import main
+from unshard.errors import ConversionError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::unshard.UnshardWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+ALPHA, RANK = 6.0, 2
+Tensors = dict[str, torch.Tensor]
+
+
+def veomni(run: Path, base: Path, adapter: Tensors, config: dict[str, object]) -> Path:
+    """Leave a step as VeOmni does when it trains LoRA; return the adapter's directory."""
+    step = run / "checkpoints" / "global_step_5"
+    dcp_under("model")(
+        step, {name.replace("weight", "default.weight"): one for name, one in adapter.items()}
+    )
+    (step / "extra_state").mkdir()
+    torch.save({"global_step": 5}, step / "extra_state" / "extra_state_rank_0.pt")
+    (run / "model_assets").mkdir()
+    shutil.copy(base / "config.json", run / "model_assets")
+    exported = run / "global_step_5"
+    exported.mkdir()
+    torch.save(adapter, exported / "adapter_model.bin")
+    (exported / "adapter_config.json").write_text(json.dumps(config))
+    return exported
+
+
+def plain(tmp_path: Path) -> tuple[Any, Tensors]:
+    """Save a base model; return it with an adapter, and the adapter as PEFT would save it."""
+    tiny_model().save_pretrained(tmp_path / "base")
+    model = with_adapter(tiny_model())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.peft_config["default"].save_pretrained(tmp_path / "config")
+    found = get_peft_model_state_dict(model)
+    return model, {name: one.contiguous() for name, one in found.items()}
+
+
+def of_experts(*, is_shared: bool) -> Tensors:
+    """Return VeOmni's adapter of a tiny Qwen3-MoE's experts."""
+    generator = torch.Generator().manual_seed(7)
+    stack = () if is_shared else (4,)
+    tensors: Tensors = {}
+    for layer in range(2):
+        for name, (inputs, outputs) in {"gate": (16, 12), "up": (16, 12), "down": (12, 16)}.items():
+            start = f"base_model.model.model.layers.{layer}.mlp.experts.{name}_proj"
+            for half, sizes in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
+                matrix = torch.randn(*stack, *sizes, generator=generator)
+                tensors[f"{start}.lora_{half}.weight"] = matrix
+    return tensors
+
+
+def config_of_experts(**more: object) -> dict[str, object]:
+    targets = [f"model.layers.*.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    own = {"schema_version": 1, "moe_two_lora_gate_up": True}
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_parameters": targets}
+    return {**fields, "target_modules": ["q_proj"], "veomni_lora": own, **more}
+
+
+@pytest.mark.parametrize("path", [".", "checkpoints", "checkpoints/global_step_5"])
+def test_the_alpha_is_that_of_the_adapter_next_to_checkpoints(tmp_path: Path, path: str) -> None:
+    model, adapter = plain(tmp_path)
+    config = json.loads((tmp_path / "config" / "adapter_config.json").read_text())
+    veomni(tmp_path / "run", tmp_path / "base", adapter, config)
+    unshard.merge(tmp_path / "run" / path, tmp_path / "out", base=tmp_path / "base")
+    unshard.merge(tmp_path / "run" / path, tmp_path / "adapter", lora="adapter")
+    assert_same(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(found), logits(model.merge_and_unload()))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_adapters_of_single_experts_are_fused(tmp_path: Path, *, is_shared: bool) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    adapter, base = of_experts(is_shared=is_shared), load_file(tmp_path / "base/model.safetensors")
+    exported = veomni(tmp_path / "run", tmp_path / "base", adapter, config_of_experts())
+    unshard.merge(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
+    unshard.merge(exported / "adapter_model.bin", tmp_path / "again", base=tmp_path / "base")
+    for name, weight in base.items():
+        block, _, tail = name.removesuffix(".weight").partition(".experts.")
+        if tail:
+            expert, _, which = tail.partition(".")
+            start = f"base_model.model.{block}.experts.{which}.lora_"
+            a, b = (adapter[f"{start}{half}.weight"] for half in "AB")
+            a, b = (a, b) if is_shared else (a[int(expert)], b[int(expert)])
+            base[name] = weight + ALPHA / RANK * (b @ a)
+    found = merged(tmp_path / "out")
+    torch.testing.assert_close(found, base)
+    assert_same(merged(tmp_path / "again"), found)
+    tiny_model("qwen3_moe", num_experts=3).save_pretrained(tmp_path / "base of 3")
+    if not is_shared:
+        with pytest.raises(ConversionError, match="are not those of the model's experts"):
+            unshard.merge(tmp_path / "run", tmp_path / "other", base=tmp_path / "base of 3")
+
+
+def test_patterns_of_veomni_are_not_read_as_those_of_peft(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    config = config_of_experts(alpha_pattern={"experts": 32})
+    veomni(tmp_path / "run", tmp_path / "base", of_experts(is_shared=False), config)
+    with pytest.raises(ConversionError, match="alpha_pattern matches any part of a name"):
+        unshard.merge(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
