@@ -122,3 +122,49 @@ def test_patterns_of_veomni_are_not_read_as_those_of_peft(tmp_path: Path) -> Non
     veomni(tmp_path / "run", tmp_path / "base", of_experts(is_shared=False), config)
     with pytest.raises(ConversionError, match="alpha_pattern matches any part of a name"):
         unshard.merge(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
+
+
+def verl_on_megatron(top: Path) -> Path:
+    """Leave a step as verl does when it trains LoRA with Megatron-Bridge; return the run."""
+    _, adapter = plain(top)
+    model = top / "run" / "global_step_5" / "actor" / "model"
+    exported = model / "huggingface" / "adapter"
+    shutil.copytree(top / "config", exported)
+    save_file(adapter, exported / "adapter_model.safetensors")
+    shutil.copy(top / "base" / "config.json", model / "huggingface")
+    start = "decoder.layers.self_attention.linear_qkv.adapter.linear_"
+    shapes = {f"{start}in.weight": (2, 2, 16), f"{start}out.weight": (2, 32, 2)}
+    dcp_under()(model / "dist_ckpt", {name: torch.ones(shape) for name, shape in shapes.items()})
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (model / "dist_ckpt" / "metadata.json").write_text(json.dumps(backend))
+    return top / "run"
+
+
+@pytest.mark.parametrize("command", ["merge", "inspect"])
+def test_the_exported_adapter_of_megatron_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    run = verl_on_megatron(tmp_path)
+    to = [str(tmp_path / "out")] if command == "merge" else []
+    with pytest.raises(SystemExit):
+        main([command, str(run), *to])
+    text = "".join(capfd.readouterr())
+    file = run / "global_step_5/actor/model/huggingface/adapter/adapter_model.safetensors"
+    assert "a LoRA adapter under Megatron's names" in text
+    assert f"unshard merge {file} OUTPUT\n" in text
+    assert "--allow-missing" not in text
+    unshard.merge(run, tmp_path / "kept", names="training")  # as it is
+    file.unlink()
+    with pytest.raises(ConversionError, match="save_hf_adapter"):
+        unshard.merge(run, tmp_path / "out")
+
+
+def test_no_line_gives_the_directory_of_an_adapter(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = verl_on_megatron(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["inspect", str(run / "global_step_5/actor/model/huggingface/adapter")])
+    text = capfd.readouterr().err
+    assert "adapter_model.safetensors: a LoRA adapter without its model; give this file" in text
+    assert "use:" not in text

@@ -1,5 +1,6 @@
 """Adapters in or next to a checkpoint: fused, or refused with what to do."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             raise no_adapter(checkpoint, lora)
         if lora is None and (beside := adapter_beside(checkpoint)) is not None:
             raise _adapter_next_to(checkpoint, beside)
+        if options.names != "training" and any(".adapter.linear_" in one for one in split.base):
+            raise _of_megatron(checkpoint)
         return Noted({**split.base, **split.saved})
     if lora == "ignore":
         raise UsageError(
@@ -113,6 +116,21 @@ def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
         hint="merge them with ⟦+--lora fuse⟧, or leave the adapter out with ⟦--lora ignore⟧"
         if kind == "LORA"
         else f"it is {kind}, which PEFT itself merges; leave it out with ⟦+--lora ignore⟧",
+    )
+
+
+def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
+    # verl writes it next to `dist_ckpt`, with Megatron-Bridge.
+    exported = checkpoint.location.weights_dir.with_name("huggingface") / "adapter"
+    exported /= "adapter_model.safetensors"
+    return ConversionError(
+        f"{checkpoint.location.place} has a LoRA adapter under Megatron's names, which is not "
+        "converted",
+        expected="an adapter under PEFT's names",
+        hint="the adapter that training exported for PEFT can be merged: unshard merge "
+        f"{shlex.quote(str(exported))} OUTPUT"
+        if exported.is_file()
+        else "export it for PEFT by Megatron-Bridge's save_hf_adapter",
     )
 
 

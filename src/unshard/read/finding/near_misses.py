@@ -30,7 +30,7 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
     r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
     "tags (global_stepN), without a tag",
     r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
-    "the path, and ⟦--base MODEL⟧",
+    "the path",
     r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",
     r"consolidated(?:\.\d+)?\.(?:pth|safetensors)": "a model in its maker's format (Llama, "
     "Mistral), which transformers' scripts convert",
