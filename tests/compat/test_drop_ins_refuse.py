@@ -17,10 +17,10 @@ from unshard.compat import (
     verl,
     zero_to_fp32,
 )
-from unshard.compat.commands import generation_config
 from unshard.errors import UnshardError, UsageError
 from unshard.merger import FSDP2Merger
 from unshard.merger import __main__ as merger
+from unshard.merger.saving import generation_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
+from unshard.compat.commands import merge_line, path_argument, run, showing
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Call, Command, marked
 from unshard.keywords import Weights
+from unshard.merger.saving import as_transformers_saves
 from unshard.progress import Listener, Warned
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ if __name__ == "__main__":
 import argparse
 from dataclasses import replace
 
-from unshard.compat.commands import as_transformers_saves, merge_line, path_argument, run, showing
+from unshard.compat.commands import merge_line, path_argument, run, showing
 from unshard.errors import UsageError
 from unshard.fronts import Call, Command
+from unshard.merger.saving import as_transformers_saves
 
 _TOLERANCE = 1e-6
 

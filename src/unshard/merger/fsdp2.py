@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unshard.compat.commands import SavesItself, as_file, as_transformers_saves
 from unshard.errors import UsageError, speaking
 from unshard.fronts import Call, Python
 from unshard.keywords import Weights
+from unshard.merger.saving import SavesItself, as_file, as_transformers_saves
 from unshard.progress import Chosen, Event, Listener, Warned
 
 if TYPE_CHECKING:
