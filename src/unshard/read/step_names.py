@@ -28,10 +28,13 @@ _STEPS = tuple(
         r".*step=(\d+).*\.ckpt",  # Lightning
         r"ep\d+-ba(\d+)",  # Composer
         rf"(?:.*[^a-z])??(?:global|dist|epoch)?(?:{_COUNTERS})[-_=]?(\d+)(?:-ckpt|{UNIVERSAL})?",
-        r"weight_v(\d+)(?:-fsdp)?",  # the versions that slime publishes
+        r"weight_v(\d+)(?:-fsdp)?",  # what slime, miles and lmms-engine publish
         r"(\d{1,10})",  # lerobot, lingua, DINOv3; more digits are a time
     )
 )
+# Families of lmms-engine's policy syncs: rank files, merged into `weight_v#`; and before, where
+# those of `checkpoint-N` in the same run are meant.
+_SHARDS, _SYNC = "weight_v#-fsdp", "policy-sync-#"
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
 _UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)")
 # What is not a step of training although it has the number of one.
@@ -117,11 +120,18 @@ def family(name: str) -> str:
     return re.sub(r"\d+", "#", _VERSION.sub("", name.removesuffix(UNIVERSAL)))
 
 
+def is_sure(name: str) -> bool:
+    """Return whether a name states a step, not one run of several."""
+    return step_of(name) is not None or family(name) == _SYNC
+
+
 def without_converted(folders: Iterable[Path]) -> list[Path]:
-    """Return folders but for the universal checkpoints that were made of others of them."""
+    """Return folders but for those made of others: universal ones, and versions for an engine."""
     every = list(folders)
     made = {one.with_name(one.name + UNIVERSAL) for one in every}
-    return [one for one in every if one not in made]
+    is_published = any(family(one.name) == _SHARDS for one in every)
+    merged = _SHARDS.removesuffix("-fsdp") if is_published else ""
+    return [one for one in every if one not in made and family(one.name) != merged]
 
 
 def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:

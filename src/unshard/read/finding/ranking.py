@@ -18,8 +18,9 @@ from unshard.read.finding.candidates import (
     sets_within,
     steps_in,
 )
+from unshard.read.finding.near_misses import DELTA, nothing_found
 from unshard.read.format import EVERY_ROLE, Choice, Location, Role, role_in
-from unshard.read.step_names import count_steps, family, step_of
+from unshard.read.step_names import count_steps, family, is_sure
 from unshard.read.tree import Tree
 from unshard.read.zero.reader import ZERO
 from unshard.showing import human_size
@@ -206,6 +207,8 @@ class Run(NamedTuple):
                 if nested := list(inner.steps()):
                     return nested
             found = found or sets_within(tree, step)
+            if not found and tree.is_file(step / DELTA):  # not a step that is still empty
+                raise nothing_found(tree, step, None)
             if not found and (closed := search(tree, step).closed):
                 raise closed[0]  # weights may be there: the step must not be passed over
             return [choose(tree, step, found, choice, start=self.place)] if found else []
@@ -227,7 +230,7 @@ def _refuse_two_runs(run: Run, first: list[Location], steps: list[tuple[int, Pat
     """
     if len({family(place.name) for _, place in steps}) > 1:
         _refuse_two_names(run, [place for _, place in steps])
-    if all(at.step == steps[0][0] and step_of(at.step_dir.name) is not None for at in first):
+    if all(at.step == steps[0][0] and is_sure(at.step_dir.name) for at in first):
         return
     held = {place: run.held(place) for _, place in steps}
     runs = [
@@ -241,7 +244,7 @@ def _refuse_two_runs(run: Run, first: list[Location], steps: list[tuple[int, Pat
             hint=f"give one of them: {', '.join(map(str, runs[:_LISTED]))}",
         )
     every = [at for found in held.values() for at in found]
-    unsure = [at for at in every if at.step is None or step_of(at.step_dir.name) is None]
+    unsure = [at for at in every if at.step is None or not is_sure(at.step_dir.name)]
     if len(unsure) > 1 and not count_steps([at.step for at in unsure]):
         raise UsageError(
             f"{run.place} has {len(unsure)} folders that may be steps, or runs",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
@@ -55,7 +56,7 @@ def choose_files(location: Location) -> WholeSet:
 
     Raises:
         IncompleteError: files of the set are not there.
-        NotMergeableError: several sets, and nothing says which is meant.
+        NotMergeableError: several sets, and nothing says which is meant; or a delta.
         CorruptError: the index is malformed.
     """
     directory, file = location.weights_dir, location.file
@@ -108,6 +109,13 @@ def _set_of(file: Path) -> WholeSet:
 
 def _by_index(index: Path) -> WholeSet:
     files = weight_map(index)
+    metadata = JsonFields(index, json_object(index)).inside("metadata").fields
+    if "delta_encoding" in metadata:  # slime, miles; read by SGLang's `pull_weights`
+        base = metadata.get("base_version")
+        raise NotMergeableError(
+            f"{index.parent}: a delta, not a model: it changes version {base}",
+            hint="give a version that is whole, or the checkpoint that the engine has updated",
+        )
     names = sorted(set(files.values()), key=natural_order)
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:

@@ -1,0 +1,142 @@
+"""The versions of weights that RL trainers publish for their engines: which are meant."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import unshard
+from ranks import save_ranks, some_tensors
+from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError
+from unshard.merger import FSDP2Merger
+from unshard.read.finding.discover import all_steps, discover, step_folders
+from unshard.read.format import Choice
+
+RANK_FILES = [f"pytorch_model_fsdp_0/model_world_size_2_rank_{rank}.pt" for rank in range(2)]
+WHOLE = ["model.safetensors", "config.json"]
+CONFIG = json.dumps({"model_type": "none", "architectures": ["None"]})
+
+
+def put(root: Path, folders: dict[str, list[str]]) -> None:
+    for name, files in folders.items():
+        (root / name).mkdir(parents=True)
+        for file in files:
+            (root / name / file).parent.mkdir(exist_ok=True)
+            (root / name / file).write_bytes(b"x")
+
+
+def names(path: Path) -> list[str]:
+    return [at.step_dir.name for at in discover(path, Choice())]
+
+
+def test_what_was_merged_for_the_engine_is_not_a_checkpoint_next_to_rank_files(
+    tmp_path: Path,
+) -> None:
+    for step in (9, 10, 999999, 1000000):
+        put(tmp_path, {f"weight_v{step:06d}-fsdp": RANK_FILES, f"weight_v{step:06d}": WHOLE})
+    put(tmp_path, {"weight_v1000001": WHOLE})  # of which the rank files were removed
+    expected = [f"weight_v{step:06d}-fsdp" for step in (1000000, 999999, 10, 9)]
+    assert names(tmp_path) == expected
+    assert [at.step for at in all_steps(tmp_path, Choice())] == [9, 10, 999999, 1000000]
+    assert [at.name for at in step_folders(tmp_path).values()] == expected[::-1]
+    assert names(tmp_path / "weight_v000010") == ["weight_v000010"]  # what is named is meant
+
+
+def test_the_highest_of_versions_that_are_whole_is_meant(tmp_path: Path) -> None:
+    """As for `checkpoint-N` with whole models; slime, miles, SGLang."""
+    for step in (1, 999999, 1000000):
+        put(tmp_path, {f"run-7/weight_v{step:06d}": WHOLE})
+    (tmp_path / "latest").write_text("run-7/weight_v1000000")
+    for path in (tmp_path, tmp_path / "run-7"):
+        assert names(path) == ["weight_v1000000", "weight_v999999", "weight_v000001"]
+        assert discover(path, Choice())[0].step == 1000000
+
+
+def test_other_names_that_end_alike_hide_nothing(tmp_path: Path) -> None:
+    put(tmp_path, {"my-fsdp-step_3": RANK_FILES, "my-fsdp-step_12": RANK_FILES})
+    assert names(tmp_path) == ["my-fsdp-step_12", "my-fsdp-step_3"]
+
+
+def test_the_older_names_of_policy_syncs_are_steps(tmp_path: Path) -> None:
+    for step in (0, 1, 10, 9):
+        put(tmp_path, {f"policy-sync-{step}": RANK_FILES, f"policy-sync-{step}-hf": WHOLE})
+    assert names(tmp_path) == [f"policy-sync-{step}" for step in (10, 9, 1, 0)]
+    put(tmp_path, {"checkpoint-5": RANK_FILES})  # of the same run: what training saves counts
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def save(step_dir: Path, seed: int) -> None:
+    save_ranks(step_dir / "pytorch_model_fsdp_0", some_tensors(seed), 2)
+    (step_dir / "config.json").write_text(CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+@pytest.mark.parametrize("kind", [Path, str])
+def test_the_call_of_lmms_engines_trainer_merges_what_it_names(
+    tmp_path: Path, kind: type[Path] | type[str]
+) -> None:
+    """`RLTrainRunner._prepare_policy_sync_checkpoint`, with anything next to it."""
+    for step in (10, 11):
+        save(tmp_path / f"weight_v{step:06d}-fsdp", step)
+    put(tmp_path, {"weight_v000011": WHOLE[:1], "weight_v000012-fsdp": RANK_FILES[:1]})
+    put(tmp_path, {"weight_v000013-fsdp": [], "weight_v000013": []})
+    written = []
+    for step in (10, 11, 10):
+        shards, output = (tmp_path / f"weight_v{step:06d}{end}" for end in ("-fsdp", ""))
+        shutil.rmtree(output, ignore_errors=True)  # as the trainer, of an earlier try
+        found = FSDP2Merger().merge(
+            kind(shards), output_path=kind(output), model_general_type="causal_lm"
+        )
+        assert found == output
+        source = json.loads((output / "unshard.json").read_text())["source"]
+        assert (source["step"], source["name"]) == (step, shards.name)
+        written.append((output / "model.safetensors").read_bytes())
+    assert written[0] == written[2] != written[1]
+
+
+def test_the_newest_that_is_half_written_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "policy-sync"
+    save(root / "weight_v000011-fsdp", 11)
+    save(root / "weight_v000012-fsdp", 12)
+    (root / "weight_v000012-fsdp" / RANK_FILES[1]).unlink()
+    with pytest.raises(IncompleteError, match=r"weight_v000012-fsdp, is not complete") as refused:
+        FSDP2Merger().merge(root, tmp_path / "out")
+    assert str(root / "weight_v000011-fsdp") in refused.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_every_version_is_followed_and_averaged_once(tmp_path: Path) -> None:
+    root, out = tmp_path / "policy-sync", tmp_path / "out"
+    for step in (9, 10):
+        version = root / f"weight_v{step:06d}"
+        save(version.with_name(f"{version.name}-fsdp"), step)
+        unshard.merge(version.with_name(f"{version.name}-fsdp"), version)
+        (version / "unshard.json").unlink()  # as lmms-engine's own merger
+    reports = unshard.follow(root, out, until=10, interval=0.01, config="none")
+    assert [one.step for one in reports] == [9, 10]
+    shards = {path.name for path in root.glob("*-fsdp")}
+    assert {path.name for path in out.glob("weight_v*")} == shards
+    unshard.average(root, tmp_path / "average", last=2, config="none")
+    sources = json.loads((tmp_path / "average" / "unshard.json").read_text())["average_of"]
+    assert {one["name"] for one in sources} == shards
+
+
+def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    """The form that SGLang's `pull_weights` reads."""
+    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": ["delta.safetensors"]})
+    metadata = {"delta_encoding": "xor", "version": "000007", "base_version": "000006"}
+    index = {"metadata": metadata, "weight_map": {"norm.weight": "delta.safetensors"}}
+    (tmp_path / "weight_v000007/model.safetensors.index.json").write_text(json.dumps(index))
+    for path in (tmp_path, tmp_path / "weight_v000007"):
+        with pytest.raises(NotMergeableError, match=r"weight_v000007: a delta.* version 000006"):
+            unshard.inspect(path)
+
+
+def test_a_delta_of_lmms_engine_is_not_passed_over(tmp_path: Path) -> None:
+    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": ["delta_manifest.json", "files/a"]})
+    for path in (tmp_path, tmp_path / "weight_v000007"):
+        with pytest.raises(UnknownFormatError, match="weight_v000007: no checkpoint") as refused:
+            unshard.inspect(path)
+        assert "a delta of lmms-engine" in refused.value.found
