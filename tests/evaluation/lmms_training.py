@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed
@@ -111,11 +112,11 @@ def on_the_cpu(world: int) -> None:
 
 
 def train(
-    order: Order, trainer: ModuleType, saved: Callable[[Path, int], object] = lambda *_: None
+    order: Order, trainer: ModuleType, saved: Callable[[Any, Path, int], object] = lambda *_: None
 ) -> None:
     """Do what `lmms_engine.launch.cli` does with a YAML file.
 
-    `saved` is called in every rank with each checkpoint's directory and its step.
+    `saved` is called in every rank with the trainer, each checkpoint's directory and its step.
     """
     torch.manual_seed(0)
     model = trained_model()
@@ -146,7 +147,7 @@ def train(
     class Told(vars(trainer)["FSDP2SFTTrainer"]):  # type: ignore[misc]
         def save_checkpoints(self, path: str, step: int, **more: object) -> None:
             super().save_checkpoints(path, step, **more)
-            saved(Path(path), step)
+            saved(self, Path(path), step)
 
     made = Told(model, arguments, Texts(), processing_class=tiny_tokenizer())
     made.train()

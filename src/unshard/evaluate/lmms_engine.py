@@ -13,6 +13,8 @@ or call in code, before the trainer is made:
 after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
 `EvalConfig` by `UnshardEvalConfig`. `install_client` keeps lmms-engine's backend and gives it a
 working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
+
+Started as above, lmms-engine's merger is ours, too: see `unshard.integrations.lmms_engine`.
 """
 
 import importlib
@@ -28,6 +30,7 @@ from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors
 from unshard.evaluate.sinks.open import open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.integrations import lmms_engine as merging
 
 __all__ = ["UnshardEvalBackend", "UnshardEvalConfig", "install", "install_client"]
 
@@ -207,4 +210,5 @@ def install_client() -> None:
 
 if __name__ == "__main__":
     install()
+    merging.install()
     runpy.run_module(_COMMAND, run_name="__main__", alter_sys=True)
