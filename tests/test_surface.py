@@ -30,6 +30,7 @@ MODULES = (
     "unshard.evaluate.callbacks.lightning",
     "unshard.evaluate.callbacks.transformers",
     "unshard.evaluate.lmms_engine",
+    "unshard.integrations.lmms_engine",
     "unshard.merger",
 )
 WHAT_TO_DO = (

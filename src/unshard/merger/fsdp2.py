@@ -71,8 +71,8 @@ class FSDP2Merger(CheckpointMerger):
 
     def merge(
         self,
-        checkpoint_path: Path,
-        output_path: Path | None = None,
+        checkpoint_path: str | Path,
+        output_path: str | Path | None = None,
         model_cls: type | None = None,
         config: SavesItself | str | Path | None = None,
         model_general_type: str | None = None,  # noqa: ARG002 (no model is built by it)

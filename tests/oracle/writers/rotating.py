@@ -121,7 +121,7 @@ def lmms_engine_syncing(rank: int, world: int, directory: Path) -> None:
             shutil.rmtree(version, ignore_errors=True)
             FSDP2Merger().merge(shards, output_path=version, model_general_type=None)
             (version / ".lmms_weight_sync_ready").write_text(f"version_id={step}\n")
-            trained = Qwen2ForCausalLM(trainer.model.config).to(torch.bfloat16)
+            trained = Qwen2ForCausalLM(trainer.model.config).bfloat16()
             trained.load_state_dict(state)
             loaded = AutoModelForCausalLM.from_pretrained(version, dtype=torch.bfloat16)
             syncs.append((step, logits(trained), logits(loaded)))
