@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,14 @@ _EMBEDDINGS = 2 * 32_000 * 2048
 _LAYER = 4 * 2048**2 + 3 * 2048 * 5632
 
 
-def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int) -> None:
+def write_checkpoint(
+    directory: Path,
+    *,
+    ranks: int,
+    gigabytes: float,
+    dim: int,
+    sizes: Mapping[str, Any] = _SIZES,
+) -> None:
     """Write rank files of a Llama in float32, matrices sharded along `dim`, and its config."""
     import torch
     import torch.distributed as dist
@@ -51,7 +58,9 @@ def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = max(1, int((gigabytes * 1e9 / 4 - _EMBEDDINGS) / _LAYER))
-    config = LlamaConfig(**_SIZES, num_hidden_layers=layers, architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(
+        **{"num_hidden_layers": layers, **sizes}, architectures=["LlamaForCausalLM"]
+    )
     config.save_pretrained(directory)
     with torch.device("meta"):
         shapes = {n: one.shape for n, one in LlamaForCausalLM(config).state_dict().items()}
