@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from megatron_cases import unpack
 from ranks import save_ranks, some_tensors
 from safetensors_shards import cut, shard_path, write_shard
+from trainers import dcp_under
 from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.errors import UsageError
 from unshard.read.format import Choice
@@ -381,3 +382,12 @@ def test_a_run_in_which_nothing_changes_is_not_listed_deep(
     listed.clear()
     assert finder.look() == []
     assert {one for one in listed if one.startswith("checkpoint-")} == {"checkpoint-60"}
+
+
+def test_what_lightning_writes_last_is_a_mark(tmp_path: Path) -> None:
+    place = tmp_path / "epoch=0-step=10.ckpt"
+    dcp_under("state_dict")(place, {"model.weight": torch.ones(4)})
+    torch.save({"pytorch-lightning_version": "2.6.1", "global_step": 10}, place / "meta.pt")
+    set_back(place / "meta.pt", -1)
+    finder = CheckpointFinder(tmp_path)
+    assert [steps(finder) for _ in range(2)] == [[], [10]], finder.reasons

@@ -27,7 +27,10 @@ _MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _CONTENTS = "ckpt_contents.json"
-_LAST = (".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, *_COMPLETE)
+_LAST = (
+    *(".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, "meta.pt"),
+    *_COMPLETE,
+)
 _COPIED_NS = 600 * 10**9  # by then no save goes on: in a copy, a mark may be among its weights
 _AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
