@@ -359,7 +359,11 @@ ROWS = [
 ENGINE = "printed by an engine's process, which does not know the command"
 SERVER = "about a server's jobs or a run that it evaluates: see tests/evaluation"
 PARSES = "of what no small checkpoint has; that its line parses is checked in test_fronts"
+HINT = "a line of `unshard hint`: pasted in oracle/test_hints"
 NOT_PASTED = {
+    "unshard eval submit": HINT,
+    "unshard eval watch": HINT,
+    "on a server (`unshard eval serve`)": HINT,
     "unshard needs Python 3.11 or later": "printed before anything can be imported",
     "use SGLang 0.5.23, or merge the checkpoint": ENGINE,
     "use vLLM 0.32, or merge the checkpoint": ENGINE,

@@ -1,6 +1,7 @@
 """Every command and function that reads a checkpoint reads it in a bucket, too."""
 
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from merged_layouts import contents
 from ranks import save_ranks, some_tensors
 from tiny_models import assert_same_model, tiny_model
 from unshard import CorruptError, OutputError, StoreError, UnknownFormatError, UsageError
+from unshard.api.hinting import hint
 from unshard.cli.commands import merge
 from unshard.cli.running import front_of
 from unshard.errors import UnshardError
@@ -73,6 +75,20 @@ def test_the_command_merges_the_highest_step(
 def test_a_path_made_of_an_address_is_one(run: str, tmp_path: Path) -> None:
     report = unshard.merge(Path(run), tmp_path / "out", step=10)
     assert report.source == f"{run}/global_step_10/actor"
+
+
+def test_the_lines_of_a_run_in_a_bucket_work(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = {one.label: shlex.split(one.command) for one in hint(run)}
+    assert lines["follow"][2] == lines["evaluate"][3] == run
+    assert lines["merge"][2:] == [f"{run}/global_step_20"]
+    for label in ("merge", "verify", "resume elsewhere"):
+        words = ["2" if word == "N" else word for word in lines[label]]
+        done = command(*words[1:])
+        assert done.returncode == 0, done.stderr
+        assert not [word for word in SECRETS if word in done.stdout + done.stderr]
 
 
 def test_average_takes_steps_of_a_run(run: str, local: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Unpack
 import numpy as np
 
 from unshard.api.converting import convert
-from unshard.api.making import plan_output
+from unshard.api.making import Prepared, plan_output
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, read_checkpoint, refuse_unloadable
 from unshard.errors import CheckpointError, ConversionError, NoConfigError, UsageError
@@ -178,20 +178,27 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     """
     chosen = MergeOptions(**options)
     found = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
-    try:
-        sources = Sources((found,))
-        refuse_unloadable(sources, chosen)
-        prepared = plan_output(sources, convert(sources, chosen), chosen)
-    except (ConversionError, NoConfigError) as error:
-        notes = (
-            *sources.notes,
-            *filter(None, [error.found + "; " * bool(error.found) + error.hint]),
-        )
-        return _describe(found, chosen, "nothing: " + error.subject, notes)
-    layout = prepared.plan.layout
+    made, notes = plan_merge(found, chosen)
+    if not isinstance(made, Prepared):
+        return _describe(found, chosen, "nothing: " + made.subject, notes)
+    layout = made.plan.layout
     files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, chosen, would_write + found.whose_config, prepared.warnings)
+    return _describe(found, chosen, would_write + found.whose_config, notes)
+
+
+def plan_merge(
+    checkpoint: Checkpoint, options: MergeOptions
+) -> tuple[Prepared | ConversionError | NoConfigError, tuple[str, ...]]:
+    """Return what a merge would write, or why nothing, and its warnings, or what to do."""
+    sources = Sources((checkpoint,))
+    try:
+        refuse_unloadable(sources, options)
+        prepared = plan_output(sources, convert(sources, options), options)
+    except (ConversionError, NoConfigError) as error:
+        advice = error.found + "; " * bool(error.found) + error.hint
+        return error, (*sources.notes, *filter(None, [advice]))
+    return prepared, prepared.warnings
 
 
 def _describe_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> OptimizerInfo | None:

@@ -6,6 +6,7 @@ unshard merge outputs/checkpoint-1000 my-model --base Qwen/Qwen3-8B
 unshard merge checkpoints/my-run my-models --role all --dtype bfloat16
 unshard inspect checkpoints/my-run
 unshard inspect s3://bucket/my-run/global_step_100
+unshard hint checkpoints/my-run
 unshard verify my-model --against checkpoints/my-run/global_step_100
 unshard average checkpoints/my-run averaged --last 3
 unshard average outputs averaged --base Qwen/Qwen3-8B --ema-decay 0.9

@@ -16,6 +16,7 @@ from unshard.cli.evaluate.compare import compare
 from unshard.cli.evaluate.correcting import adopt, hide, show
 from unshard.cli.evaluate.runs import export, watch
 from unshard.cli.evaluate.serving import doctor, drain, serve
+from unshard.cli.hinting import hint
 from unshard.cli.options import Grouped
 from unshard.cli.running import guarded
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _command in (merge, inspect, verify, average, reshard, push):
+for _command in (merge, inspect, hint, verify, average, reshard, push):
     app.command()(guarded(_command))
 for _engine in (vllm, sglang):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

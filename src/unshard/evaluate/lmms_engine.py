@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
+from unshard.api.hinting import write_hint
 from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
 from unshard.evaluate.sinks.base import PREFIX, PacedSink, ignoring_errors
 from unshard.evaluate.sinks.open import open_wandb
@@ -88,7 +89,10 @@ class UnshardEvalBackend:
         """
         del eval_output_dir, output_path
         self._waiting_since = None
-        submitter = self._start(Path(checkpoint_dir).absolute().parent, checkpoint_type)
+        run = Path(checkpoint_dir).absolute().parent
+        submitter = self._start(run, checkpoint_type)
+        with ignoring_errors("no MERGE.txt"):
+            write_hint(run)
         if submitter is None or not submitter.submit(checkpoint_dir, step):
             return None
         return f"step-{step}"

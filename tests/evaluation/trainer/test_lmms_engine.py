@@ -10,6 +10,7 @@ import pytest
 
 from evaluation.runs import lmms_checkpoint, rotate_like_lmms_engine
 from evaluation.servers import Stub, free_port, scores, serving
+from ranks import save_ranks, some_tensors
 from unshard.errors import UsageError
 from unshard.evaluate import lmms_engine as ours
 from unshard.evaluate.client.lmms import LmmsClient
@@ -130,6 +131,15 @@ def test_where_wandb_is_open_results_come_into_its_rows_and_not_through_lmms_eng
     assert sorted(step for step, _ in rows.got) == [10, 20, 30]
     assert [is_own for _, is_own in rows.got] == [False, False, True]
     backend.close()
+
+
+def test_the_first_save_leaves_the_lines_to_merge_it(tmp_path: Path, server: Stub) -> None:
+    backend = ours.UnshardEvalBackend(server.url, 0.02, EVAL_CONFIG)
+    place = tmp_path / "run" / "checkpoint-10"
+    save_ranks(place / "pytorch_model_fsdp_0", some_tensors(), 2)
+    backend.submit_eval(str(place), 10)
+    backend.close()
+    assert "unshard merge . --base MODEL" in (tmp_path / "run" / "MERGE.txt").read_text()
 
 
 def test_no_result_is_lost_at_the_end_and_all_come_with_their_steps(

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
+from unshard.api.hinting import write_hint
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
 from unshard.evaluate.sinks.open import open_sinks
@@ -124,6 +125,8 @@ class UnshardEvalCallback(Callback):
             with ignoring_errors("a checkpoint is not evaluated"):
                 for path, step in self._saves.finished():
                     self.submitter.submit(path, step)
+                    with ignoring_errors("no MERGE.txt"):
+                        write_hint(path.parent)
 
 
 class _Saves:

@@ -19,6 +19,7 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from unshard.api.hinting import write_hint
 from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
 from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
@@ -95,6 +96,8 @@ class UnshardEvalCallback(TrainerCallback):
                     self._has_warned = True
                     log.warning("no tokenizer in %s: give the Trainer one (processing_class)", run)
             self.submitter.submit(checkpoint, state.global_step)
+            with ignoring_errors("no MERGE.txt"):
+                write_hint(run)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
