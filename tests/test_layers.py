@@ -52,6 +52,7 @@ ON_DEMAND = {
     "engines.ray.cluster",
     "evaluate.callbacks.transformers",
     "evaluate.server.warm.worker",
+    "integrations.transformers",
     "stores.nodes.connection",
     "stores.nodes.readers",
     "plugins.sglang",

@@ -18,11 +18,13 @@ from transformers import (
 from oracle.writers.accelerate import launched
 from oracle.writers.hub_models import full_state, leave_logits, shards_state
 from oracle.writers.saving import leave_truth
-from tiny_models import tiny_model, with_adapter
+from tiny_models import tiny_model, tiny_tokenizer, with_adapter
+from unshard.integrations.transformers import UnshardCallback
 
 __all__ = [
     "Sentences",
     "arguments",
+    "trainer_followed",
     "trainer_fsdp1",
     "trainer_fsdp2",
     "trainer_full",
@@ -121,13 +123,29 @@ def trainer_goes_on(
             torch.save(after, directory / f"went-on-{world}.pt")
 
 
-def _train(place: _Place, model: Any, *, version: int, kind: str) -> None:
+def trainer_followed(rank: int, world: int, directory: Path, *, version: int, follow: str) -> None:
+    """Train with FSDP, our callback and one checkpoint that is kept; any world size."""
+    _train(
+        (rank, world, directory),
+        tiny_model(),
+        version=version,
+        kind="SHARDED_STATE_DICT",
+        follow=follow,
+    )
+
+
+def _train(
+    place: _Place, model: Any, *, version: int, kind: str, follow: str | None = None
+) -> None:
     rank, world, directory = place
+    more: dict[str, Any] = {} if follow is None else {"save_total_limit": 1}
     with launched(rank, world):
         trainer = Trainer(
             model=model,
-            args=arguments(directory, version, kind),
+            args=arguments(directory, version, kind, **more),
             train_dataset=Sentences(),
+            callbacks=[] if follow is None else [UnshardCallback(follow)],
+            processing_class=None if follow is None else tiny_tokenizer(),
         )
         trainer.train()
         model = trainer.model_wrapped

@@ -20,10 +20,11 @@ from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from unshard.api.hinting import write_hint
 from unshard.evaluate.run_folder import RunFolder
-from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.integrations.harmless import ignoring_errors
 from unshard.read.unfinished import why_unfinished
 from unshard.stores.remote_path import is_url, path_of
 

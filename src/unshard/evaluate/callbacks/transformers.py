@@ -20,10 +20,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unshard.api.hinting import write_hint
-from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.base import PacedSink, Sink
 from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
+from unshard.integrations.harmless import ignoring_errors
+from unshard.integrations.transformers import write_companions
 from unshard.read.beside.companions import companions_in
 
 __all__ = ["UnshardEvalCallback"]
@@ -90,7 +92,8 @@ class UnshardEvalCallback(TrainerCallback):
             run = Path(args.output_dir or ".")
             checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             with ignoring_errors("what is evaluated may lack its config"):
-                _complete(checkpoint, run, model, processing_class)
+                if companions_in(checkpoint).config is None:
+                    write_companions(run, model, processing_class)
                 found = {*companions_in(checkpoint).files, *companions_in(run).files}
                 if not found - {_GENERATION} and not self._has_warned:
                     self._has_warned = True
@@ -114,20 +117,6 @@ class UnshardEvalCallback(TrainerCallback):
         del args, state, control
         if self.submitter is not None:
             self.submitter.close()
-
-
-def _complete(checkpoint: Path, run: Path, model: object, processing_class: object) -> None:
-    """Write config and tokenizer into the run's directory, if there is no config yet.
-
-    With FSDP's sharded state dicts the Trainer saves neither (transformers 5.23, `save_model`).
-    """
-    if companions_in(checkpoint).config or companions_in(run).config:
-        return
-    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-    for one in (*configs, processing_class):
-        save = getattr(one, "save_pretrained", None)
-        if save is not None:
-            save(run)
 
 
 def _tensorboard_dir(args: TrainingArguments) -> Path | None:

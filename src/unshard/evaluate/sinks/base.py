@@ -8,12 +8,11 @@ The sink that every run has is a file with lines of JSON:
 
 import hashlib
 import json
-import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -27,17 +26,6 @@ _LONGEST_NAME = 200  # bytes; file systems take 255
 _LONGEST_LINE = 64 << 20  # bytes
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _MODES = {os.O_RDONLY: "r", os.O_RDWR: "r+"}
-
-log = logging.getLogger(__name__)
-
-
-@contextmanager
-def ignoring_errors(what: str) -> Iterator[None]:
-    """Log any exception and continue: evaluation must never hurt a training."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
-        log.warning("%s: %s: %s", what, type(error).__name__, error)
 
 
 class Sink(Protocol):

@@ -6,7 +6,8 @@ A tracker that the process has not imported is not in use.
 import sys
 from pathlib import Path
 
-from unshard.evaluate.sinks.base import PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.base import PacedSink, Sink
+from unshard.integrations.harmless import ignoring_errors
 
 
 def open_sinks(

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.evaluate.jobs import backoff
-from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, describe, ignoring_errors
+from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, describe
+from unshard.integrations.harmless import ignoring_errors
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
 _MOST_REFUSALS = 3  # of a result, by a sink that takes others

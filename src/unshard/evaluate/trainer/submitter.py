@@ -24,12 +24,13 @@ from unshard.evaluate.jobs import BASE_STEP
 from unshard.evaluate.pins.files import ExpiredError, PinError
 from unshard.evaluate.pins.pin import pin_checkpoint
 from unshard.evaluate.run_folder import SPOOL_LOCK, RunFolder, unlock
-from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink, ignoring_errors
+from unshard.evaluate.sinks.base import JsonlSink, PacedSink, Sink
 from unshard.evaluate.summary import summarise
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.courier import Courier, release
 from unshard.evaluate.trainer.recorder import Recorder, Recording
 from unshard.evaluate.trainer.spool import Spool, request_key
+from unshard.integrations.harmless import ignoring_errors
 from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 _SHORTEST_WAIT = 0.01  # seconds

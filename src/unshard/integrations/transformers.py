@@ -1,0 +1,162 @@
+"""What a run of transformers' Trainer lacks: config and tokenizer, and the models of its steps.
+
+    from unshard.integrations.transformers import UnshardCallback
+
+    trainer = Trainer(..., callbacks=[UnshardCallback(follow="models/my-run --dtype bfloat16")])
+
+With FSDP's sharded state dicts the Trainer saves neither config nor tokenizer (transformers 5.23,
+`save_model`). No mtime of a checkpoint changes: the Trainer removes the oldest.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from unshard.errors import UnshardError
+from unshard.integrations.harmless import ignoring_errors
+from unshard.read.beside.companions import companions_in
+from unshard.read.step_names import STATE_FOLDER
+from unshard.write.dirfd import closing, open_regular, write_whole
+
+__all__ = ["UnshardCallback", "write_companions"]
+
+# Becomes a command of low priority that gets SIGTERM when its parent ends in any way
+# (PR_SET_PDEATHSIG). Between fork and exec none of our code may run: there are threads.
+_BECOME = """if True:
+    import ctypes, os, sys
+    os.nice(10)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+    if os.getppid() == int(sys.argv[1]):  # it may have ended before that
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "unshard", "merge", *sys.argv[2:]])
+"""
+
+
+class UnshardCallback(TrainerCallback):
+    """Writes config and tokenizer into the run when training begins; on request merges its steps.
+
+    An error is a warning, and never ends a training.
+
+    Args:
+        follow: what comes after the run in `unshard merge RUN … --follow`, the outputs' directory
+            or store and options; a text is split as a shell does. One process, on the node of rank
+            0, merges each step, and prints to `<output_dir>/_unshard/follow.log`.
+        timeout: seconds for which rank 0 waits at most, when training ends, until the last step is
+            merged. Other ranks may wait for it, and NCCL gives up after 10 minutes.
+    """
+
+    def __init__(self, follow: str | Sequence[str] = (), timeout: float = 300.0) -> None:
+        self._words = shlex.split(follow) if isinstance(follow, str) else list(follow)
+        self._timeout = timeout
+        self._follower: _Follower | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Write what the run lacks, and start to follow it."""
+        del control
+        run = Path(args.output_dir or ".")
+        if state.is_world_process_zero:
+            with ignoring_errors("the run may lack config and tokenizer"):
+                write_companions(run, given.get("model"), given.get("processing_class"))
+            with ignoring_errors("no step is merged while training goes on"):
+                if self._words and self._follower is None:  # else a training was interrupted
+                    self._follower = _Follower(run, self._words)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """See to it that the run is followed."""
+        del args, state, control
+        with ignoring_errors("no step is merged while training goes on"):
+            if self._follower is not None:
+                self._follower.go_on()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Wait until the last step is merged, for as long as is allowed."""
+        del args, control
+        follower, self._follower = self._follower, None
+        with ignoring_errors("not all steps are merged"):
+            if follower is not None:
+                follower.finish(state.global_step, self._timeout)
+
+
+class _Follower:
+    """A process that merges each step; a lock in the outputs sees to it that there is only one."""
+
+    def __init__(self, run: Path, words: Sequence[str]) -> None:
+        self._words = [str(os.getpid()), str(run), *words, "--follow"]
+        self._log = run / STATE_FOLDER / "follow.log"
+        self._process = self._start()
+        self._failed = 0
+
+    def go_on(self) -> None:
+        """Start it again if it failed: that of an earlier training may not have ended yet."""
+        if code := self._process.poll():
+            self._process, self._failed = self._start(), self._failed + 1
+            if self._failed == 1:
+                raise UnshardError(f"exit code {code}: see {self._log}")
+
+    def finish(self, step: int, timeout: float) -> None:
+        """Merge what is left until the last step, and wait for it `timeout` seconds at most."""
+        end = time.monotonic() + timeout
+        if self._process.poll() == 0:  # it was told when to end
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(timeout)
+            self._process = self._start("--until", str(step), "--idle", "5", "--interval", "1")
+            if self._process.wait(end - time.monotonic()) and not self._failed:
+                raise UnshardError(f"exit code {self._process.returncode}: see {self._log}")
+        except subprocess.TimeoutExpired as error:
+            self._process.returncode = 0  # otherwise `Popen.__del__` warns that it still runs
+            raise UnshardError(f"{timeout:g} s have passed: see {self._log}") from error
+
+    def _start(self, *more: str) -> "subprocess.Popen[bytes]":
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with closing(open_regular(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)) as output:
+            return subprocess.Popen(  # noqa: S603
+                [sys.executable, "-c", _BECOME, *self._words, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,  # Ctrl-C in a terminal is not for it
+            )
+
+
+def write_companions(run: Path, model: Any, processing_class: Any) -> None:
+    """Write config and tokenizer into a run's directory, if there is no config; replace no file.
+
+    The model is as the Trainer has it, wrapped or not. Of an adapter, the base's config is written.
+    """
+    if companions_in(run).config is not None:
+        return
+    for name in ("module", "_orig_mod"):  # of DDP, FSDP1 and DeepSpeed; of torch.compile
+        model = getattr(model, name, model)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    config: Any = deepcopy(getattr(model, "config", None))
+    if hasattr(model, "config_class"):  # a model of transformers, of which FSDP2 makes FSDP<Class>
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    # The config comes last: without it, all are written the next time.
+    for one in filter(None, (processing_class, getattr(model, "generation_config", None), config)):
+        with (
+            ignoring_errors(f"{type(one).__name__} is not written into {run}"),
+            TemporaryDirectory(prefix="_unshard-") as scratch,
+        ):
+            one.save_pretrained(scratch)
+            for path in Path(scratch).rglob("*.*"):
+                target = run / path.relative_to(scratch)
+                if not os.path.lexists(target):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(target, path.read_bytes())
