@@ -299,3 +299,19 @@ def test_a_killed_trainer_takes_its_follower_along_and_the_next_goes_on(
     train(run, UnshardCallback([str(out)]), steps=2, resume=True)
     assert outputs_in(out).keys() == {"checkpoint-1", "checkpoint-2"}
     assert contents(out / "checkpoint-1") == before
+
+
+def test_the_first_save_leaves_the_lines_to_merge_it(tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", list[bool]()
+    look = Doing(lambda: seen.append((run / "MERGE.txt").exists()))
+    train(run, UnshardCallback(), look, tokenizer=tiny_tokenizer())
+    assert seen == [False]
+    assert "unshard merge .\n" in (run / "MERGE.txt").read_text()
+
+
+def test_other_ranks_write_no_lines(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run)
+    state, control = TrainerState(is_world_process_zero=False), TrainerControl()
+    UnshardCallback().on_save(plain_arguments(run, 1), state, control)
+    assert not (run / "MERGE.txt").exists()

@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from unshard.api.hinting import write_hint
 from unshard.errors import UnshardError
 from unshard.integrations.harmless import ignoring_errors
 from unshard.read.beside.companions import companions_in
@@ -75,8 +76,11 @@ class UnshardCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """See to it that the run is followed."""
-        del args, state, control
+        """Write `MERGE.txt` at the first save, and see to it that the run is followed."""
+        del control
+        with ignoring_errors("no MERGE.txt"):
+            if state.is_world_process_zero:
+                write_hint(args.output_dir or ".")
         with ignoring_errors("no step is merged while training goes on"):
             if self._follower is not None:
                 self._follower.go_on()
