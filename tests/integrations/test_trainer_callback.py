@@ -26,6 +26,7 @@ from oracle.writers.trainer import Sentences
 from ranks import contents, snapshot
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 from trainer_child import plain_arguments
+from unshard.api.following.followed import Followed
 from unshard.integrations.transformers import UnshardCallback
 from unshard.write.dirfd import closing, try_lock
 from waiting import LIMIT_S, wait_until
@@ -222,6 +223,27 @@ def test_the_follower_of_a_second_callback_leaves_the_outputs_to_the_first(tmp_p
     merged = re.findall(r"^saved to .*/(.*)$", log_of(run), re.MULTILINE)
     assert sorted(merged) == sorted(outputs_in(out))
     assert followers(os.getpid()) == []
+
+
+@pytest.mark.slow
+def test_it_is_started_again_if_that_of_an_earlier_training_was_in_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    train(run)
+    earlier = Followed(out)
+
+    def let_it_end() -> None:
+        taken = "another process follows a run into this directory"
+        wait_until(lambda: taken in log_of(run) and not followers(os.getpid()), "it has failed")
+        earlier.close()
+
+    merged = Doing(lambda: wait_until((out / "checkpoint-2" / RECORD).is_file), at_end=True)
+    ours = UnshardCallback([str(out)])
+    train(run, merged, ours, Doing(let_it_end), steps=2, resume=True)
+    assert outputs_in(out).keys() == {"checkpoint-1", "checkpoint-2"}
+    (warning,) = told(caplog)
+    assert warning.endswith(f": exit code 2: see {run}/_unshard/follow.log")
 
 
 def test_options_that_are_wrong_are_told_once(

@@ -6,7 +6,7 @@ shards, trains and saves is accelerate's own. The truth is the model after one s
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "accelerate_local",
     "accelerate_lora",
     "accelerate_merge",
+    "accelerate_runs",
     "launched",
 ]
 
@@ -106,6 +107,14 @@ def accelerate_merge(rank: int, world: int, directory: Path) -> None:
     """Merge a DCP directory with accelerate's own tool, into `accelerate` next to it."""
     with launched(rank, world):
         merge_fsdp_weights(str(directory), str(directory.parent / "accelerate"))
+
+
+def accelerate_runs(rank: int, world: int, directory: Path, *, code: str) -> None:
+    """Train with FSDP2, and run a page's code in a directory; any world size."""
+    with launched(rank, world), chdir(directory):
+        accelerator, model, _ = _trained(2, "SHARDED_STATE_DICT")
+        exec(code, {"accelerator": accelerator})  # noqa: S102
+        leave_truth((rank, world, directory), full_state(model))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from oracle.writers.saving import leave_truth
 from oracle.writers.trainer import Sentences
 from tiny_models import tiny_model, with_adapter
 
-__all__ = ["lightning_fsdp2", "lightning_lora"]
+__all__ = ["lightning_fsdp2", "lightning_lora", "lightning_runs"]
 
 
 class _Tuned(LightningModule):
@@ -59,7 +60,15 @@ def lightning_lora(rank: int, world: int, directory: Path) -> None:
     _train((rank, world, directory), lora=True)
 
 
-def _train(place: tuple[int, int, Path], *, lora: bool) -> None:
+def lightning_runs(rank: int, world: int, directory: Path, *, code: str) -> None:
+    """Train by a page's code in a directory; any world size."""
+    with chdir(directory):
+        _train((rank, world, directory), lora=False, code=code)
+
+
+def _train(
+    place: tuple[int, int, Path], *, lora: bool, code: str = "trainer.fit(module, loader)"
+) -> None:
     rank, world, directory = place
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     trainer = Trainer(
@@ -72,6 +81,7 @@ def _train(place: tuple[int, int, Path], *, lora: bool) -> None:
         enable_model_summary=False,
     )
     module = _Tuned(model_name_or_path="base", lora=lora)
-    trainer.fit(module, torch.utils.data.DataLoader(Sentences(), batch_size=2))
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    exec(code, {"trainer": trainer, "module": module, "loader": loader})  # noqa: S102
     leave_logits(place, module.model)
     leave_truth(place, full_state(module.model))

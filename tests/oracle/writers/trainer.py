@@ -1,5 +1,6 @@
 """Scenarios of a real `Trainer` with FSDP on the CPU; the truth is the model after step 2."""
 
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,16 @@ from oracle.writers.accelerate import launched
 from oracle.writers.hub_models import full_state, leave_logits, shards_state
 from oracle.writers.saving import leave_truth
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
-from unshard.integrations.transformers import UnshardCallback
 
 __all__ = [
     "Sentences",
     "arguments",
-    "trainer_followed",
     "trainer_fsdp1",
     "trainer_fsdp2",
     "trainer_full",
     "trainer_goes_on",
     "trainer_lora",
+    "trainer_runs",
 ]
 
 _Place = tuple[int, int, Path]
@@ -123,31 +123,36 @@ def trainer_goes_on(
             torch.save(after, directory / f"went-on-{world}.pt")
 
 
-def trainer_followed(rank: int, world: int, directory: Path, *, version: int, follow: str) -> None:
-    """Train with FSDP, our callback and one checkpoint that is kept; any world size."""
+def trainer_runs(rank: int, world: int, directory: Path, *, version: int, code: str) -> None:
+    """Have a Trainer that keeps one checkpoint, and run a page's code; any world size."""
     _train(
         (rank, world, directory),
         tiny_model(),
         version=version,
         kind="SHARDED_STATE_DICT",
-        follow=follow,
+        code=code,
+        save_total_limit=1,
     )
 
 
 def _train(
-    place: _Place, model: Any, *, version: int, kind: str, follow: str | None = None
+    place: _Place,
+    model: Any,
+    *,
+    version: int,
+    kind: str,
+    code: str = "trainer.train()",
+    **more: Any,
 ) -> None:
     rank, world, directory = place
-    more: dict[str, Any] = {} if follow is None else {"save_total_limit": 1}
-    with launched(rank, world):
+    with launched(rank, world), chdir(directory.parent):
         trainer = Trainer(
             model=model,
             args=arguments(directory, version, kind, **more),
             train_dataset=Sentences(),
-            callbacks=[] if follow is None else [UnshardCallback(follow)],
-            processing_class=None if follow is None else tiny_tokenizer(),
+            processing_class=tiny_tokenizer() if more else None,
         )
-        trainer.train()
+        exec(code, {"trainer": trainer})  # noqa: S102
         model = trainer.model_wrapped
         leave_logits(place, model)
         leave_truth(place, full_state(model) if version == 2 else shards_state(model))
