@@ -131,6 +131,13 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, text: str) -> Non
     assert told(tmp_path) == text
 
 
+def test_a_step_is_named_in_its_own_place_and_not_in_the_name_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "from-global_step_5"
+    saved(run, 5)
+    lines = told(run)
+    assert "unshard reshard STEP ../from-global_step_5-resharded/STEP" in lines
+
+
 def test_nothing_is_written_before_a_step_is_complete_and_the_next_save_tries_again(
     tmp_path: Path,
 ) -> None:

@@ -5,6 +5,7 @@ moved, and mounted elsewhere.
 """
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -29,6 +30,7 @@ from unshard.stores.remote_path import RemotePath
 from unshard.write.dirfd import write_whole
 
 _OURS = "# Written by unshard "
+_told = set[Path]()  # runs for which this process has written it
 _FILLED_IN = {
     "base MODEL": "MODEL is what training started from: a directory, or an id of the hub",
     "config FILE": "FILE is the config.json of this model",
@@ -64,7 +66,7 @@ def as_text(lines: Iterable[HintLine]) -> str:
     return printable("\n".join("\n".join([*filter(None, pair), ""]) for pair in pairs))
 
 
-def write_hint(run: str | Path, told: set[Path] = set()) -> None:  # noqa: B006  (of the process)
+def write_hint(run: str | Path, told: set[Path] = _told) -> None:
     """Write `MERGE.txt` into a run that has just saved: once per process, and not into a store.
 
     A file that is not ours, or has these lines, stays. Without a complete step, nothing is done.
@@ -86,7 +88,8 @@ def write_hint(run: str | Path, told: set[Path] = set()) -> None:  # noqa: B006 
     name, file = location.path.name.removesuffix(".ckpt"), top / "MERGE.txt"
 
     def write(path: Path) -> str:
-        return os.path.relpath(path, top).replace(name, "STEP")
+        parts = Path(os.path.relpath(path, top)).parts
+        return str(Path(*(re.sub(rf"^{re.escape(name)}\b", "STEP", part) for part in parts)))
 
     text = as_text(_lines(source, top, location.path, write))
     before = file.read_text(errors="replace") if os.path.lexists(file) else _OURS
