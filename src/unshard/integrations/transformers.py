@@ -121,10 +121,9 @@ class _Follower:
         try:
             self._process.wait(timeout)
             self._process = self._start("--until", str(step), "--idle", "5", "--interval", "1")
-            if self._process.wait(end - time.monotonic()) and not self._failed:
-                raise UnshardError(f"exit code {self._process.returncode}: see {self._log}")
+            if code := self._process.wait(end - time.monotonic()):
+                raise UnshardError(f"exit code {code}: see {self._log}")
         except subprocess.TimeoutExpired as error:
-            self._process.returncode = 0  # otherwise `Popen.__del__` warns that it still runs
             raise UnshardError(f"{timeout:g} s have passed: see {self._log}") from error
 
     def _start(self, *more: str) -> "subprocess.Popen[bytes]":
