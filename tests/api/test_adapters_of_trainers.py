@@ -116,11 +116,12 @@ def test_adapters_of_single_experts_are_fused(tmp_path: Path, *, is_shared: bool
             unshard.merge(tmp_path / "run", tmp_path / "other", base=tmp_path / "base of 3")
 
 
-def test_patterns_of_veomni_are_not_read_as_those_of_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["alpha_pattern", "rank_pattern"])
+def test_patterns_of_veomni_are_not_read_as_those_of_peft(tmp_path: Path, kind: str) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "base")
-    config = config_of_experts(alpha_pattern={"experts": 32})
+    config = config_of_experts(**{kind: {"experts": 32}})
     veomni(tmp_path / "run", tmp_path / "base", of_experts(is_shared=False), config)
-    with pytest.raises(ConversionError, match="alpha_pattern matches any part of a name"):
+    with pytest.raises(ConversionError, match="patterns match any part of a name"):
         unshard.merge(tmp_path / "run", tmp_path / "out", base=tmp_path / "base")
 
 
@@ -151,9 +152,11 @@ def test_the_exported_adapter_of_megatron_is_named(
     text = "".join(capfd.readouterr())
     file = run / "global_step_5/actor/model/huggingface/adapter/adapter_model.safetensors"
     assert "a LoRA adapter under Megatron's names" in text
-    assert f"unshard merge {file} OUTPUT\n" in text
+    assert f"give {file} as the checkpoint, and for fused weights --base MODEL" in text
     assert "--allow-missing" not in text
     unshard.merge(run, tmp_path / "kept", names="training")  # as it is
+    with pytest.raises(ConversionError, match="exported it for PEFT"):
+        unshard.merge(run, tmp_path / "adapter", lora="adapter")
     file.unlink()
     with pytest.raises(ConversionError, match="save_hf_adapter"):
         unshard.merge(run, tmp_path / "out")

@@ -120,15 +120,6 @@ def megatron(top: Path) -> list[str]:
     return ["merge", run, str(top / "out"), "--config", str(top / "wrong.json")]
 
 
-def megatron_adapter(top: Path) -> list[str]:
-    from trainers import dcp_under
-
-    name = "decoder.layers.self_attention.linear_qkv.adapter.linear_in.weight"
-    dcp_under()(top / "run" / "dist_ckpt", {name: torch.ones(2, 2, 6)})
-    adapter_beside(top / "run" / "huggingface" / "adapter")
-    return ["merge", str(top / "run"), str(top / "out"), "--config", "none"]
-
-
 def scaled_experts(top: Path) -> list[str]:
     start = "model.layers.0.mlp.experts"
     tensors = {
@@ -299,7 +290,6 @@ ROWS = [
         merging(lambda top: floats(top, model_type="unheard-of")),
     ),
     Row("merge them with ⟦+--lora fuse⟧, or leave", merging(adapter_beside)),
-    Row("for PEFT can be merged: unshard merge ", megatron_adapter),
     Row("leave it out with ⟦+--lora ignore⟧", merging(lambda top: adapter_beside(top, "IA3"))),
     Row("that the adapter was trained with: ⟦+--lora-alpha N⟧", merging(lora)),
     Row("⟦+--base ⟧", merging(lambda top: lora(top, whole=False, alpha=2))),

@@ -56,7 +56,8 @@ def assert_refused(tmp_path: Path, plain: list[Tensors], **sharded: torch.Tensor
     "name",
     """norm.running_mean layers.3.stats.running_std q.input_quantizer._amax fp8_amax_history_input
     mlp.shared_expert.up_proj.input_amax act.min_val codebook.cluster_usage codebook.embed_sum
-    net.parametrizations.weight.0._v running_var""".split(),
+    net.parametrizations.weight.0._v running_var model.rotary_emb.inv_freq
+    rotary_emb.original_inv_freq""".split(),
 )
 def test_the_first_rank_has_the_buffer(tmp_path: Path, name: str) -> None:
     assert_first(tmp_path, per_rank(**{name: (4,)}))

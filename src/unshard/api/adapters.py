@@ -1,7 +1,6 @@
 """Adapters in or next to a checkpoint: fused, or refused with what to do."""
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -12,7 +11,7 @@ from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
 from unshard.convert.recipes import Recipe, Take, take
-from unshard.errors import ConversionError, UsageError
+from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.read.base import Base
@@ -33,12 +32,12 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
     source = checkpoint.adapter or checkpoint
     split = split_adapter(as_stored(source.catalog))
     if not split.pairs:
+        if options.names != "training" and _is_of_megatron(split.base):
+            raise _of_megatron(checkpoint)
         if lora == "both" or checkpoint.adapter is not None:
             raise no_adapter(checkpoint, lora)
         if lora is None and (beside := adapter_beside(checkpoint)) is not None:
             raise _adapter_next_to(checkpoint, beside)
-        if options.names != "training" and any(".adapter.linear_" in one for one in split.base):
-            raise _of_megatron(checkpoint)
         return Noted({**split.base, **split.saved})
     if lora == "ignore":
         raise UsageError(
@@ -119,6 +118,10 @@ def _adapter_next_to(checkpoint: Checkpoint, adapter: Path) -> ConversionError:
     )
 
 
+def _is_of_megatron(names: Iterable[str]) -> bool:
+    return any(".adapter.linear_" in name for name in names)
+
+
 def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
     # verl writes it next to `dist_ckpt`, with Megatron-Bridge.
     exported = checkpoint.location.weights_dir.with_name("huggingface") / "adapter"
@@ -127,8 +130,8 @@ def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
         f"{checkpoint.location.place} has a LoRA adapter under Megatron's names, which is not "
         "converted",
         expected="an adapter under PEFT's names",
-        hint="the adapter that training exported for PEFT can be merged: unshard merge "
-        f"{shlex.quote(str(exported))} OUTPUT"
+        hint=f"training exported it for PEFT: give {exported} as the checkpoint, and for fused "
+        "weights ⟦--base MODEL⟧"
         if exported.is_file()
         else "export it for PEFT by Megatron-Bridge's save_hf_adapter",
     )
@@ -139,7 +142,9 @@ def as_stored(found: Catalog | Base) -> dict[str, Take]:
     return {name: take(entry) for name, entry in found.tensors.items()}
 
 
-def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UsageError:
+def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UnshardError:
     """Return the error about an adapter that was asked for and is not there."""
+    if _is_of_megatron(checkpoint.catalog.tensors):
+        return _of_megatron(checkpoint)
     where = checkpoint.location.weights_dir
     return UsageError(f"⟦--lora {lora}⟧: {where} has no LoRA adapter")

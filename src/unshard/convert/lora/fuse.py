@@ -158,8 +158,9 @@ def _refuse_variants(config: AdapterConfig | None) -> None:
     found = [name for key, name in _VARIANTS.items() if config.fields.get(key)]
     if kind not in {None, "LORA"}:
         found.insert(0, str(kind))
-    if config.fields.get("veomni_lora") and config.alpha_pattern:  # PEFT's match the end of a name
-        found.append("of VeOmni, whose alpha_pattern matches any part of a name")
+    if config.fields.get("veomni_lora") and (config.alpha_pattern or config.rank_pattern):
+        # PEFT's match the end of a name, and hold for experts.
+        found.append("of VeOmni, whose patterns match any part of a name and no experts")
     if found:
         raise ConversionError(
             f"{config.source}: the adapter is {', '.join(found)}, which cannot be fused",

@@ -20,6 +20,7 @@ from unshard.tensors.dtypes import DTypeKind
 _BUFFERS = {
     r"running_\w+|num_batches_tracked|(?:\w*_)?amax(?:_\w+)?|parametrizations\.\w+\.\d+\._[uv]": "",
     r"(?:min|max)_vals?|histogram|fake_quant_enabled|observer_enabled": "",
+    r"(?:\w*_)?inv_freq": "",
     r"\w*cluster_(?:size|usage)|embed_(?:avg|sum)|initt?ed|initialized": "",
     r"scale|zero_point": "observer_enabled",
     r"\w*codebook|embed|embedding|_?ema_w": "cluster_size ema_cluster_size _ema_cluster_size",
