@@ -5,7 +5,7 @@ from unshard.cli.options import CheckpointArgument
 
 
 def hint(checkpoint: CheckpointArgument) -> None:
-    """Print the lines that merge, evaluate and resume this run, to be pasted.
+    """Print the lines to paste that merge and evaluate this run.
 
     They are filled in as far as the files say. A word in capitals is for you to replace.
     """
