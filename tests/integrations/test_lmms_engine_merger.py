@@ -46,6 +46,8 @@ from lmms_engine.merger import CheckpointMerger
 assert FSDP2Merger is Ours
 assert isinstance(FSDP2Merger(), CheckpointMerger)
 assert "lmms_engine.models" not in sys.modules
+from lmms_engine.merger.fsdp2 import STATE_DICT_DIRNAME_MAP, CheckpointType
+assert sorted(STATE_DICT_DIRNAME_MAP) == ["ema", "regular"]
 """
     run(needed + INSTALL + line + "\n" + INSTALL + OURS + check)  # twice: it changes nothing
 
@@ -80,6 +82,22 @@ except ImportError as error:
 assert "lmms_engine.merger.fsdp2" not in sys.modules
 """
     assert run(code) == "lmms_engine\n"
+
+
+def test_a_version_without_a_merger_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
+    (tmp_path / "lmms_engine").mkdir()
+    (tmp_path / "lmms_engine" / "__init__.py").touch()
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from unshard.integrations.lmms_engine import install
+try:
+    install()
+except ImportError as error:
+    print(error)
+assert "lmms_engine.merger.fsdp2" not in sys.modules
+"""
+    assert run(code) == "this version of lmms-engine has no merger\n"
 
 
 def test_the_launcher_trains_with_our_merger(tmp_path: Path) -> None:

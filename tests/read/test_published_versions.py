@@ -36,9 +36,10 @@ def test_what_was_merged_for_the_engine_is_not_a_checkpoint_next_to_rank_files(
     for step in (9, 10, 999999, 1000000):
         put(tmp_path, {f"weight_v{step:06d}-fsdp": RANK_FILES, f"weight_v{step:06d}": WHOLE})
     put(tmp_path, {"weight_v1000001": WHOLE})  # of which the rank files were removed
-    expected = [f"weight_v{step:06d}-fsdp" for step in (1000000, 999999, 10, 9)]
+    shards = [f"weight_v{step:06d}-fsdp" for step in (1000000, 999999, 10, 9)]
+    expected = ["weight_v1000001", *shards]
     assert names(tmp_path) == expected
-    assert [at.step for at in all_steps(tmp_path, Choice())] == [9, 10, 999999, 1000000]
+    assert [at.step for at in all_steps(tmp_path, Choice())] == [9, 10, 999999, 1000000, 1000001]
     assert [at.name for at in step_folders(tmp_path).values()] == expected[::-1]
     assert names(tmp_path / "weight_v000010") == ["weight_v000010"]  # what is named is meant
 
@@ -123,6 +124,15 @@ def test_every_version_is_followed_and_averaged_once(tmp_path: Path) -> None:
     assert {one["name"] for one in sources} == shards
 
 
+def test_a_version_that_is_whole_counts_until_there_are_rank_files_of_a_later_one(
+    tmp_path: Path,
+) -> None:
+    put(tmp_path, {"weight_v000012": WHOLE, "weight_v000013-fsdp": []})
+    assert names(tmp_path) == ["weight_v000012"]
+    (found,) = discover(tmp_path, Choice(step=12))
+    assert found.step_dir.name == "weight_v000012"
+
+
 def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:
     """The form that SGLang's `pull_weights` reads."""
     put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": ["delta.safetensors"]})
@@ -135,8 +145,10 @@ def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:
 
 
 def test_a_delta_of_lmms_engine_is_not_passed_over(tmp_path: Path) -> None:
-    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": ["delta_manifest.json", "files/a"]})
+    delta = ["delta_manifest.json", "files/a", ".lmms_weight_sync_ready"]
+    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": delta})
     for path in (tmp_path, tmp_path / "weight_v000007"):
         with pytest.raises(UnknownFormatError, match="weight_v000007: no checkpoint") as refused:
             unshard.inspect(path)
         assert "a delta of lmms-engine" in refused.value.found
+        assert "not finished" not in refused.value.found

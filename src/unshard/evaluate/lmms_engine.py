@@ -22,6 +22,7 @@ import runpy
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -215,5 +216,6 @@ def install_client() -> None:
 
 if __name__ == "__main__":
     install()
-    merging.install()
+    with suppress(ImportError):  # a version without a merger needs none
+        merging.install()
     runpy.run_module(_COMMAND, run_name="__main__", alter_sys=True)

@@ -15,6 +15,7 @@ dependency is missing would stop a training that does without it.
 
 import importlib
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 
 from unshard.merger import fsdp2
@@ -22,6 +23,16 @@ from unshard.merger import fsdp2
 __all__ = ["install"]
 
 _MODULE = "lmms_engine.merger.fsdp2"
+# What their module has for others to import.
+_NAMES = {
+    "FSDP2Merger": fsdp2.FSDP2Merger,
+    "CheckpointMerger": fsdp2.CheckpointMerger,
+    "CheckpointType": fsdp2.CheckpointType,
+    "STATE_DICT_DIRNAME_MAP": {
+        "regular": "pytorch_model_fsdp_0",
+        "ema": "pytorch_ema_model_fsdp_0",
+    },
+}
 
 
 def install() -> None:
@@ -30,10 +41,14 @@ def install() -> None:
     Subclasses of the original that exist already keep it. To call it again changes nothing.
 
     Raises:
-        ImportError: lmms-engine is not installed.
+        ImportError: lmms-engine is not installed, or has no merger.
     """
-    importlib.import_module("lmms_engine")  # before any change
-    module = sys.modules.setdefault(_MODULE, fsdp2)  # the original, if it is there already
+    if find_spec("lmms_engine.merger") is None:  # before any change
+        raise ImportError("this version of lmms-engine has no merger", name="lmms_engine.merger")
+    if _MODULE not in sys.modules:
+        sys.modules[_MODULE] = ModuleType(_MODULE, fsdp2.__doc__)
+        vars(sys.modules[_MODULE]).update(_NAMES)
+    module = sys.modules[_MODULE]
     original = vars(module)["FSDP2Merger"]
     package = importlib.import_module("lmms_engine.merger")
     vars(package).setdefault("fsdp2", module)  # as an import would

@@ -16,6 +16,7 @@ from unshard.progress import Chosen, Event, Listener, Warned
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
+CheckpointType = Literal["regular", "ema"]
 _WEIGHTS: Mapping[str, Weights] = {"regular": "model", "ema": "ema"}
 
 log = logging.getLogger("unshard.merger")
@@ -60,7 +61,7 @@ class FSDP2Merger(CheckpointMerger):
 
     def __init__(
         self,
-        checkpoint_type: Literal["regular", "ema"] = "regular",
+        checkpoint_type: CheckpointType = "regular",
         *,
         listener: Listener | None = None,
     ) -> None:

@@ -36,7 +36,9 @@ _STEPS = tuple(
 # those of `checkpoint-N` in the same run are meant.
 _SHARDS, _SYNC = "weight_v#-fsdp", "policy-sync-#"
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
-_UNFINISHED = re.compile(r"(?:\.|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)")
+_UNFINISHED = re.compile(
+    r"(?:\.(?!lmms_weight_sync_ready)|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)"
+)
 # What is not a step of training although it has the number of one.
 _EXPORTED = frozenset(
     """
@@ -129,9 +131,12 @@ def without_converted(folders: Iterable[Path]) -> list[Path]:
     """Return folders but for those made of others: universal ones, and versions for an engine."""
     every = list(folders)
     made = {one.with_name(one.name + UNIVERSAL) for one in every}
-    is_published = any(family(one.name) == _SHARDS for one in every)
-    merged = _SHARDS.removesuffix("-fsdp") if is_published else ""
-    return [one for one in every if one not in made and family(one.name) != merged]
+    made |= {
+        one.with_name(one.name.removesuffix("-fsdp"))
+        for one in every
+        if family(one.name) == _SHARDS
+    }
+    return [one for one in every if one not in made]
 
 
 def step_of_parents(place: Path, *, sharded: bool) -> tuple[Path, int] | None:

@@ -30,8 +30,8 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
     "latest step, without the step's directory",
     r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
     "tags (global_stepN), without a tag",
-    re.escape(DELTA): "a delta of lmms-engine, not a model: give a version that is whole, or "
-    "the checkpoint that the engine has updated",
+    re.escape(DELTA): "a delta of lmms-engine, not a model: give a version that is whole, by its "
+    "directory, or the checkpoint that the engine has updated",
     r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
     "the path",
     r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",

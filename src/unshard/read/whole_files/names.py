@@ -114,7 +114,8 @@ def _by_index(index: Path) -> WholeSet:
         base = metadata.get("base_version")
         raise NotMergeableError(
             f"{index.parent}: a delta, not a model: it changes version {base}",
-            hint="give a version that is whole, or the checkpoint that the engine has updated",
+            hint="give a version that is whole, by its directory, or the checkpoint that the "
+            "engine has updated",
         )
     names = sorted(set(files.values()), key=natural_order)
     absent = [name for name in names if not (index.parent / name).is_file()]

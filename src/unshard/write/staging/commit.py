@@ -63,7 +63,10 @@ def take_new(place: StagingDirectory, target: Path) -> None:
         os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise OutputError(f"{target}: another process made it in the meantime") from error
+            raise OutputError(
+                f"{target}: another process made it in the meantime",
+                hint="use what it made, or run this again",
+            ) from error
         raise
 
 
