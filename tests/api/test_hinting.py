@@ -1,6 +1,7 @@
 """`hint` and MERGE.txt: what they leave alone, and what a name or a path cannot do to a line."""
 
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from command import unshard as command
 from ranks import rank_path, save_ranks, some_tensors
 from unshard.api.hinting import as_text, hint, write_hint
+from unshard.errors import UnshardError
 
 
 def saved(run: Path, step: int, role: str = "actor", config: str = "llama") -> Path:
@@ -136,6 +138,26 @@ def test_a_step_is_named_in_its_own_place_and_not_in_the_name_of_the_run(tmp_pat
     saved(run, 5)
     lines = told(run)
     assert "unshard reshard STEP ../from-global_step_5-resharded/STEP" in lines
+
+
+def test_the_lines_are_those_of_what_was_just_saved(tmp_path: Path) -> None:
+    """A run is continued by another model, at a lower step."""
+    saved(tmp_path, 9)
+    told(tmp_path)
+    saved(tmp_path, 2)
+    saved(tmp_path, 2, "critic")
+    write_hint(tmp_path / "global_step_2", set())
+    text = (tmp_path / "MERGE.txt").read_text()
+    assert "STEP is global_step_2, or another" in text
+    assert "unshard merge STEP --role critic" in text
+    assert "unshard verify merged/STEP --against STEP" in text
+
+
+def test_a_pipe_of_this_name_is_not_waited_for(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    os.mkfifo(tmp_path / "MERGE.txt")
+    with pytest.raises(UnshardError, match=r"MERGE\.txt"):
+        write_hint(tmp_path, set())
 
 
 def test_nothing_is_written_before_a_step_is_complete_and_the_next_save_tries_again(

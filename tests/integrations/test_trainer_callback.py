@@ -120,12 +120,35 @@ def test_what_is_written_at_the_beginning_is_what_the_trainer_saves(tmp_path: Pa
     assert seen == {name: saved[name] for name in seen}
 
 
-def test_of_an_adapter_it_is_the_config_of_the_base(tmp_path: Path) -> None:
+def test_of_an_adapter_it_is_its_own_config_and_the_one_of_the_base(tmp_path: Path) -> None:
     train(tmp_path / "run", UnshardCallback(), model=with_adapter(tiny_model()))
     found = own_files(tmp_path / "run")
-    assert found.keys() == {CONFIG, "generation_config.json"}  # no tokenizer was given
+    files = {CONFIG, "generation_config.json", "adapter_config.json", "README.md", "MERGE.txt"}
+    assert found.keys() <= files  # no tokenizer was given
+    assert json.loads(found["adapter_config.json"])["peft_type"] == "LORA"
     assert json.loads(found[CONFIG])["architectures"] == ["Qwen2ForCausalLM"]
     assert not (tmp_path / "run" / "checkpoint-1" / CONFIG).exists()
+
+
+def test_a_config_of_another_model_is_told_and_a_tokenizer_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, own = tmp_path / "run", tiny_model().config
+    tiny_model(rms_norm_eps=0.1, num_hidden_layers=1).config.save_pretrained(run)
+    before = (run / CONFIG).read_bytes()
+    train(run, UnshardCallback(), tokenizer=tiny_tokenizer(), save_strategy="no")
+    (warning,) = told(caplog)
+    start = f"{run}/config.json is not that of the model that is trained: "
+    assert warning.startswith(start)
+    keys = warning.removeprefix(start).partition(". ")[0].split(", ")
+    assert "rms_norm_eps" in keys
+    assert not {"vocab_size", "model_type", "architectures"} & set(keys)
+    assert (run / CONFIG).read_bytes() == before
+    assert (run / "tokenizer.json").is_file()
+    caplog.clear()
+    own.save_pretrained(run)
+    train(run, UnshardCallback(), save_strategy="no")
+    assert told(caplog) == []  # the same model
 
 
 def test_no_file_is_replaced_and_nothing_changes_when_training_resumes(tmp_path: Path) -> None:
@@ -192,6 +215,21 @@ def test_one_checkpoint_is_kept_and_the_last_is_merged_when_training_has_ended(
     assert contents(out / "checkpoint-3")[CONFIG]
     assert followers(os.getpid()) == []
     assert told(caplog) == []
+
+
+def test_a_step_that_is_not_merged_is_told_while_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, out, seen = tmp_path / "run", tmp_path / "out", list[list[str]]()
+    train(run)
+
+    def spoil() -> None:
+        (run / "checkpoint-1" / "model.safetensors").write_bytes(b"spoilt")
+
+    failed = Doing(lambda: wait_until(lambda: ": failed: " in log_of(run)))
+    last = Doing(lambda: seen.append(told(caplog)), at_end=True)
+    train(run, Doing(spoil), UnshardCallback(out), failed, last, steps=2)
+    assert seen[0][0].startswith("no step is merged while training goes on: UnshardError: a step ")
 
 
 @pytest.mark.slow
@@ -331,7 +369,7 @@ def test_the_first_save_leaves_the_lines_to_merge_it(tmp_path: Path) -> None:
     look = Doing(lambda: seen.append((run / "MERGE.txt").exists()))
     train(run, UnshardCallback(), look, tokenizer=tiny_tokenizer())
     assert seen == [False]
-    assert "unshard merge .\n" in (run / "MERGE.txt").read_text()
+    assert "unshard merge STEP\n" in (run / "MERGE.txt").read_text()
 
 
 def test_other_ranks_write_no_lines(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from unshard.api.making import Prepared
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.resharding.formats import format_of
 from unshard.api.sources import adapter_beside, is_adapter, read_checkpoint
+from unshard.containers.open_files import read_whole
 from unshard.errors import IncompleteError, UnknownFormatError, UnshardError, printable
 from unshard.fronts import Call, Command, Mention, Text, additions, marked
 from unshard.read.beside.adapter_config import lora_names
@@ -36,7 +37,7 @@ _FILLED_IN = {
     "config FILE": "FILE is the config.json of this model",
     "lora-alpha N": "N is the lora_alpha of your LoraConfig",
     "tasks TASKS": "TASKS are names such as gsm8k,ifeval",
-    "world-size N": "N is its number of ranks",
+    "world-size N": "N is the number of ranks",
 }
 
 
@@ -66,23 +67,23 @@ def as_text(lines: Iterable[HintLine]) -> str:
     return printable("\n".join("\n".join([*filter(None, pair), ""]) for pair in pairs))
 
 
-def write_hint(run: str | Path, told: set[Path] = _told) -> None:
-    """Write `MERGE.txt` into a run that has just saved: once per process, and not into a store.
+def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
+    """Write `MERGE.txt` next to what was just saved: once per process, and not into a store.
 
-    A file that is not ours, or has these lines, stays. Without a complete step, nothing is done.
+    A file that is not ours, or has these lines, stays. Of what is not complete, nothing is written.
 
     Raises:
         UnshardError: the checkpoint cannot be read.
         OSError: the file cannot be written.
     """
-    place = given_path(run, "the run").absolute()
-    if isinstance(place, RemotePath) or place in told:
+    place = given_path(checkpoint, "the checkpoint").absolute()
+    if isinstance(place, RemotePath) or place.parent in told:
         return
-    told.add(place)
+    told.add(place.parent)
     try:
         source = read_checkpoint(place, MergeOptions())
     except (IncompleteError, UnknownFormatError):
-        told.discard(place)
+        told.discard(place.parent)
         return
     location, top = source.location, run_of(source.location)
     name, file = location.path.name.removesuffix(".ckpt"), top / "MERGE.txt"
@@ -91,11 +92,12 @@ def write_hint(run: str | Path, told: set[Path] = _told) -> None:
         parts = Path(os.path.relpath(path, top)).parts
         return str(Path(*(re.sub(rf"^{re.escape(name)}\b", "STEP", part) for part in parts)))
 
-    text = as_text(_lines(source, top, location.path, write))
-    before = file.read_text(errors="replace") if os.path.lexists(file) else _OURS
+    text, before = as_text(_lines(source, location.path, location.path, write)), _OURS
+    if os.path.lexists(file):
+        before = read_whole(file).decode(errors="replace")
     if location.step is not None and before.startswith(_OURS) and not before.endswith(text):
         now = datetime.now(UTC).isoformat(" ", "seconds")
-        head = f"{_OURS}{__version__}, {now}. Run it in its directory; STEP is {name}, or another."
+        head = f"{_OURS}{__version__}, {now}, to be pasted here; STEP is {name}, or another."
         write_whole(file, f"{head}\n\n{text}".encode())
 
 
@@ -158,7 +160,7 @@ def _reshards(
         paths = step, folder / f"{run.name}-resharded" / one.step_dir.name / inner
         options = {"world-size": "N", **to} | ({} if one is sets[0] else {"role": one.role})
         call = Call("unshard reshard", [*map(write, paths)], options)
-        yield _line("resume elsewhere", call, (), "for other ranks")
+        yield _line("resume elsewhere", call, (), "for another number of ranks, or trainer")
 
 
 def _merge(
@@ -183,7 +185,7 @@ def _merge(
         if any("⟦--base " in marked(note) for note in notes):  # several are named
             added += additions(Text("⟦+--base MODEL⟧"))
         if not added:
-            return HintLine(label, "", f"nothing: {made.text}"), added
+            return HintLine(label, "", f"nothing: {made.subject}"), added
         comment = "; ".join(filter(None, [comment, made.found]))
     return _line(label, call, added, comment), added
 

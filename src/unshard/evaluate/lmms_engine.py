@@ -94,7 +94,7 @@ class UnshardEvalBackend:
         run = Path(checkpoint_dir).absolute().parent
         submitter = self._start(run, checkpoint_type)
         with ignoring_errors("no MERGE.txt"):
-            write_hint(run)
+            write_hint(checkpoint_dir)
         if submitter is None or not submitter.submit(checkpoint_dir, step):
             return None
         return f"step-{step}"

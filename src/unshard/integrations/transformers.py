@@ -8,12 +8,14 @@ With FSDP's sharded state dicts the Trainer saves neither config nor tokenizer (
 `save_model`). No mtime of a checkpoint changes: the Trainer removes the oldest.
 """
 
+import json
+import logging
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +24,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from unshard.api.hinting import write_hint
+from unshard.containers.json_file import json_object
 from unshard.errors import UnshardError
 from unshard.integrations.harmless import ignoring_errors
 from unshard.read.beside.companions import companions_in
@@ -29,6 +32,13 @@ from unshard.read.step_names import STATE_FOLDER
 from unshard.write.dirfd import closing, open_regular, write_whole
 
 __all__ = ["UnshardCallback", "write_companions"]
+
+_GENERATION = "generation_config.json"
+# Of config.json: who wrote it, and what says nothing about the model that was trained.
+_FREE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+_FREE |= {"use_cache"}
+
+log = logging.getLogger(__name__)
 
 # Becomes a command of low priority that gets SIGTERM when its parent ends in any way
 # (PR_SET_PDEATHSIG). Between fork and exec none of our code may run: there are threads.
@@ -55,8 +65,11 @@ class UnshardCallback(TrainerCallback):
             merged. Other ranks may wait for it, and NCCL gives up after 10 minutes.
     """
 
-    def __init__(self, follow: str | Sequence[str] = (), timeout: float = 300.0) -> None:
-        self._words = shlex.split(follow) if isinstance(follow, str) else list(follow)
+    def __init__(
+        self, follow: str | Path | Sequence[str] | None = None, timeout: float = 300.0
+    ) -> None:
+        words = [str(follow)] if isinstance(follow, Path) else follow or ()
+        self._words = shlex.split(words) if isinstance(words, str) else list(words)
         self._timeout = timeout
         self._follower: _Follower | None = None
 
@@ -80,7 +93,7 @@ class UnshardCallback(TrainerCallback):
         del control
         with ignoring_errors("no MERGE.txt"):
             if state.is_world_process_zero:
-                write_hint(args.output_dir or ".")
+                write_hint(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
         with ignoring_errors("no step is merged while training goes on"):
             if self._follower is not None:
                 self._follower.go_on()
@@ -100,8 +113,9 @@ class _Follower:
     """A process that merges each step; a lock in the outputs sees to it that there is only one."""
 
     def __init__(self, run: Path, words: Sequence[str]) -> None:
-        self._words = [str(os.getpid()), str(run), *words, "--follow"]
+        self._run, self._words = run.absolute(), words
         self._log = run / STATE_FOLDER / "follow.log"
+        self._began = self._log.stat().st_size if self._log.is_file() else 0
         self._process = self._start()
         self._failed = 0
 
@@ -111,6 +125,9 @@ class _Follower:
             self._process, self._failed = self._start(), self._failed + 1
             if self._failed == 1:
                 raise UnshardError(f"exit code {code}: see {self._log}")
+        elif not self._failed and b": failed: " in self._log.read_bytes()[self._began :]:
+            self._failed = 1
+            raise UnshardError(f"a step is not merged: see {self._log}")
 
     def finish(self, step: int, timeout: float) -> None:
         """Merge what is left until the last step, and wait for it `timeout` seconds at most."""
@@ -128,9 +145,11 @@ class _Follower:
 
     def _start(self, *more: str) -> "subprocess.Popen[bytes]":
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        # What the user gives comes last, and counts.
+        words = (str(self._run), "--follow", *more, *self._words)
         with closing(open_regular(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)) as output:
             return subprocess.Popen(  # noqa: S603
-                [sys.executable, "-c", _BECOME, *self._words, *more],
+                [sys.executable, "-c", _BECOME, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -139,27 +158,60 @@ class _Follower:
 
 
 def write_companions(run: Path, model: Any, processing_class: Any) -> None:
-    """Write config and tokenizer into a run's directory, if there is no config; replace no file.
+    """Write config and tokenizer into a run's directory; replace no file, and mix no tokenizers.
 
-    The model is as the Trainer has it, wrapped or not. Of an adapter, the base's config is written.
+    The model is as the Trainer has it, wrapped or not. Of an adapter, its own config is written,
+    and the base's. A config that is there already and differs from the model's is told.
     """
-    if companions_in(run).config is not None:
-        return
     for name in ("module", "_orig_mod"):  # of DDP, FSDP1 and DeepSpeed; of torch.compile
         model = getattr(model, name, model)
+    adapters = [*(getattr(model, "peft_config", None) or {}).values()]
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     config: Any = deepcopy(getattr(model, "config", None))
     if hasattr(model, "config_class"):  # a model of transformers, of which FSDP2 makes FSDP<Class>
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    # The config comes last: without it, all are written the next time.
-    for one in filter(None, (processing_class, getattr(model, "generation_config", None), config)):
-        with (
-            ignoring_errors(f"{type(one).__name__} is not written into {run}"),
-            TemporaryDirectory(prefix="_unshard-") as scratch,
-        ):
-            one.save_pretrained(scratch)
-            for path in Path(scratch).rglob("*.*"):
-                target = run / path.relative_to(scratch)
-                if not os.path.lexists(target):
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    write_whole(target, path.read_bytes())
+    there = companions_in(run)
+    code = {name for name in there.files if name.endswith(".py")}
+    if not there.files.keys() - code - {_GENERATION}:
+        _write(run, processing_class)
+    _write(run, getattr(model, "generation_config", None))
+    _write(run, adapters[0] if len(adapters) == 1 else None)
+    if there.config is None:
+        _write(run, config)
+    elif keys := _differing(json_object(run / "config.json"), json.loads(config.to_json_string())):
+        log.warning(
+            "%s/config.json is not that of the model that is trained: %s. Merges would use it: "
+            "remove it, and the next training writes its own",
+            run,
+            ", ".join(keys),
+        )
+
+
+def _write(run: Path, part: Any) -> None:
+    if part is None:
+        return
+    with (
+        ignoring_errors(f"{type(part).__name__} is not written into {run}"),
+        TemporaryDirectory(prefix="_unshard-") as scratch,
+    ):
+        part.save_pretrained(scratch)
+        for path in filter(Path.is_file, Path(scratch).rglob("*")):
+            target = run / path.relative_to(scratch)
+            if not os.path.lexists(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(target, path.read_bytes())
+
+
+def _differing(there: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return the keys that both configs have, with different values."""
+    shared = sorted(there.keys() & own.keys() - _FREE)
+    pairs = {key: (there[key], own[key]) for key in shared}
+    return [
+        key
+        for key, (one, other) in pairs.items()
+        if (
+            _differing(one, other)
+            if isinstance(one, dict) and isinstance(other, dict)
+            else one != other
+        )
+    ]

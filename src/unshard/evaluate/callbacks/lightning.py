@@ -127,7 +127,7 @@ class UnshardEvalCallback(Callback):
                 for path, step in self._saves.finished():
                     self.submitter.submit(path, step)
                     with ignoring_errors("no MERGE.txt"):
-                        write_hint(path.parent)
+                        write_hint(path)
 
 
 class _Saves:

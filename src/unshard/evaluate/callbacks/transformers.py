@@ -51,7 +51,7 @@ class UnshardEvalCallback(TrainerCallback):
         self.config = EvalConfig.of(config)
         self.submitter: Submitter | None = None
         self._sinks = tuple(sinks)
-        self._has_warned = False
+        self._has_looked = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -92,15 +92,15 @@ class UnshardEvalCallback(TrainerCallback):
             run = Path(args.output_dir or ".")
             checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             with ignoring_errors("what is evaluated may lack its config"):
-                if companions_in(checkpoint).config is None:
+                if not self._has_looked and companions_in(checkpoint).config is None:
                     write_companions(run, model, processing_class)
                 found = {*companions_in(checkpoint).files, *companions_in(run).files}
-                if not found - {_GENERATION} and not self._has_warned:
-                    self._has_warned = True
+                if not found - {_GENERATION} and not self._has_looked:
                     log.warning("no tokenizer in %s: give the Trainer one (processing_class)", run)
+            self._has_looked = True
             self.submitter.submit(checkpoint, state.global_step)
             with ignoring_errors("no MERGE.txt"):
-                write_hint(run)
+                write_hint(checkpoint)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
