@@ -99,7 +99,7 @@ def test_every_checkpoint_is_evaluated_although_only_one_is_kept(tmp_path: Path)
     lines = (tmp_path / "run" / "_unshard" / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {2, 4, 6}
     assert list_pins(tmp_path / "run") == []
-    assert "unshard merge ." in (tmp_path / "run" / "MERGE.txt").read_text()
+    assert "unshard merge STEP" in (tmp_path / "run" / "MERGE.txt").read_text()
 
 
 def test_results_reach_the_trackers_that_the_trainer_reports_to(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -27,7 +28,7 @@ from ranks import contents, snapshot
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 from trainer_child import plain_arguments
 from unshard.api.following.followed import Followed
-from unshard.integrations.transformers import UnshardCallback
+from unshard.integrations.transformers import UnshardCallback, write_companions
 from unshard.write.dirfd import closing, try_lock
 from waiting import LIMIT_S, wait_until
 
@@ -123,8 +124,8 @@ def test_what_is_written_at_the_beginning_is_what_the_trainer_saves(tmp_path: Pa
 def test_of_an_adapter_it_is_its_own_config_and_the_one_of_the_base(tmp_path: Path) -> None:
     train(tmp_path / "run", UnshardCallback(), model=with_adapter(tiny_model()))
     found = own_files(tmp_path / "run")
-    files = {CONFIG, "generation_config.json", "adapter_config.json", "README.md", "MERGE.txt"}
-    assert found.keys() <= files  # no tokenizer was given
+    files = {CONFIG, "generation_config.json", "adapter_config.json"}
+    assert found.keys() == files  # no tokenizer was given
     assert json.loads(found["adapter_config.json"])["peft_type"] == "LORA"
     assert json.loads(found[CONFIG])["architectures"] == ["Qwen2ForCausalLM"]
     assert not (tmp_path / "run" / "checkpoint-1" / CONFIG).exists()
@@ -149,6 +150,8 @@ def test_a_config_of_another_model_is_told_and_a_tokenizer_is_written(
     own.save_pretrained(run)
     train(run, UnshardCallback(), save_strategy="no")
     assert told(caplog) == []  # the same model
+    write_companions(run, torch.nn.Linear(1, 1), None)
+    assert told(caplog) == []  # one that has no config
 
 
 def test_no_file_is_replaced_and_nothing_changes_when_training_resumes(tmp_path: Path) -> None:

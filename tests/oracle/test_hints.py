@@ -27,6 +27,7 @@ from oracle.writers.workers import WorkerPool
 from ranks import save_ranks
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 from unshard.api.hinting import hint, write_hint
+from verl_runs import needs_verl, saved_by_verl
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -45,7 +46,6 @@ unshard() {
 }
 """
 TESTS = Path(__file__).parents[1]
-VERL = os.environ.get("UNSHARD_VERL_PYTHON", "")
 Train = Callable[[WorkerPool, Path], None]
 LABELS = {"merge", "verify", "follow", "evaluate"}
 
@@ -210,20 +210,11 @@ def test_every_line_works(
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(not VERL, reason="UNSHARD_VERL_PYTHON names no interpreter with verl 0.9.1")
+@needs_verl
 @pytest.mark.parametrize("kind", ["model", "lora"])
 def test_every_line_works_for_what_verl_saved(server: Live, kind: str) -> None:
     run = server.root / f"verl's {kind}" / "run"
-    run.mkdir(parents=True)
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    child = subprocess.run(
-        [VERL, str(TESTS / "verl_child.py"), str(run), kind],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not child.returncode, child.stderr[-4000:]
+    saved_by_verl(run, kind)
     done = unshard("hint", run)
     assert ("--lora adapter" in done.stdout) is (kind == "lora"), done.stderr
     paste(filled_in(done.stdout, run, ""), run.parent, server)

@@ -25,11 +25,11 @@ from oracle.writers.trainer import trainer_runs
 from oracle.writers.workers import WorkerPool
 from tiny_models import tiny_model, tiny_tokenizer
 from trainers import plant
+from verl_runs import needs_verl, saved_by_verl
 from waiting import LIMIT_S
 
 TESTS = Path(__file__).parents[1]
 PAGES = TESTS.parent / "docs" / "integrations"
-VERL = os.environ.get("UNSHARD_VERL_PYTHON", "")
 BASES = r"Qwen/Qwen3-8B|meta-llama/Llama-3\.1-8B"
 MOST_LINES = 15
 
@@ -224,19 +224,10 @@ def test_torchtitan(worker_pool: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(not VERL, reason="UNSHARD_VERL_PYTHON names no interpreter with verl 0.9.1")
+@needs_verl
 def test_verl(tmp_path: Path) -> None:
     run = tmp_path / "trained" / "checkpoints" / "my-run"
-    run.mkdir(parents=True)
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    child = subprocess.run(
-        [VERL, str(TESTS / "verl_child.py"), str(run), "model"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not child.returncode, child.stderr[-4000:]
+    saved_by_verl(run, "model")
     truth = torch.load(truth_file(run))
     run_beside("verl", tmp_path, tmp_path / "trained", step=2)
     assert_model(tmp_path / "models" / "my-run" / "global_step_2", truth, torch.bfloat16)

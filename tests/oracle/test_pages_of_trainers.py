@@ -6,11 +6,9 @@ else of a line is changed.
 """
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,10 +26,10 @@ from oracle.writers.samples import Samples
 from oracle.writers.saving import equal_bits, logits_file, truth_file
 from oracle.writers.workers import WorkerPool
 from tiny_models import logits, tiny_model, tiny_tokenizer, with_adapter
+from verl_runs import needs_verl, saved_by_verl
 
 TESTS = Path(__file__).parents[1]
 PAGES = TESTS.parent / "docs" / "trainers"
-VERL = os.environ.get("UNSHARD_VERL_PYTHON", "")
 
 pytestmark = [
     pytest.mark.xdist_group("torch processes"),
@@ -271,20 +269,11 @@ def test_the_line_makes_the_live_model(worker_pool: WorkerPool, tmp_path: Path, 
 
 
 @pytest.mark.ray
-@pytest.mark.skipif(not VERL, reason="UNSHARD_VERL_PYTHON names no interpreter with verl 0.9.1")
+@needs_verl
 @pytest.mark.parametrize("kind", OF_VERL)
 def test_the_line_makes_the_live_model_of_verl(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "trained" / "run"
-    run.mkdir(parents=True)
-    paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    child = subprocess.run(
-        [VERL, str(TESTS / "verl_child.py"), str(run), kind],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not child.returncode, child.stderr[-4000:]
+    saved_by_verl(run, kind)
     case = OF_VERL[kind]
     output = run_line(case, run, tmp_path)
     assert_live(case, output, run)

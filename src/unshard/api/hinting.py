@@ -58,7 +58,7 @@ def hint(checkpoint: str | Path) -> list[HintLine]:
     place = given_path(checkpoint, "the checkpoint").resolve()
     source = read_checkpoint(place, MergeOptions())
     at = source.location.path if place in source.location.path.parents else place
-    return list(_lines(source, at, at, str))
+    return list(_lines(source, at, str))
 
 
 def as_text(lines: Iterable[HintLine]) -> str:
@@ -68,9 +68,10 @@ def as_text(lines: Iterable[HintLine]) -> str:
 
 
 def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
-    """Write `MERGE.txt` next to what was just saved: once per process, and not into a store.
+    """Write `MERGE.txt` next to a checkpoint that was just saved, once per process.
 
-    A file that is not ours, or has these lines, stays. Of what is not complete, nothing is written.
+    Nothing is written into a store, for a checkpoint that is not complete, or over another file of
+    this name. A file that has these lines already is not touched.
 
     Raises:
         UnshardError: the checkpoint cannot be read.
@@ -92,7 +93,7 @@ def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
         parts = Path(os.path.relpath(path, top)).parts
         return str(Path(*(re.sub(rf"^{re.escape(name)}\b", "STEP", part) for part in parts)))
 
-    text, before = as_text(_lines(source, location.path, location.path, write)), _OURS
+    text, before = as_text(_lines(source, location.path, write)), _OURS
     if os.path.lexists(file):
         before = read_whole(file).decode(errors="replace")
     if location.step is not None and before.startswith(_OURS) and not before.endswith(text):
@@ -101,17 +102,15 @@ def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
         write_whole(file, f"{head}\n\n{text}".encode())
 
 
-def _lines(
-    source: Checkpoint, at: Path, step: Path, write: Callable[[Path], str]
-) -> Iterator[HintLine]:
-    """Yield the lines for a path, a run or `step` in it; `write` returns how a path is given."""
+def _lines(source: Checkpoint, at: Path, write: Callable[[Path], str]) -> Iterator[HintLine]:
+    """Yield the lines for a step, or a path inside one; `write` returns how a path is given."""
     location, given = source.location, [write(at)]
-    output, is_step = location.default_output, step == location.path
+    output, is_step = location.default_output, at == location.path
     fuse = {"lora": "fuse"} if adapter_beside(source) else {}
     call = Call("unshard merge", given, fuse)
     main, added = _merge("merge", call, at, f"into {write(output)}", None if fuse else source)
     yield main
-    sets = next(find(step, Choice(role=EVERY_ROLE))) if is_step else location
+    sets = next(find(at, Choice(role=EVERY_ROLE))) if is_step else location
     others = {one.role: one for one in sets.others if one.role not in (None, location.role)}
     for role in others:
         call = Call("unshard merge", given, {"role": role})
@@ -120,16 +119,16 @@ def _lines(
         call = Call("unshard merge", given, {"weights": "ema"})
         yield _line("merge the EMA weights", call, added, f"into {write(output)}-ema")
     if lora_names(source.catalog.tensors):
-        names = [write(step), write(output.with_name(f"{output.name}-adapter"))]
+        names = [*given, write(output.with_name(f"{output.name}-adapter"))]
         alpha = [one for one in added if one.option == "lora-alpha"]
         yield _line("LoRA", Call("unshard merge", names, {"lora": "adapter"}), alpha, "for PEFT")
     if main.command:
         base = [one for one in added if one.option == "base"]
-        call = Call("unshard verify", [write(output)], {"against": write(step)})
+        call = Call("unshard verify", [write(output)], {"against": write(at)})
         yield _line("verify", call, base, "compare every tensor of the merged model")
     if main.command and is_step:
         yield from _lines_while_it_trains(location, added, fuse, write)
-    yield from _reshards(source, step, (location, *others.values()), write)
+    yield from _reshards(source, at, (location, *others.values()), write)
 
 
 def _lines_while_it_trains(
@@ -146,7 +145,7 @@ def _lines_while_it_trains(
 
 
 def _reshards(
-    source: Checkpoint, step: Path, sets: Sequence[Location], write: Callable[[Path], str]
+    source: Checkpoint, at: Path, sets: Sequence[Location], write: Callable[[Path], str]
 ) -> Iterator[HintLine]:
     """Yield a line for each set that other ranks do not load as it is; torch's DCP they do."""
     kind, form, run = format_of(source), source.location.format, run_of(source.location)
@@ -157,7 +156,7 @@ def _reshards(
     folder = Path() if isinstance(run, RemotePath) else run.parent  # it writes to a disk
     for one in sets:
         inner = one.weights_dir.relative_to(one.step_dir) if kind is ReshardFormat.VERL else ""
-        paths = step, folder / f"{run.name}-resharded" / one.step_dir.name / inner
+        paths = at, folder / f"{run.name}-resharded" / one.step_dir.name / inner
         options = {"world-size": "N", **to} | ({} if one is sets[0] else {"role": one.role})
         call = Call("unshard reshard", [*map(write, paths)], options)
         yield _line("resume elsewhere", call, (), "for another number of ranks, or trainer")

@@ -178,7 +178,9 @@ def write_companions(run: Path, model: Any, processing_class: Any) -> None:
     _write(run, adapters[0] if len(adapters) == 1 else None)
     if there.config is None:
         _write(run, config)
-    elif keys := _differing(json_object(run / "config.json"), json.loads(config.to_json_string())):
+        return
+    own = {} if config is None else json.loads(config.to_json_string())
+    if keys := _differing(json_object(run / "config.json"), own):
         log.warning(
             "%s/config.json is not that of the model that is trained: %s. Merges would use it: "
             "remove it, and the next training writes its own",

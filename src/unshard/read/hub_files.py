@@ -26,9 +26,13 @@ _SHARDING_INFO = "DCP_SHARDING_INFO"
 _DIGITS = re.compile(r"([0-9]+)")
 
 
-def weight_map(path: Path) -> dict[str, str]:
-    """Return what an index says: tensor name -> file name. A CorruptError if it is malformed."""
-    fields = JsonFields(path, json_object(path)).inside("weight_map").fields
+def weight_map(path: Path, index: Mapping[str, object] | None = None) -> dict[str, str]:
+    """Return what an index says: tensor name -> file name. A CorruptError if it is malformed.
+
+    `index` is its JSON object, where that was read before.
+    """
+    whole = json_object(path) if index is None else index
+    fields = JsonFields(path, whole).inside("weight_map").fields
     if not fields:
         raise CorruptError(f"{path}: has no weight_map, which maps tensors to files")
     return file_names(str(path), fields)

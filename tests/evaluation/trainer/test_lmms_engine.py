@@ -139,7 +139,7 @@ def test_the_first_save_leaves_the_lines_to_merge_it(tmp_path: Path, server: Stu
     save_ranks(place / "pytorch_model_fsdp_0", some_tensors(), 2)
     backend.submit_eval(str(place), 10)
     backend.close()
-    assert "unshard merge . --base MODEL" in (tmp_path / "run" / "MERGE.txt").read_text()
+    assert "unshard merge STEP --base MODEL" in (tmp_path / "run" / "MERGE.txt").read_text()
 
 
 def test_no_result_is_lost_at_the_end_and_all_come_with_their_steps(

@@ -108,8 +108,9 @@ def _set_of(file: Path) -> WholeSet:
 
 
 def _by_index(index: Path) -> WholeSet:
-    files = weight_map(index)
-    metadata = JsonFields(index, json_object(index)).inside("metadata").fields
+    whole = json_object(index)
+    files = weight_map(index, whole)
+    metadata = JsonFields(index, whole).inside("metadata").fields
     if "delta_encoding" in metadata:  # slime, miles; read by SGLang's `pull_weights`
         base = metadata.get("base_version")
         raise NotMergeableError(
