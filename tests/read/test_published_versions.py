@@ -26,6 +26,10 @@ def put(root: Path, folders: dict[str, list[str]]) -> None:
             (root / name / file).write_bytes(b"x")
 
 
+def source(output: Path) -> object:
+    return json.loads((output / "unshard.json").read_text())["source"]["name"]
+
+
 def names(path: Path) -> list[str]:
     return [at.step_dir.name for at in discover(path, Choice())]
 
@@ -131,6 +135,31 @@ def test_a_version_that_is_whole_counts_until_there_are_rank_files_of_a_later_on
     assert names(tmp_path) == ["weight_v000012"]
     (found,) = discover(tmp_path, Choice(step=12))
     assert found.step_dir.name == "weight_v000012"
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+@pytest.mark.parametrize("lacks", [RANK_FILES[1], "pytorch_model_fsdp_0"])
+def test_a_version_that_is_whole_counts_where_its_rank_files_are_not_complete(
+    tmp_path: Path, lacks: str
+) -> None:
+    root, broken = tmp_path / "policy-sync", "weight_v000012-fsdp"
+    for step in (11, 12):
+        version = root / f"weight_v{step:06d}"
+        save(version.with_name(f"{version.name}-fsdp"), step)
+        unshard.merge(version.with_name(f"{version.name}-fsdp"), version, config="none")
+        (version / "unshard.json").unlink()  # as lmms-engine's own merger
+    shutil.move(root / broken / lacks, tmp_path / "elsewhere")
+    for wanted in (None, 12):
+        report = unshard.merge(root, tmp_path / "out", step=wanted, overwrite=True, config="none")
+        assert (report.step, source(tmp_path / "out")) == (12, "weight_v000012")
+        assert [one for one in report.warnings if "passed over" in one and broken in one]
+    report = unshard.average(root, tmp_path / "average", config="none")
+    sources = json.loads((tmp_path / "average" / "unshard.json").read_text())["average_of"]
+    assert [one["name"] for one in sources] == ["weight_v000011-fsdp", "weight_v000012"]
+    followed = unshard.follow(root, tmp_path / "all", until=12, interval=0.01, config="none")
+    assert [one.step for one in followed] == [11, 12]
+    shutil.move(root / "weight_v000012", root / "weight_v000013")  # a version without rank files
+    assert names(root)[0] == "weight_v000013"
 
 
 def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:

@@ -32,9 +32,7 @@ _STEPS = tuple(
         r"(\d{1,10})",  # lerobot, lingua, DINOv3; more digits are a time
     )
 )
-# Families of lmms-engine's policy syncs: rank files, merged into `weight_v#`; and before, where
-# those of `checkpoint-N` in the same run are meant.
-_SHARDS, _SYNC = "weight_v#-fsdp", "policy-sync-#"
+_SYNC = "policy-sync-#"  # lmms-engine's, before; `checkpoint-N` in the same run is meant instead
 _LOOSE = re.compile(r"(?P<word>[A-Za-z][A-Za-z_-]*?)[-_](?P<step>\d+)")
 _UNFINISHED = re.compile(
     r"(?:\.(?!lmms_weight_sync_ready)|te?mp[-_.]|old[-_]).*|.*\.(?:tmp|incomplete)"
@@ -128,14 +126,9 @@ def is_sure(name: str) -> bool:
 
 
 def without_converted(folders: Iterable[Path]) -> list[Path]:
-    """Return folders but for those made of others: universal ones, and versions for an engine."""
+    """Return folders but for the universal ones that were made of others."""
     every = list(folders)
     made = {one.with_name(one.name + UNIVERSAL) for one in every}
-    made |= {
-        one.with_name(one.name.removesuffix("-fsdp"))
-        for one in every
-        if family(one.name) == _SHARDS
-    }
     return [one for one in every if one not in made]
 
 

@@ -7,6 +7,7 @@ It follows no links: they lead to what is found anyway (`last`), or to what belo
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -56,6 +57,7 @@ ENTRIES = 10_000
 
 _TRAINER = "trainer"  # where prime-rl has the model; files of this name are training state
 _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
+_RANK_FILE = "model_world_size_"
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
 _FOLDERS = ("model", "model_and_optim", "sharded")
 _EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
@@ -150,6 +152,7 @@ def steps_in(tree: Tree, run: Path) -> list[tuple[int, Path]]:
     weights are its steps, and those of the same name that may not be read.
     """
     folders = without_converted(path for path in tree.inside(run).values() if tree.is_dir(path))
+    folders = [one for one in folders if not _is_merged(tree, one)]
     found = [(step, one) for one in folders if (step := step_of(one.name)) is not None]
     if not found and step_of_parents(run, sharded=False) is None:  # else a step's own parts
         loose = [(step, one) for one in folders if (step := loose_step_of(one.name)) is not None]
@@ -161,6 +164,18 @@ def steps_in(tree: Tree, run: Path) -> list[tuple[int, Path]]:
             if held[one] or (held[one] is None and family(one.name) in names)
         ]
     return sorted(found, key=lambda one: (one[0], version_of(one[1].name), one[1]), reverse=True)
+
+
+def _is_merged(tree: Tree, folder: Path) -> bool:
+    """Return whether lmms-engine merged a folder from rank files that are all there, too."""
+    shards = tree.inside(folder.parent).get(f"{folder.name}-fsdp")
+    if shards is None or step_of(shards.name) is None:
+        return False
+    with suppress(OSError):  # closed: the error is that of the rank files
+        names = {one for one in tree.inside(shards / _MODEL_DIR) if one.startswith(_RANK_FILE)}
+        world = len(names)
+        return bool(names) and names == {f"{_RANK_FILE}{world}_rank_{n}.pt" for n in range(world)}
+    return False
 
 
 def _holds_shards(tree: Tree, folder: Path) -> bool | None:
