@@ -8,6 +8,7 @@ import pytest
 
 import unshard
 from ranks import save_ranks, some_tensors
+from unshard.api.following.finder import CheckpointFinder
 from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError
 from unshard.merger import FSDP2Merger
 from unshard.read.finding.discover import all_steps, discover, step_folders
@@ -160,6 +161,22 @@ def test_a_version_that_is_whole_counts_where_its_rank_files_are_not_complete(
     assert [one.step for one in followed] == [11, 12]
     shutil.move(root / "weight_v000012", root / "weight_v000013")  # a version without rank files
     assert names(root)[0] == "weight_v000013"
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+def test_a_version_is_followed_once_although_its_rank_files_are_removed(tmp_path: Path) -> None:
+    shards, version = tmp_path / "weight_v000011-fsdp", tmp_path / "weight_v000011"
+    save(shards, 11)
+    finder = CheckpointFinder(tmp_path)
+    assert [at.path for _ in range(2) for at in finder.look()] == [shards]
+    unshard.merge(shards, version, config="none")
+    (version / "unshard.json").unlink()  # as lmms-engine's own merger
+    (shards / RANK_FILES[0]).unlink()
+    assert not [at for _ in range(3) for at in finder.look()]
+    shutil.rmtree(shards)
+    assert not [at for _ in range(3) for at in finder.look()]
+    save(shards, 12)  # by a trainer that goes back
+    assert [at.path for _ in range(2) for at in finder.look()] == [shards]
 
 
 def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:

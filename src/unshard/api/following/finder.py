@@ -113,7 +113,9 @@ class CheckpointFinder:
             return []
         found = []
         for location in steps:
-            if location.path in self._seen:
+            path = location.path
+            merged_from = path.with_name(f"{path.name}-fsdp")  # by lmms-engine; removed since
+            if path in self._seen or merged_from in self._former:
                 continue
             stamps = _stamps_now(location)  # of what `_is_ready` then finds unchanged
             if self._is_ready(location) and self._is_new(location, stamps):
