@@ -7,6 +7,7 @@
     ├── CheckpointError              3   something is wrong with the checkpoint
     │   ├── UnknownFormatError           nothing here that unshard can read
     │   ├── IncompleteError              files or ranks are missing, empty or truncated
+    │   │   └── DeltaError                   it has only what changed since another version
     │   ├── CorruptError                 a file contradicts its own format, or its neighbours
     │   │   └── ChangedError                 a file was replaced or written to while it was read
     │   ├── UnsafeError                  a pickle refers to code that runs commands
@@ -139,6 +140,10 @@ class UnknownFormatError(CheckpointError):
 
 class IncompleteError(CheckpointError):
     """Files or ranks are missing, empty or truncated."""
+
+
+class DeltaError(IncompleteError):
+    """A version has only what changed since another one: RL trainers publish such deltas."""
 
 
 class CorruptError(CheckpointError):

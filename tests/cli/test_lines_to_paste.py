@@ -87,6 +87,13 @@ def base_that_differs(top: Path) -> list[str]:
     return ["merge", str(floats(top / "run")), str(top / "out"), "--base", str(top / "base")]
 
 
+def newest_is_a_delta(top: Path) -> list[str]:
+    model(top / "run" / "weight_v000011", some_tensors(), model_type="llama")
+    (top / "run" / "weight_v000012").mkdir()
+    (top / "run" / "weight_v000012" / "delta_manifest.json").write_text('{"base_version": 11}')
+    return ["merge", str(top / "run"), str(top / "out")]
+
+
 def bare(place: Path) -> Path:
     save_ranks(place, some_tensors(), 2)
     return place
@@ -324,6 +331,7 @@ ROWS = [
         ],
     ),
     Row("if you want the ", lambda top: roles(top, "critic")),
+    Row("to merge the newest that is whole: ⟦+--step ", newest_is_a_delta),
     Row("choose with ⟦+--role ", lambda top: roles(top, "ref", "reward")),
     Row("fuse the adapter: ⟦+--lora fuse⟧", biased),
     Row("the same merge with ⟦+--resume⟧ goes on", merging(floats, "--resume"), failing_at_last),

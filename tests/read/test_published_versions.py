@@ -9,7 +9,7 @@ import pytest
 import unshard
 from ranks import save_ranks, some_tensors
 from unshard.api.following.finder import CheckpointFinder
-from unshard.errors import IncompleteError, NotMergeableError, UnknownFormatError
+from unshard.errors import IncompleteError
 from unshard.merger import FSDP2Merger
 from unshard.read.finding.discover import all_steps, discover, step_folders
 from unshard.read.format import Choice
@@ -179,22 +179,52 @@ def test_a_version_is_followed_once_although_its_rank_files_are_removed(tmp_path
     assert [at.path for _ in range(2) for at in finder.look()] == [shards]
 
 
-def test_a_delta_is_not_taken_for_a_model(tmp_path: Path) -> None:
-    """The form that SGLang's `pull_weights` reads."""
-    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": ["delta.safetensors"]})
-    metadata = {"delta_encoding": "xor", "version": "000007", "base_version": "000006"}
-    index = {"metadata": metadata, "weight_map": {"norm.weight": "delta.safetensors"}}
-    (tmp_path / "weight_v000007/model.safetensors.index.json").write_text(json.dumps(index))
-    for path in (tmp_path, tmp_path / "weight_v000007"):
-        with pytest.raises(NotMergeableError, match=r"weight_v000007: a delta.* version 000006"):
-            unshard.inspect(path)
+DELTA_FILES = ["delta_manifest.json", "files/a", ".lmms_weight_sync_ready"]
 
 
-def test_a_delta_of_lmms_engine_is_not_passed_over(tmp_path: Path) -> None:
-    delta = ["delta_manifest.json", "files/a", ".lmms_weight_sync_ready"]
-    put(tmp_path, {"weight_v000006": WHOLE, "weight_v000007": delta})
-    for path in (tmp_path, tmp_path / "weight_v000007"):
-        with pytest.raises(UnknownFormatError, match="weight_v000007: no checkpoint") as refused:
+def put_delta(version: Path, *, by: str) -> None:
+    """Write a delta to version 11, as lmms-engine does, or in the form that SGLang reads."""
+    base = {"base_version": 11}
+    if by == "lmms-engine":
+        put(version.parent, {version.name: DELTA_FILES})
+        (version / "delta_manifest.json").write_text(json.dumps(base))
+    else:
+        put(version.parent, {version.name: ["delta.safetensors"]})
+        index = {"metadata": {"delta_encoding": "xor"} | base, "weight_map": {"a": "a.safetensors"}}
+        (version / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("by", ["lmms-engine", "slime"])
+def test_a_delta_is_not_taken_for_a_model(tmp_path: Path, by: str) -> None:
+    put_delta(tmp_path / "weight_v000012", by=by)
+    put(tmp_path / "older", {"weight_v000006": WHOLE})
+    for path in (tmp_path / "weight_v000012", *(tmp_path / "weight_v000012").glob("*.json")):
+        with pytest.raises(IncompleteError, match=r"weight_v000012: a delta.* version 11") as told:
             unshard.inspect(path)
-        assert "a delta of lmms-engine" in refused.value.found
-        assert "not finished" not in refused.value.found
+        assert "a version that is whole" in told.value.hint
+
+
+@pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+@pytest.mark.parametrize("by", ["lmms-engine", "slime"])
+def test_deltas_are_passed_over_only_where_other_versions_are_meant(
+    tmp_path: Path, by: str
+) -> None:
+    """Of a parent the newest is meant: an older one would be other weights, without being asked."""
+    root = tmp_path / "policy-sync"
+    for step in (10, 11, 14):
+        save(root / f"weight_v{step:06d}-fsdp", step)
+    for step in (12, 13, 15, 16):
+        put_delta(root / f"weight_v{step:06d}", by=by)
+    for merge in (FSDP2Merger().merge, unshard.merge):
+        with pytest.raises(IncompleteError, match=r"weight_v000016: a delta") as told:
+            merge(root, tmp_path / "out")
+        assert "14" in told.value.hint
+    assert unshard.merge(root, tmp_path / "out", step=14, config="none").step == 14
+    report = unshard.average(root, tmp_path / "average", config="none")
+    sources = json.loads((tmp_path / "average" / "unshard.json").read_text())["average_of"]
+    assert [one["name"] for one in sources] == [f"weight_v0000{at}-fsdp" for at in (10, 11, 14)]
+    assert [one for one in report.warnings if "weight_v000013: a delta" in one]
+    reports = unshard.merge_all(root, tmp_path / "all", config="none")
+    assert [one.step for one in reports] == [10, 11, 14]
+    followed = unshard.follow(root, tmp_path / "f", idle=0.1, interval=0.01, config="none")
+    assert [one.step for one in followed] == [10, 11, 14]

@@ -9,6 +9,7 @@ from unshard.containers.file_states import FileStates, noting
 from unshard.errors import (
     CheckpointError,
     CorruptError,
+    DeltaError,
     IncompleteError,
     NotMergeableError,
     UnknownFormatError,
@@ -114,11 +115,15 @@ def open_latest(
                 why = _why_incomplete(error)
                 if why is None:
                     raise
-                older = None if choice.pass_over else next(locations, None)
+                is_passed = choice.pass_over or isinstance(why, DeltaError)
+                older = None if is_passed else next(locations, None)
                 if older is not None:
                     raise _not_the_newest(location.step_dir, older, why.subject) from error
                 passed.append((location, why))
             else:
+                for delta in (one for _, one in passed if isinstance(one, DeltaError)):
+                    delta.hint = f"to merge the newest that is whole: ⟦+--step {location.step}⟧"
+                    raise delta
                 is_chosen = choice.step is not None or path.resolve() not in location.path.parents
                 noted = _with_notes(checkpoint, notes_of(location, is_chosen=is_chosen))
                 return passing_over(noted, location.empty, passed)

@@ -18,6 +18,7 @@ from unshard.read.finding.versions import Stamps, stamps_of
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import missing_rank, ranks_in
 from unshard.read.step_names import step_of
+from unshard.read.whole_files.names import DELTA
 from unshard.stores.remote_path import RemotePath
 
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
@@ -111,6 +112,8 @@ def _automodel(location: Location) -> str | None:
 def unfinished_lmms(location: Location) -> str | None:
     """Return which file is missing that lmms-engine writes after the weights."""
     folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
+    if (folder / DELTA).is_file():
+        return "it is a delta, not a model"
     worlds = ranks_in(folder)
     if worlds and loader.is_dir():
         loaders = ranks_in(loader) or {world: set() for world in worlds}

@@ -16,7 +16,6 @@ from unshard.read.tree import Tree
 from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
 
-DELTA = "delta_manifest.json"  # of a version with only what changed (lmms-engine)
 _LISTED = 12
 _SHOWN = 6
 _MOST_PATHS = 10_000
@@ -30,8 +29,6 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
     "latest step, without the step's directory",
     r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
     "tags (global_stepN), without a tag",
-    re.escape(DELTA): "a delta of lmms-engine, not a model: give a version that is whole, by its "
-    "directory, or the checkpoint that the engine has updated",
     r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
     "the path",
     r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",

@@ -18,7 +18,6 @@ from unshard.read.finding.candidates import (
     sets_within,
     steps_in,
 )
-from unshard.read.finding.near_misses import DELTA, nothing_found
 from unshard.read.format import EVERY_ROLE, Choice, Location, Role, role_in
 from unshard.read.step_names import count_steps, family, is_sure
 from unshard.read.tree import Tree
@@ -207,8 +206,6 @@ class Run(NamedTuple):
                 if nested := list(inner.steps()):
                     return nested
             found = found or sets_within(tree, step)
-            if not found and tree.is_file(step / DELTA):  # not a step that is still empty
-                raise nothing_found(tree, step, None)
             if not found and (closed := search(tree, step).closed):
                 raise closed[0]  # weights may be there: the step must not be passed over
             return [choose(tree, step, found, choice, start=self.place)] if found else []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
-from unshard.errors import CorruptError, IncompleteError, NotMergeableError
+from unshard.errors import CorruptError, DeltaError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
@@ -22,6 +22,8 @@ _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
 _KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 _ACCELERATE = "pytorch_model_fsdp.bin"
+DELTA = "delta_manifest.json"
+"""Lists the files of a version with only what changed (lmms-engine)."""
 _ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 _SINGLE = frozenset({*(f"{stem}.{suffix}" for stem, suffix in _KINDS), _ACCELERATE})
 
@@ -48,18 +50,20 @@ def is_whole_file(name: str) -> bool:
 
 def is_part_of_set(name: str) -> bool:
     """Return whether a file's name is that of one of several, or of their index."""
-    return bool(_numbered_name(name) or _INDEX.fullmatch(name))
+    return name == DELTA or bool(_numbered_name(name) or _INDEX.fullmatch(name))
 
 
 def choose_files(location: Location) -> WholeSet:
     """Return the files that make the model.
 
     Raises:
-        IncompleteError: files of the set are not there.
-        NotMergeableError: several sets, and nothing says which is meant; or a delta.
+        IncompleteError: files of the set are not there; or a DeltaError.
+        NotMergeableError: several sets, and nothing says which is meant.
         CorruptError: the index is malformed.
     """
     directory, file = location.weights_dir, location.file
+    if (manifest := directory / DELTA).is_file():
+        raise _delta(directory, json_object(manifest))
     if file is not None:
         return _set_of(file) if is_part_of_set(file.name) else WholeSet((file,))
     for stem, suffix in _KINDS:
@@ -107,17 +111,19 @@ def _set_of(file: Path) -> WholeSet:
     return _by_number(file.parent, stem, suffix) or WholeSet((file,))
 
 
+def _delta(directory: Path, fields: Mapping[str, object]) -> DeltaError:
+    return DeltaError(
+        f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}",
+        hint="give a version that is whole, or the checkpoint that the engine has updated",
+    )
+
+
 def _by_index(index: Path) -> WholeSet:
     whole = json_object(index)
     files = weight_map(index, whole)
     metadata = JsonFields(index, whole).inside("metadata").fields
     if "delta_encoding" in metadata:  # slime, miles; read by SGLang's `pull_weights`
-        base = metadata.get("base_version")
-        raise NotMergeableError(
-            f"{index.parent}: a delta, not a model: it changes version {base}",
-            hint="give a version that is whole, by its directory, or the checkpoint that the "
-            "engine has updated",
-        )
+        raise _delta(index.parent, metadata)
     names = sorted(set(files.values()), key=natural_order)
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
