@@ -100,17 +100,26 @@ assert "lmms_engine.merger.fsdp2" not in sys.modules
     assert run(code) == "this version of lmms-engine has no merger\n"
 
 
-def test_the_launcher_trains_with_our_merger(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "module"),
+    [("", "unshard.merger.fsdp2"), ("sys.modules[MERGER] = None", "no merger")],
+)
+def test_the_launcher_trains_with_our_merger_or_without_any(
+    tmp_path: Path, before: str, module: str
+) -> None:
     pytest.importorskip("lmms_engine.eval.backends", reason="pip install --no-deps lmms_engine")
     launch = tmp_path / "launch"
     launch.mkdir()
     (launch / "__init__.py").touch()
     (launch / "cli.py").write_text(
-        "from lmms_engine.merger.fsdp2 import FSDP2Merger\nprint(FSDP2Merger.__module__)\n"
+        "try:\n    from lmms_engine.merger.fsdp2 import FSDP2Merger\n"
+        "except ImportError:\n    print('no merger')\nelse:\n    print(FSDP2Merger.__module__)\n"
     )
     code = f"""
-import lmms_engine, runpy
+import lmms_engine, runpy, sys
+MERGER = "lmms_engine.merger"
+{before}
 lmms_engine.__path__.insert(0, {str(tmp_path)!r})  # its own command needs a GPU's packages
 runpy.run_module("unshard.evaluate.lmms_engine", run_name="__main__", alter_sys=True)
 """
-    assert run(code) == "unshard.merger.fsdp2\n"
+    assert run(code) == f"{module}\n"
