@@ -18,18 +18,21 @@ import unshard.write.staging.stage
 from commits import (
     FRESH,
     IN_PLACE,
+    KEPT,
     OLD,
     REPLACED,
     Texts,
     age,
     alone,
     checkpoint,
+    merge_into,
     read,
     staged,
     survives,
     worlds,
     write,
 )
+from unshard.errors import OutputError
 from unshard.write.dirfd import status_of
 from unshard.write.staging.recovery import recover
 from unshard.write.staging.stage import Staging
@@ -224,3 +227,29 @@ def test_killed_at_any_step_an_edit_is_there_after_recovery(
         if alive:
             break
     assert seen >= {("old", False), ("old", True), ("new", True)}
+
+
+def test_what_another_merge_made_meanwhile_is_replaced_as_if_it_had_been_there(
+    tmp_path: Path,
+) -> None:
+    """A trainer is started again while a merge of the one before goes on."""
+    with Staging(tmp_path / "out", 100, overwrite=True) as stage:
+        write(stage.directory, FRESH, is_placed=False)
+        merge_into(tmp_path / "out", texts={name: OLD[name] for name in OLD if name not in KEPT})
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+        stage.commit()
+    assert read(tmp_path / "out") == FRESH | {"notes.txt": "mine"}
+    assert staged(tmp_path) == []
+
+
+def test_weights_of_others_that_appear_meanwhile_are_not_replaced(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OutputError, match=r"model\.safetensors"),
+        Staging(tmp_path / "out", 100, overwrite=True) as stage,
+    ):
+        write(stage.directory, FRESH, is_placed=False)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "model.safetensors").write_text("theirs")
+        stage.commit()
+    assert read(tmp_path / "out") == {"model.safetensors": "theirs"}
+    assert staged(tmp_path) == []

@@ -49,10 +49,9 @@ from unshard.write.staging.owners import (
     staging_name,
 )
 from unshard.write.staging.recovery import adopt, recover, remove_empty, remove_staging
-from unshard.write.staging.targets import check_space, choose_mode, is_inside
+from unshard.write.staging.targets import allocated, check_space, choose_mode, is_inside
 from unshard.write.staging.turns import lock_directory, turn
 
-_BLOCK = 512  # of `st_blocks`
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -243,8 +242,13 @@ class Staging:
     def _take_place(self, replaced: Collection[str]) -> list[str]:
         place = self._staging
         if self._mode is Mode.NEW:
-            take_new(place, self._target)
-            return _durable(place.parent, self._target)
+            try:
+                take_new(place, self._target)
+                return _durable(place.parent, self._target)
+            except OutputError:
+                if not self._overwrite:
+                    raise
+                self._mode = self.check()  # it may be replaced as if it had been there before
         journal = begin(
             place,
             self._target,
@@ -285,7 +289,7 @@ class Staging:
         with uninterrupted():
             if self._resume:
                 self._adopt()
-        here = _allocated(self._staging.path) if self._is_adopted else 0
+        here = allocated(self._staging.path) if self._is_adopted else 0
         check_space(self._target.parent, self._needed - here)
         with uninterrupted():
             if not self._is_adopted:
@@ -365,16 +369,6 @@ def say_what_is_left(error: BaseException | None, left: Path) -> None:
         error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)
     elif isinstance(error, UnshardError):
         error.hint = error.hint + "; " + text if error.hint else text
-
-
-def _allocated(directory: Path) -> int:
-    """Return the bytes of disk that the files in a directory take; what is gone takes none."""
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += Path(folder, name).lstat().st_blocks * _BLOCK
-    return total
 
 
 def unwritable(target: Path, error: OSError, left: Path | None = None) -> OutputError:

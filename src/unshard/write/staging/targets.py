@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
@@ -116,6 +117,16 @@ def refuse_sources(target: Path, files: Iterable[Path]) -> None:
             f"{target}: contains the weights that are merged ({lost[0]}); they would be lost",
             hint="give another output",
         )
+
+
+def allocated(directory: Path) -> int:
+    """Return the bytes of disk that the files in a directory take; what is gone takes none."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(folder, name).lstat().st_blocks * 512
+    return total
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
