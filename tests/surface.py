@@ -13,10 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import typer
-import typer.main
 from fastapi import FastAPI
 
+from command_tree import commands_of
 from unshard import errors
 from unshard.cli.main import app
 
@@ -99,7 +98,7 @@ def called(full: str, function: object) -> Iterator[str]:
 
 def of_commands() -> list[str]:
     """Return every command of `unshard` with its arguments and flags."""
-    return list(of_command("unshard", typer.main.get_command(app)))
+    return list(of_command("unshard", app))
 
 
 def of_command(name: str, command: typing.Any) -> Iterator[str]:
@@ -114,7 +113,7 @@ def of_command(name: str, command: typing.Any) -> Iterator[str]:
         variable = f" (or ${one.envvar})" if one.envvar else ""
         needed = " (required)" if one.required else ""
         yield f"{name} {shown}{variable}{needed}"
-    for inner, each in sorted(getattr(command, "commands", {}).items()):
+    for inner, each in sorted(commands_of(command).items()):
         yield from of_command(f"{name} {inner}", each)
 
 

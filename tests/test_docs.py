@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import unshard
+from command_tree import commands_of
 from unshard import errors, keywords
-from unshard.cli.examples import EXAMPLES
 from unshard.cli.main import app, main
+from unshard.cli.parser.examples import EXAMPLES
 from unshard.errors import how_to_install
 from unshard.read.beside import base_name
 
@@ -32,18 +32,18 @@ the same. Of `merge` and `average`, `-h` prints the options that are used most.
 
 def help_page() -> str:
     """Return the page: lists, whose lines a phone can break, not the columns of a terminal."""
-    group = typer.main.get_command(app)
+    group = app
     context = group.context_class(group, info_name="unshard", **group.context_settings)
     return "\n".join([PREFACE, *sections_of(context), EXIT_CODES])
 
 
 def sections_of(parent: Any) -> Iterator[str]:
     """Yield a section for each command of a group, and for those of a group in it."""
-    for name, command in parent.command.commands.items():
+    for name, command in commands_of(parent.command).items():
         context = command.context_class(command, info_name=name, parent=parent)
         usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
         parts = [f"## {context.command_path}", cleandoc(command.help), f"Usage: `{usage}`"]
-        inner = getattr(command, "commands", {})
+        inner = commands_of(command)
         if inner:
             rows = [(one, each.help.partition("\n")[0]) for one, each in inner.items()]
             lists = {"Commands": rows}

@@ -16,11 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
-import typer
 
 import unshard
+from command_tree import commands_of
 from ranks import rank_path, save_ranks, some_tensors
 from unshard import CheckpointError, ConversionError, MergeOptions, UnshardError
 from unshard.cli.main import app
@@ -141,9 +142,9 @@ def part(node: ast.expr) -> str:
 @cache
 def options_of(*path: str) -> set[str]:
     """Return the options of a command of ours, as its parser has them."""
-    command = typer.main.get_command(app)
+    command: Any = app
     for name in path:
-        command = command.commands[name]  # type: ignore[attr-defined]  # of a group
+        command = commands_of(command)[name]
     named = [[*parameter.opts, *parameter.secondary_opts] for parameter in command.params]
     return {option for options in named for option in options}
 
@@ -197,8 +198,8 @@ def test_all_options_of_a_merge_are_known_and_are_flags_or_not_as_its_parser_say
     assert {name.replace("_", "-") for name in given} <= MERGE_OPTIONS.keys()
 
 
-def _merge_parameters() -> list[typer.core.TyperOption]:
-    command = typer.main.get_command(app).commands["merge"]  # type: ignore[attr-defined]
+def _merge_parameters() -> list[click.Option]:
+    command = commands_of(app)["merge"]
     return [one for one in command.params if one.opts[0].startswith("--")]
 
 
@@ -235,7 +236,9 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
     }
     known = {*MERGE_OPTIONS, *OTHER_OPTIONS, "missing"}  # an option that is not a literal
     for place, text in texts().items():
-        if place.startswith("cli/examples"):  # of all commands, each with its own parser in a test
+        if place.startswith(
+            "cli/parser/examples"
+        ):  # of all commands, each with its own parser in a test
             continue
         also = set[str]().union(*(options for part, options in own.items() if part in place))
         strangers = unmarked(text) - known
@@ -251,9 +254,9 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
     "name", ["merge", "inspect", "verify", "average", "submit", "watch", "export", "serve"]
 )
 def test_a_command_of_ours_names_options_that_it_has(name: str) -> None:
-    group = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    group = commands_of(app)
     path = [name] if name in group else ["eval", name]
-    command = group[name] if name in group else group["eval"].commands[name]
+    command = group[name] if name in group else commands_of(group["eval"])[name]
     front = front_of(inspect.unwrap(command.callback), {})
     for place, text in texts().items():
         check(front, text, options_of(*path), place)

@@ -50,8 +50,8 @@ def test_a_quiet_upload_shows_no_progress_bars(
         shown.append(bars)
         return "https://example.org"
 
-    monkeypatch.setattr("unshard.api.making.push", push)
-    monkeypatch.setattr("unshard.api.merging.check_repo", lambda *_, **__: None)
+    monkeypatch.setattr("unshard.write.hub.push", push)
+    monkeypatch.setattr("unshard.write.hub.check_repo", lambda *_, **__: None)
     monkeypatch.setattr("unshard.api.making.is_terminal", lambda: True)
     for name, *flags in (("loud",), ("quiet", "--quiet")):
         with pytest.raises(SystemExit) as ended:
@@ -316,6 +316,32 @@ def test_the_last_checkpoint_of_an_average_is_not_taken_for_its_output(
         assert "the output is missing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown_and_installed(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    monkeypatch.setenv("SHELL", f"/bin/{shell}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_here("--show-completion") == 0
+    shown = capsys.readouterr().out
+    assert run_here("--install-completion") == 0
+    (script,) = (one for one in tmp_path.rglob("*unshard*") if one.is_file())
+    assert f"{script} completes unshard" in capsys.readouterr().out
+    assert script.read_text().strip() == shown.strip()
+    if shell == "bash":
+        asked = "COMP_WORDS=(unshard ver); COMP_CWORD=1; _unshard_completion unshard"
+        ours = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        command = ["bash", "-c", f". {script}; {asked}; echo ${{COMPREPLY[@]}}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=ours)
+        assert done.stdout == "verify\n"
+
+
+def test_a_shell_without_completion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    with pytest.raises(SystemExit, match="no completion for the shell 'tcsh'"):
+        app(["--install-completion"], prog_name="unshard")
+
+
 @pytest.mark.parametrize(
     ("option", "values"),
     [("--dtype", ("keep", "bfloat16")), ("--lora", ("fuse", "both")), ("--verify", ("full",))],
@@ -331,12 +357,12 @@ def test_choices_are_shown_completed_and_named(
     refused = capsys.readouterr().err
     run_here("merge", "--help")
     shown = capsys.readouterr().out
-    monkeypatch.setenv("_UNSHARD_COMPLETE", "complete_bash")
+    monkeypatch.setenv("_UNSHARD_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", f"unshard merge CKPT {option} ")
     monkeypatch.setenv("COMP_CWORD", "4")
     with pytest.raises(SystemExit):
         app([], prog_name="unshard")
-    completed = capsys.readouterr().out.split()
+    completed = re.split(r"[,\n]", capsys.readouterr().out)
     for value in values:
         assert value in refused
         assert re.search(rf"{option} [\w|]*\b{value}\b", shown)

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from click.testing import CliRunner
 from torch.testing import assert_close as assert_tensors_close
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
+from command_tree import commands_of
 from ranks import assert_same, save_ranks
 from tiny_models import tiny_config, tiny_model
 from trainers import dcp_under
-from unshard.cli.examples import EXAMPLES
 from unshard.cli.main import app, main
+from unshard.cli.parser.examples import EXAMPLES
 from unshard.keywords import MOST_USED
 
 LINES = EXAMPLES.strip().splitlines()
@@ -28,14 +28,14 @@ LINES = EXAMPLES.strip().splitlines()
 
 def commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
     """Yield every command that is not a group, by the words that it is called with."""
-    inner = getattr(command, "commands", None)
-    if inner is None:
+    inner = commands_of(command)
+    if not inner:
         yield name, command
-    for word, one in (inner or {}).items():
+    for word, one in inner.items():
         yield from commands(f"{name} {word}".strip(), one)
 
 
-COMMANDS = dict(commands("", typer.main.get_command(app)))
+COMMANDS = dict(commands("", app))
 
 
 def shown(command: str, option: str = "--help") -> str:

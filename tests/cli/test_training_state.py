@@ -473,8 +473,8 @@ def test_it_is_not_pushed_to_the_hub(
         pushed.extend(names)
         return repo
 
-    monkeypatch.setattr("unshard.api.making.push", push)
-    monkeypatch.setattr("unshard.api.merging.check_repo", lambda _repo, **_how: None)
+    monkeypatch.setattr("unshard.write.hub.push", push)
+    monkeypatch.setattr("unshard.write.hub.check_repo", lambda _repo, **_how: None)
     report = unshard.merge(step, tmp_path / "out", push_to_hub="someone/model")
     assert pushed == ["model.safetensors", "config.json", "unshard.json"]
     assert report.companions == ("config.json", EXTRA_STATE, SCHEDULER)

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import typer
-
 from unshard import signals
 from unshard.cli.following import FOLLOWING, FollowKeywords, check_following, follow
 from unshard.cli.options import (
@@ -25,6 +23,7 @@ from unshard.cli.options import (
     taking,
     value,
 )
+from unshard.cli.parser.parameters import argument
 from unshard.cli.reports import (
     fields_of,
     print_comparison,
@@ -64,9 +63,9 @@ def merge(
     checkpoint: CheckpointArgument,
     output: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="OUTPUT",
-            help="Output directory, or the address of one in an object store; must not exist yet.  "
+        argument(
+            "OUTPUT",
+            "Output directory, or the address of one in an object store; must not exist yet.  "
             "[default: merged/<step> next to the checkpoint]",
         ),
     ] = None,
@@ -98,7 +97,7 @@ def merge(
     repo = _repo_without_output(options, what[1], several) if no_local else None
     with _working(quiet=quiet, front=front_of(merge, locals())) as listener:
         if given["follow"]:
-            raise typer.Exit(follow(*what, given, listener, as_json=as_json, quiet=quiet))
+            raise SystemExit(follow(*what, given, listener, as_json=as_json, quiet=quiet))
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(
@@ -114,7 +113,7 @@ def merge(
     print_steps(steps, as_json=as_json, quiet=quiet)
     for one in steps:
         if one.error is not None and one.has_failed:
-            raise typer.Exit(one.error.exit_code)
+            raise SystemExit(one.error.exit_code)
 
 
 def _repo_without_output(options: "MergeOptions", output: Path | None, several: str) -> str:
@@ -153,9 +152,9 @@ def _working(*, quiet: bool, front: Front) -> Iterator[Listener]:
 def average(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="Checkpoints to average, in this order, or one run, to average all its complete "
+        argument(
+            "CHECKPOINT",
+            "Checkpoints to average, in this order, or one run, to average all its complete "
             "steps. The last argument is the output directory, which must not exist yet, unless "
             "--output names it.",
         ),
@@ -236,9 +235,7 @@ def _parse_numbers(text: str | None) -> list[float] | None:
     config=value(str, "FILE", "config.json to convert with.  [default: the output's own]", _MERGED),
 )
 def verify(
-    output: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="A merged model: a directory, or one file.")
-    ],
+    output: Annotated[Path, argument("OUTPUT", "A merged model: a directory, or one file.")],
     against: Annotated[
         Path, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
     ],
@@ -274,15 +271,13 @@ def verify(
     if as_json or not quiet:
         print_comparison(found, as_json=as_json)
     if not found.equal:
-        raise typer.Exit(_DIFFERENT)
+        raise SystemExit(_DIFFERENT)
 
 
 @taking(PushKeywords)
 def push(
     checkpoint: CheckpointArgument,
-    repo: Annotated[
-        str, typer.Argument(metavar="REPO", help="NAME or OWNER/NAME; it is made if need be.")
-    ],
+    repo: Annotated[str, argument("REPO", "NAME or OWNER/NAME; it is made if need be.")],
     *,
     private: Annotated[
         bool, flag("--private", "Make the repository private if it is new.")
@@ -305,9 +300,9 @@ def reshard(
     checkpoint: CheckpointArgument,
     output: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUTPUT",
-            help="Directory to write, in place of the one with the weights; must not exist yet.",
+        argument(
+            "OUTPUT",
+            "Directory to write, in place of the one with the weights; must not exist yet.",
         ),
     ],
     world_size: Annotated[int, option("N", "Number of ranks to write for.", OUTPUT)],

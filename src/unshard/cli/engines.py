@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from unshard import signals
 from unshard.cli.options import CheckpointArgument, keywords_of, taking
@@ -60,7 +60,7 @@ _SGLANG = _Engine(
 
 
 @taking(EngineKeywords)
-def vllm(context: typer.Context, checkpoint: CheckpointArgument, **given: object) -> None:
+def vllm(context: click.Context, checkpoint: CheckpointArgument, **given: object) -> None:
     """Serve a checkpoint with this environment's vLLM, unmerged.
 
     All other options, after CHECKPOINT, are those of `vllm serve`.
@@ -73,7 +73,7 @@ def vllm(context: typer.Context, checkpoint: CheckpointArgument, **given: object
 
 
 @taking(EngineKeywords)
-def sglang(context: typer.Context, checkpoint: CheckpointArgument, **given: object) -> None:
+def sglang(context: click.Context, checkpoint: CheckpointArgument, **given: object) -> None:
     """Serve a checkpoint with this environment's SGLang, unmerged.
 
     All other options, after CHECKPOINT, are those of `python -m sglang.launch_server`.

@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from unshard import __version__
 from unshard.cli.options import Json
+from unshard.cli.parser.parameters import argument
 from unshard.showing import human_size
 
 _PACKAGES = (
-    *("numpy", "ml_dtypes", "safetensors", "huggingface_hub", "typer", "rich"),
+    *("numpy", "ml_dtypes", "safetensors", "huggingface_hub", "click", "rich"),
     *("torch", "transformers", "peft", "zstandard"),
 )
 
@@ -22,7 +21,7 @@ _PACKAGES = (
 def env(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="[DIR]", help="A directory whose file system is tested."),
+        argument("DIR", "A directory whose file system is tested."),
     ] = Path(),
     as_json: Json = False,
 ) -> None:

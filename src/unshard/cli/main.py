@@ -2,68 +2,141 @@
 
 import re
 import sys
+from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
-import typer
+import click
 
-from unshard import __version__
-from unshard.cli.commands import average, inspect, merge, push, reshard, verify
-from unshard.cli.engines import sglang, vllm
-from unshard.cli.environment import env
-from unshard.cli.evaluate.commands import app as evaluate
-from unshard.cli.evaluate.commands import cancel, logs, results, retry, status, submit
-from unshard.cli.evaluate.compare import compare
-from unshard.cli.evaluate.correcting import adopt, hide, show
-from unshard.cli.evaluate.runs import export, watch
-from unshard.cli.evaluate.serving import doctor, drain, serve
-from unshard.cli.hinting import hint
-from unshard.cli.options import Grouped
-from unshard.cli.running import guarded
+from unshard import __version__, signals
 
 _EMPTY_VALUE = re.compile(r"--[a-z0-9-]+=")
+_SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
+_ENGINE = {"allow_extra_args": True, "ignore_unknown_options": True}  # its options are its own
+# The module of each command, and what it does: `--help` imports none of them.
+_COMMANDS = {
+    "merge": ("commands", "Merge a sharded checkpoint into a Hugging Face directory."),
+    "inspect": ("commands", "Describe a checkpoint, and what merge would write."),
+    "hint": ("hinting", "Print the lines to paste that merge and evaluate this run."),
+    "verify": ("commands", "Compare a merged model with a checkpoint or another model."),
+    "average": ("commands", "Average checkpoints into a Hugging Face directory, in one pass."),
+    "reshard": ("commands", "Write a checkpoint for other ranks or in another format."),
+    "push": ("commands", "Upload the model of a merge to the hub, without a local copy."),
+    "vllm": ("engines", "Serve a checkpoint with this environment's vLLM, unmerged."),
+    "sglang": ("engines", "Serve a checkpoint with this environment's SGLang, unmerged."),
+    "env": ("environment", "Print versions and the machine's features, for bug reports."),
+}
+_OF_EVAL = {
+    "submit": ("evaluate.commands", "Queue evaluations of a checkpoint."),
+    "retry": ("evaluate.commands", "Queue jobs again that have ended."),
+    "status": ("evaluate.commands", "Show the status of jobs."),
+    "cancel": ("evaluate.commands", "Cancel a job, or all that wait for a profile."),
+    "logs": ("evaluate.commands", "Print a job's log."),
+    "results": ("evaluate.commands", "Print all results, each with its training step."),
+    "serve": ("evaluate.serving", "Run the evaluation server."),
+    "drain": ("evaluate.serving", "Let the server begin no more jobs, and end when none runs."),
+    "doctor": ("evaluate.serving", "Check what a server needs before it starts."),
+    "watch": ("evaluate.runs", "Evaluate a run's checkpoints as they are saved, by any trainer."),
+    "export": ("evaluate.runs", "Write each result into a tracker once, under its own step."),
+    "compare": ("evaluate.compare", "Compare the best step with the last."),
+    "hide": ("evaluate.correcting", "Leave results out of curves, tables and exports."),
+    "show": ("evaluate.correcting", "Show hidden results again."),
+    "adopt": ("evaluate.correcting", "Continue the curves of a run that was moved."),
+}
 
-app = typer.Typer(
-    name="unshard",
-    help="Turn sharded training checkpoints into Hugging Face models, without torch.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for _command in (merge, inspect, hint, verify, average, reshard, push):
-    app.command()(guarded(_command))
-for _engine in (vllm, sglang):
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-        guarded(_engine)
-    )
-app.command()(guarded(env))
-_of_jobs = (submit, retry, status, cancel, logs, results)
-for _of_eval in (*_of_jobs, serve, drain, doctor, watch, export, compare, hide, show, adopt):
-    evaluate.command()(guarded(_of_eval))
-for _registered in app.registered_commands + evaluate.registered_commands:
-    _registered.cls = Grouped
-app.add_typer(evaluate)
+
+class _Commands(click.Group):
+    """A group that imports the module of a command when it is asked for that."""
+
+    def __init__(self, name: str, table: dict[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(name, no_args_is_help=True, **settings)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the names, in the order of `--help`."""
+        return list(dict.fromkeys([*self.table, *self.commands]))
+
+    def get_command(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        cmd_name: str,
+    ) -> click.Command | None:
+        """Return a command, or None if there is no such."""
+        if cmd_name in self.table and cmd_name not in self.commands:
+            from unshard.cli.options import Grouped
+            from unshard.cli.parser.parameters import command
+            from unshard.cli.running import guarded, import_numpy
+
+            place = self.table[cmd_name][0]
+            function = getattr(import_module(f"unshard.cli.{place}"), cmd_name)
+            settings = {"context_settings": _ENGINE} if place == "engines" else {}
+            function = guarded(function, import_numpy if place == "commands" else None)
+            self.commands[cmd_name] = command(function, Grouped, **settings)
+        return self.commands.get(cmd_name)
+
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        formatter: click.HelpFormatter,
+    ) -> None:
+        """Write what each command does."""
+        rows = [(name, summary) for name, (_, summary) in self.table.items()]
+        rows += [
+            (name, one.help or "") for name, one in self.commands.items() if name not in self.table
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(context: click.Context, _parameter: object, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
         print(f"unshard {__version__}")
-        raise typer.Exit
+        context.exit()
 
 
-@app.callback()
-def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
-    ),
-) -> None:
-    pass
+def _complete(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
+    if is_wanted and not context.resilient_parsing:
+        from unshard.cli.parser import completion
+
+        act = completion.install if parameter.name == "install_completion" else completion.show
+        act(app)
+        context.exit()
+
+
+def _flag(name: str, text: str, callback: Any) -> click.Option:
+    more = {"is_flag": True, "is_eager": True, "expose_value": False}
+    return click.Option([name], help=text, callback=callback, **more)
+
+
+app = _Commands(
+    "unshard",
+    _COMMANDS,
+    help="Turn sharded training checkpoints into Hugging Face models, without torch.",
+    params=[
+        _flag("--version", "Print the version.", _print_version),
+        _flag("--install-completion", "Install completion for the current shell.", _complete),
+        _flag(
+            "--show-completion",
+            "Show completion for the current shell, to copy it or customize the installation.",
+            _complete,
+        ),
+    ],
+    **_SETTINGS,
+)
+app.add_command(
+    _Commands(
+        "eval",
+        _OF_EVAL,
+        help="Evaluate checkpoints during training (extra `eval`).",
+        callback=signals.raise_them,  # each of these commands prints what continues without it
+    )
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line in this process as it is; `unshard.__main__` is the command itself."""
     _refuse_empty(sys.argv[1:] if arguments is None else arguments)
-    app(arguments)
+    app(arguments, prog_name="unshard")
 
 
 def _refuse_empty(arguments: list[str]) -> None:

@@ -5,24 +5,19 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
-import typer
-from typer.core import TyperCommand
-from typer.models import OptionInfo
+import click
 
-from unshard.cli.examples import EXAMPLES
+from unshard.cli.parser.parameters import Argument, Spec, argument
 from unshard.fronts import spell
 from unshard.keywords import DEFAULTS, GROUPS, MOST_USED
 from unshard.keywords import Option as Declared
 
-if TYPE_CHECKING:
-    from typer._click import Context, HelpFormatter
-
 P = ParamSpec("P")
 K = TypeVar("K")
-Option = tuple[object, OptionInfo]
-"""The type of a value, and the option as typer has it, with its default."""
+Option = tuple[object, Spec]
+"""The type of a value, and how it is given, with its default."""
 
 CHECKPOINT = "Checkpoint"
 OUTPUT = "Output"
@@ -33,23 +28,23 @@ _FLAGS = {"push_to_hub": ("--push-to-hub", "--push")}  # of options with two nam
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
-class Grouped(TyperCommand):
-    """A command whose `--help` lists its options by their `rich_help_panel`, in plain text."""
+class Grouped(click.Command):
+    """A command whose `--help` lists its options by their groups, in plain text."""
 
-    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take `--overwrite` without a value, too: the word after it is not its value."""
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[_SHORT] = "-h" in args[:end] and len(self.params) > _MANY
         meant = ["--overwrite=ours" if arg == "--overwrite" else arg for arg in args[:end]]
         return super().parse_args(ctx, meant + args[end:])
 
-    def sections(self, ctx: "Context") -> dict[str, list[tuple[str, str]]]:
+    def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
         """Return the parameters by group, in the order in which the options are declared."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            group = getattr(parameter, "rich_help_panel", None) or "Options"
-            group = "Arguments" if parameter.param_type_name == "argument" else group
+            group = getattr(parameter, "group", None) or "Options"
+            group = "Arguments" if isinstance(parameter, Argument) else group
             if record is not None and ctx.meta.get(_SHORT):
                 record = (record[0], record[1].split(". ")[0].rstrip(".") + ".")
                 if group != "Arguments":
@@ -58,14 +53,16 @@ class Grouped(TyperCommand):
                 groups.setdefault(group, []).append(record)
         return {title: records for title, records in groups.items() if records}
 
-    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per group."""
         for title, records in self.sections(ctx).items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
-    def format_epilog(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, and of short help, where the other options are."""
+        from unshard.cli.parser.examples import EXAMPLES
+
         start = f"unshard {ctx.command_path.rpartition('unshard ')[2]} "
         lines = [line for line in EXAMPLES.splitlines() if f"{line} ".startswith(start)]
         with formatter.section("Examples"):
@@ -81,23 +78,21 @@ def option(
     group: str | None = None,
     *flags: str,
     default: object = ...,
-) -> OptionInfo:
+    **more: Any,
+) -> Spec:
     """Return an option with a value; without flags it is called like its parameter."""
-    found: OptionInfo = typer.Option(
-        default, *flags, metavar=metavar, help=help, rich_help_panel=group
-    )
-    return found
+    return Spec(metavar, help, group, flags, default, more=more)
 
 
 def flag(
     name: str,
     help: str,  # noqa: A002
     group: str | None = None,
+    *also: str,
     default: object = ...,
-) -> OptionInfo:
-    """Return an option without a value; typer would add `--no-…` to one without a name."""
-    found: OptionInfo = typer.Option(default, name, help=help, rich_help_panel=group)
-    return found
+) -> Spec:
+    """Return an option without a value."""
+    return Spec("", help, group, (name, *also), default)
 
 
 def one_of(
@@ -105,11 +100,13 @@ def one_of(
     help: str,  # noqa: A002
     group: str | None = None,
     default: object = ...,
-) -> OptionInfo:
+) -> Spec:
     """Return an option whose values are shown and completed; `MergeOptions` checks them."""
-    found = option("|".join(names), help, group, default=default)
-    found.autocompletion = lambda: names
-    return found
+
+    def complete(_context: object, _parameter: object, start: str) -> list[str]:
+        return [name for name in names if name.startswith(start)]
+
+    return option("|".join(names), help, group, default=default, shell_complete=complete)
 
 
 def value(kind: type, metavar: str, help: str, group: str) -> Option:  # noqa: A002
@@ -119,9 +116,9 @@ def value(kind: type, metavar: str, help: str, group: str) -> Option:  # noqa: A
 
 CheckpointArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help="A checkpoint, a directory that contains several, or any directory inside one.",
+    argument(
+        "CHECKPOINT",
+        "A checkpoint, a directory that contains several, or any directory inside one.",
     ),
 ]
 OutputOption = Annotated[
@@ -159,10 +156,10 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
-def _show_logs(context: typer.Context, verbose: int) -> None:
+def _show_logs(context: click.Context, _parameter: object, verbose: int) -> int:
     """Show the log of this command: of level info for `-v`, of level debug for `-vv`."""
     if not verbose:
-        return
+        return verbose
     logger, handler = logging.getLogger("unshard"), _Stderr()
     handler.setFormatter(logging.Formatter("%(relativeCreated)6.0f ms  %(name)s: %(message)s"))
     level = logger.level
@@ -170,15 +167,19 @@ def _show_logs(context: typer.Context, verbose: int) -> None:
     logger.setLevel(_LEVELS[min(verbose, len(_LEVELS) - 1)])
     context.call_on_close(lambda: logger.setLevel(level))
     context.call_on_close(lambda: logger.removeHandler(handler))
+    return verbose
 
 
 _VERBOSE: Option = (
     int,
-    typer.Option(
-        *(0, "--verbose", "-v"),
+    option(
+        "",
+        "Print what is read and decided, with times; -vv prints more.",
+        None,
+        *("--verbose", "-v"),
+        default=0,
         count=True,
         show_default=False,
-        help="Print what is read and decided, with times; -vv prints more.",
         callback=_show_logs,
     ),
 )

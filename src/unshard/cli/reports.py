@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from unshard.cli.running import say
 from unshard.fronts import Front, additions, reword_warning
-from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted, human_size, listed, plain
 
 if TYPE_CHECKING:
@@ -154,6 +153,8 @@ def _print_reused(report: "Report") -> None:
 
 
 def _print_plan(report: "Report") -> None:
+    from unshard.read.hub_files import RECORD_NAME
+
     print(f"plan: {', '.join(report.sources)} -> {report.output} (nothing was written)")
     for name, length in report.files.items():
         print(f"  {name}  {counted(length, 'byte')}")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TextIO
 
 from unshard import signals
-from unshard.cli import torchrun
 from unshard.errors import UnshardError, printable
 from unshard.fronts import Call, Command, Python
 
@@ -26,6 +25,7 @@ _FAILED = 1
 # Imports and plans make many objects and hardly any garbage cycle: collections by Python's own
 # threshold took a tenth of the start, and a quarter of planning 36,000 experts.
 _YOUNG_OBJECTS = 50_000
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _SECRET = re.compile(r"--.*(api-key|token|password)$")  # options of engines
 _NO_DIRECTORY = (
     "the current directory has been deleted\n  hint:     cd to another one, or give absolute paths"
@@ -49,8 +49,11 @@ def run(
         failure: the exit code after an error; None: that of its class.
     """
     signals.end_at_once()
-    if not torchrun.begin():
-        raise SystemExit(0)
+    if "RANK" in os.environ:  # torchrun's, perhaps
+        from unshard.cli import torchrun
+
+        if not torchrun.begin():
+            raise SystemExit(0)
     gc.set_threshold(_YOUNG_OBJECTS)
     _make_streams_safe()
     code = _run_to_end(command, failed, failure)
@@ -74,7 +77,7 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
         else:
             print(end.code, file=sys.stderr)
     except UnshardError as error:
-        torchrun.advise(error)
+        _advise(error)
         if isinstance(error.front, Python):
             error.front = Command({})
         print(f"{failed}{error}", file=sys.stderr)
@@ -102,6 +105,13 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
     return code
 
 
+def _advise(error: UnshardError) -> None:
+    """Add what helps under torchrun."""
+    from unshard.cli import torchrun
+
+    torchrun.advise(error)
+
+
 def _has_directory() -> bool:
     """Return whether the current directory still exists: no relative path means anything in it."""
     try:
@@ -111,18 +121,36 @@ def _has_directory() -> bool:
     return True
 
 
-def guarded(command: Callable[P, None]) -> Callable[P, None]:
+def import_numpy() -> None:
+    """Import numpy with one thread for linear algebra, for this process alone.
+
+    To start one for each core takes as long as half a small merge, whose work is divided among
+    threads of its own.
+    """
+    given = os.environ.get(_BLAS_THREADS)
+    os.environ.setdefault(_BLAS_THREADS, "1")
+    import numpy  # noqa: F401, ICN001 (for its effect)
+
+    if given is None:
+        del os.environ[_BLAS_THREADS]  # it is not meant for what this process starts
+
+
+def guarded(
+    command: Callable[P, None], before: Callable[[], None] | None = None
+) -> Callable[P, None]:
     """Turn the errors of a command into messages, JSON if that is given, and exit codes.
 
-    A KeyboardInterrupt may say in what state it leaves things.
+    A KeyboardInterrupt may say in what state it leaves things. `before` is called first.
     """
 
     @functools.wraps(command)
     def run_guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            if before is not None:
+                before()
             command(*args, **kwargs)
         except UnshardError as error:
-            torchrun.advise(error)
+            _advise(error)
             error.front = front_of(command, kwargs)
             if kwargs.get("as_json"):
                 print(json.dumps({"error": error_fields(error)}))
@@ -140,28 +168,27 @@ def front_of(command: Callable[..., None], given: Mapping[str, Any] | None = Non
     """Return the options of a command and what it was given; for all others `unshard merge`.
 
     Args:
-        command: the function that typer calls.
+        command: the function that is called.
         given: its arguments, as far as they are known; other names do not matter.
     """
-    from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
-
+    from unshard.cli.parser.parameters import Spec, spec_of
     from unshard.stores.remote_path import as_given
 
     known = {**(given or {}), **(given or {}).get("given", {})}  # a command's `**given`
     arguments: list[str] = []
     own, options, shared = dict[str, str](), dict[str, Any](), dict[str, Any]()
     for name, parameter in inspect.signature(command).parameters.items():
-        is_shared = isinstance(parameter.default, ParameterInfo)  # with `unshard merge`
-        annotated = [*getattr(parameter.annotation, "__metadata__", ()), OptionInfo()]
-        info = parameter.default if is_shared else annotated[0]
-        default = info.default if is_shared else parameter.default
-        flag = [*(info.param_decls or ()), name.replace("_", "-")][0].removeprefix("--")
+        if name == "context":
+            continue
+        is_shared = isinstance(parameter.default, Spec)  # with `unshard merge`
+        spec = spec_of(parameter)
+        flag = [*spec.flags, name.replace("_", "-")][0].removeprefix("--")
         own[flag] = f"--{flag}"
         value = known.get(name)
         texts = [as_given(one) for one in (value if isinstance(value, list) else [value])]
-        if value in (None, [], default) or name in {"verbose", "context"}:
+        if value in (None, [], spec.default) or name == "verbose":
             continue
-        if isinstance(info, ArgumentInfo):
+        if spec.is_argument:
             arguments += texts
             continue
         text = texts if isinstance(value, list) else texts[0]

@@ -8,9 +8,9 @@ from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
-import typer.main
 from packaging.specifiers import SpecifierSet
 
+from command_tree import commands_of
 from unshard.cli.main import app
 
 ROOT = Path(__file__).parents[3]
@@ -20,9 +20,9 @@ KNOWN = {"CMD", "COPY", "ENV", "EXPOSE", "FROM", "RUN", "STOPSIGNAL", "USER", "V
 
 def parsed(words: list[str]) -> dict[str, object]:
     """Return what the real parser makes of a command line, by option."""
-    command: Any = typer.main.get_command(app)
+    command: Any = app
     rest = words[1:]
-    while commands := getattr(command, "commands", None):
+    while commands := commands_of(command):
         command = commands[rest.pop(0)]
     params: dict[str, object] = command.make_context(command.name, rest).params
     return params

@@ -297,7 +297,7 @@ def test_an_exit_that_is_not_whole_is_none(tmp_path: Path, content: str) -> None
 def test_the_supervisor_imports_nothing_heavy() -> None:
     script = (
         "import sys, unshard.evaluate.server.processes.supervise\n"
-        "print(sorted({'numpy', 'torch', 'sqlite3', 'safetensors', 'typer'} & set(sys.modules)))"
+        "print(sorted({'numpy', 'torch', 'sqlite3', 'safetensors', 'click'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

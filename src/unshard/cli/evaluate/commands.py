@@ -9,12 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from unshard import signals
 from unshard.cli.evaluate.live import show_again
 from unshard.cli.evaluate.show import job_lines, print_jobs, result_lines, wait_for
-from unshard.cli.options import Json
+from unshard.cli.options import Json, flag, option
+from unshard.cli.parser.parameters import argument
 from unshard.cli.running import error_fields, front_of, say
 from unshard.errors import UnshardError, UsageError, how_to_install
 
@@ -26,70 +24,50 @@ _ALL = 1_000_000  # jobs
 FAILED = 1
 """The exit code if a job did not complete, or a checkpoint was not accepted."""
 
-app = typer.Typer(
-    name="eval",
-    help="Evaluate checkpoints during training (extra `eval`).",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-
-@app.callback()
-def _group() -> None:
-    signals.raise_them()  # each of these commands prints what continues without it
-
-
 ServerUrl = Annotated[
     str,
-    typer.Option(
-        "--server", metavar="URL", envvar="UNSHARD_EVAL_SERVER", help="URL of the server."
-    ),
+    option("URL", "URL of the server.", None, "--server", envvar="UNSHARD_EVAL_SERVER"),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        envvar="UNSHARD_EVAL_TOKEN_FILE",
-        help="A file that contains the server's token.",
-    ),
+    option("FILE", "A file that contains the server's token.", envvar="UNSHARD_EVAL_TOKEN_FILE"),
 ]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")]
+JobId = Annotated[str, argument("JOB", "The job's id, or its beginning.")]
 BaseModel = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="The model that training began with, evaluated once as step 0: a Hugging Face "
+    option(
+        "MODEL",
+        "The model that training began with, evaluated once as step 0: a Hugging Face "
         "directory, or the id of a model that was downloaded from the hub.",
     ),
 ]
 RandomSeed = Annotated[
     int | None,
-    typer.Option(
-        min=0,
-        max=2**32 - 1,
-        metavar="N",
-        help="Seed of the evaluator's random generators.  [default: the evaluator's own]",
+    option(
+        "N",
+        "Seed of the evaluator's random generators.  [default: the evaluator's own]",
+        limits=(0, 2**32 - 1),
     ),
 ]
 
 
 Watch = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--watch",
-        help="Show it again and again, until Ctrl-C; where stdout is not a terminal, print it when "
+        "Show it again and again, until Ctrl-C; where stdout is not a terminal, print it when "
         "it has changed.",
     ),
 ]
 Interval = Annotated[
-    float, typer.Option(min=0.05, metavar="SECONDS", help="How often --watch asks the server.")
+    float, option("SECONDS", "How often --watch asks the server.", limits=(0.05, None))
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Print CSV.")]
+Csv = Annotated[bool, flag("--csv", "Print CSV.")]
 HigherIsBetter = Annotated[
     bool | None,
-    typer.Option(
+    flag(
         "--higher-is-better/--lower-is-better",
-        help="Which value is the best.  [default: what the evaluator says of the metric]",
+        "Which value is the best.  [default: what the evaluator says of the metric]",
     ),
 ]
 
@@ -119,54 +97,49 @@ def check_installed(*modules: str) -> None:
 
 
 def submit(
-    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint.")],
-    tasks: Annotated[str, typer.Option(metavar="A,B", help="Tasks to evaluate.")],
+    checkpoint: Annotated[Path, argument("CHECKPOINT", "The checkpoint.")],
+    tasks: Annotated[str, option("A,B", "Tasks to evaluate.")],
     profile: Annotated[
-        str, typer.Option(metavar="NAME", help="One of the evaluators that the server offers.")
+        str, option("NAME", "One of the evaluators that the server offers.")
     ] = "lm-eval",
     step: Annotated[
-        int | None, typer.Option(help="The training step.  [default: from the directory's name]")
+        int | None, option("N", "The training step.  [default: from the directory's name]")
     ] = None,
     run: Annotated[
         str,
-        typer.Option(
-            help="The training run: a name for it, or for a model that is in no run's directory, "
-            "this directory.  [default: the run directory's name]"
+        option(
+            "RUN",
+            "The training run: a name for it, or for a model that is in no run's directory, "
+            "this directory.  [default: the run directory's name]",
         ),
     ] = "",
-    weights: Annotated[
-        str, typer.Option(metavar="model,ema", help="Which weights; one job for each.")
-    ] = "model",
+    weights: Annotated[str, option("model,ema", "Which weights; one job for each.")] = "model",
     base: BaseModel = None,
     limit: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Documents of each task; below 1, a share of them."),
+        option("N", "Documents of each task; below 1, a share of them."),
     ] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Examples in each prompt.")
+        int | None, option("N", "Examples in each prompt.", limits=(0, None))
     ] = None,
     batch_size: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Batch size of the evaluator's model.")
+        str | None, option("N|auto", "Batch size of the evaluator's model.")
     ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="How many GPUs the job gets.")
+        int | None, option("N", "How many GPUs the job gets.", limits=(0, None))
     ] = None,
     model_args: Annotated[
         str | None,
-        typer.Option(metavar="KEY=VALUE,...", help="Arguments of the evaluator's model."),
+        option("KEY=VALUE,...", "Arguments of the evaluator's model."),
     ] = None,
-    gen_kwargs: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE,...", help="Arguments of generation.")
-    ] = None,
+    gen_kwargs: Annotated[str | None, option("KEY=VALUE,...", "Arguments of generation.")] = None,
     seed: RandomSeed = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Evaluate again what has been evaluated.")
-    ] = False,
+    again: Annotated[bool, flag("--again", "Evaluate again what has been evaluated.")] = False,
     wait: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--wait",
-            help="Wait until the jobs have ended, and print their progress; exit code 1 unless all "
+            "Wait until the jobs have ended, and print their progress; exit code 1 unless all "
             "completed.",
         ),
     ] = False,
@@ -214,7 +187,7 @@ def submit(
             jobs = wait_for(client, [str(job["id"]) for job in jobs])
     print_jobs(jobs, as_json=as_json)
     if wait and any(job["status"] != "completed" for job in jobs):
-        raise typer.Exit(FAILED)
+        raise SystemExit(FAILED)
 
 
 def _print_refused(error: UnshardError, jobs: list[dict[str, object]], *, as_json: bool) -> None:
@@ -226,13 +199,11 @@ def _print_refused(error: UnshardError, jobs: list[dict[str, object]], *, as_jso
     else:
         print_jobs(jobs, as_json=False)
     say(f"error: {error}")
-    raise typer.Exit(error.exit_code) from error
+    raise SystemExit(error.exit_code) from error
 
 
 def retry(
-    jobs: Annotated[
-        list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, or their beginnings.")
-    ],
+    jobs: Annotated[list[str], argument("JOB...", "Ids of jobs, or their beginnings.")],
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
@@ -251,11 +222,9 @@ def retry(
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(
-            metavar="JOB", help="A job's id, or its beginning.  [default: the newest 100 jobs]"
-        ),
+        argument("JOB", "A job's id, or its beginning.  [default: the newest 100 jobs]"),
     ] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN", help="Only jobs of this run.")] = None,
+    run: Annotated[str | None, option("RUN", "Only jobs of this run.")] = None,
     watch: Watch = False,
     interval: Interval = 2.0,
     server: ServerUrl = URL,
@@ -279,12 +248,10 @@ def status(
 
 
 def cancel(
-    job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="The job's id, or its beginning.")
-    ] = None,
+    job: Annotated[str | None, argument("JOB", "The job's id, or its beginning.")] = None,
     profile: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Instead of a job: all that wait for this profile."),
+        option("NAME", "Instead of a job: all that wait for this profile."),
     ] = None,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
@@ -311,7 +278,7 @@ def _names_of(profile: object) -> tuple[str, str]:
 def logs(
     job: JobId,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing until the job ends.")
+        bool, flag("--follow", "Keep printing until the job ends.", None, "-f")
     ] = False,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
@@ -333,19 +300,17 @@ def logs(
 
 
 def results(
-    run: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Only results of this run.")
-    ] = None,
+    run: Annotated[str | None, option("RUN", "Only results of this run.")] = None,
     best: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TASK/METRIC",
-            help="Mark the step of each run with the best value; repeated: with the best mean.",
+        option(
+            "TASK/METRIC",
+            "Mark the step of each run with the best value; repeated: with the best mean.",
         ),
     ] = None,
     higher_is_better: HigherIsBetter = None,
     hidden: Annotated[
-        bool, typer.Option("--hidden", help="Print those that are hidden, too, with the reason.")
+        bool, flag("--hidden", "Print those that are hidden, too, with the reason.")
     ] = False,
     watch: Watch = False,
     interval: Interval = 2.0,

@@ -3,20 +3,19 @@
 import json
 from typing import Annotated
 
-import typer
-
 from unshard.cli.evaluate.commands import URL, Csv, HigherIsBetter, ServerUrl, TokenFile, connect
 from unshard.cli.evaluate.show import csv_lines
-from unshard.cli.options import Json
+from unshard.cli.options import Json, flag
+from unshard.cli.parser.parameters import argument
 from unshard.errors import UsageError
 from unshard.evaluate.tables import terminal_width
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of training runs.")],
+    runs: Annotated[list[str], argument("RUN...", "Names of training runs.")],
     higher_is_better: HigherIsBetter = None,
     as_csv: Csv = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_markdown: Annotated[bool, flag("--markdown", "Print Markdown.")] = False,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,

@@ -3,22 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from unshard.cli.evaluate.commands import URL, ServerUrl, TokenFile, connect
 from unshard.cli.evaluate.show import print_jobs
-from unshard.cli.options import Json
+from unshard.cli.options import Json, option
+from unshard.cli.parser.parameters import argument
 from unshard.cli.running import say
 from unshard.errors import UsageError
 
-JobIds = Annotated[
-    list[str], typer.Argument(metavar="JOB...", help="The jobs' ids, or their beginnings.")
-]
+JobIds = Annotated[list[str], argument("JOB...", "The jobs' ids, or their beginnings.")]
 
 
 def hide(
     jobs: JobIds,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; it is kept with the job.")],
+    reason: Annotated[str, option("TEXT", "Why; it is kept with the job.")],
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
@@ -45,7 +42,7 @@ def show(
 
 
 def adopt(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    run: Annotated[Path, argument("RUN", "The run's directory.")],
     server: ServerUrl = URL,
     token_file: TokenFile = None,
 ) -> None:

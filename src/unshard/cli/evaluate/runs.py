@@ -9,8 +9,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from unshard.cli.evaluate.commands import (
     FAILED,
     URL,
@@ -20,7 +18,8 @@ from unshard.cli.evaluate.commands import (
     check_installed,
     connect,
 )
-from unshard.cli.options import Json, one_of
+from unshard.cli.options import Json, flag, one_of, option
+from unshard.cli.parser.parameters import argument
 from unshard.cli.running import say
 from unshard.errors import UsageError
 from unshard.evaluate.tables import on_one_line, write_number
@@ -36,73 +35,60 @@ _SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
 
 Server = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL", envvar="UNSHARD_EVAL_SERVER", help=f"URL of the server.  [default: {URL}]"
-    ),
+    option("URL", f"URL of the server.  [default: {URL}]", envvar="UNSHARD_EVAL_SERVER"),
 ]
 
 
 def watch(
     directory: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR",
-            help="The directory where the trainer saves checkpoints, or its address in an object "
-            "store.",
+        argument(
+            "DIR",
+            "The directory where the trainer saves checkpoints, or its address in an object store.",
         ),
     ],
-    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks to evaluate.")] = None,
+    tasks: Annotated[str | None, option("A,B", "Tasks to evaluate.")] = None,
     profile: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="One of the evaluators that the server offers.  [default: lm-eval]",
-        ),
+        option("NAME", "One of the evaluators that the server offers.  [default: lm-eval]"),
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="model,ema", help="Which weights.  [default: model]"),
+        option("model,ema", "Which weights.  [default: model]"),
     ] = None,
     every: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Only the first checkpoint at or after every Nth step."
-        ),
+        option("N", "Only the first checkpoint at or after every Nth step.", limits=(1, None)),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="The training run.  [default: the directory's name]")
+        str | None, option("RUN", "The training run.  [default: the directory's name]")
     ] = None,
     base: BaseModel = None,
     seed: RandomSeed = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="A YAML file with the callbacks' settings; options given here override it."
-        ),
+        option("FILE", "A YAML file with the callbacks' settings; options given here override it."),
     ] = None,
-    interval: Annotated[
-        float, typer.Option(min=0.05, metavar="SECONDS", help="Polling interval.")
-    ] = 30.0,
+    interval: Annotated[float, option("SECONDS", "Polling interval.", limits=(0.05, None))] = 30.0,
     once: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--once",
-            help="Submit the checkpoints that are complete and exit; exit code 1 if the server did "
+            "Submit the checkpoints that are complete and exit; exit code 1 if the server did "
             "not accept all of them.",
         ),
     ] = False,
     again: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--again",
-            help="Evaluate again what was measured before the profile changed.  [default: kept]",
+            "Evaluate again what was measured before the profile changed.  [default: kept]",
         ),
     ] = False,
     work_dir: Annotated[
         Path,
-        typer.Option(
-            metavar="DIR",
-            help="For a run in an object store: the local directory of submissions and results.",
+        option(
+            "DIR", "For a run in an object store: the local directory of submissions and results."
         ),
     ] = Path("unshard-watch"),
     server: Server = None,
@@ -157,18 +143,18 @@ def export(
         one_of(("tensorboard", "wandb", "mlflow", "trackio", "jsonl"), "The tracker."),
     ],
     run: Annotated[
-        str | None, typer.Option(help="Only this run.  [default: all runs, each separately]")
+        str | None, option("RUN", "Only this run.  [default: all runs, each separately]")
     ] = None,
     directory: Annotated[
         Path,
-        typer.Option(
-            metavar="DIR",
-            help="Where to write files (tensorboard: a training run's log directory) and the "
+        option(
+            "DIR",
+            "Where to write files (tensorboard: a training run's log directory) and the "
             "record of what has been exported.",
         ),
     ] = Path("unshard-exports"),
     project: Annotated[
-        str, typer.Option(help="The project of wandb or trackio, or the experiment of mlflow.")
+        str, option("NAME", "The project of wandb or trackio, or the experiment of mlflow.")
     ] = "",
     server: Server = None,
     token_file: TokenFile = None,
@@ -242,7 +228,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     if not is_sent:
         say("not sent: the server accepts nothing now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
-        raise typer.Exit(FAILED)
+        raise SystemExit(FAILED)
     if not has_said:
         say(f"nothing to submit in {watching.run}")
         for reason in watching.left_out() or ["it has no steps"]:

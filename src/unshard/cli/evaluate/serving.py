@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from unshard.cli.evaluate.commands import (
     FAILED,
     URL,
@@ -16,50 +14,39 @@ from unshard.cli.evaluate.commands import (
     check_installed,
     connect,
 )
-from unshard.cli.options import Json
+from unshard.cli.options import Json, option
 from unshard.errors import UsageError
 
-_Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A YAML file; every setting has a default.")
-]
+_Config = Annotated[Path | None, option("FILE", "A YAML file; every setting has a default.")]
 _Root = Annotated[
     list[Path] | None,
-    typer.Option(
-        metavar="DIR",
-        help="A directory that may contain checkpoints, or s3://bucket/folder; may be "
+    option(
+        "DIR",
+        "A directory that may contain checkpoints, or s3://bucket/folder; may be "
         "repeated.  "
         "[default: the current directory]",
     ),
 ]
 _Gpus = Annotated[
     str | None,
-    typer.Option(
-        metavar="0,1|N",
-        help="GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
+    option(
+        "0,1|N",
+        "GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
         "[default: all]",
     ),
 ]
-_Host = Annotated[
-    str | None, typer.Option(metavar="HOST", help="Address to listen on.  [default: 127.0.0.1]")
-]
+_Host = Annotated[str | None, option("HOST", "Address to listen on.  [default: 127.0.0.1]")]
 _Port = Annotated[
     int | None,
-    typer.Option(
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Port to listen on; 0 picks a free one.  [default: 8000]",
-    ),
+    option("PORT", "Port to listen on; 0 picks a free one.  [default: 8000]", limits=(0, 65535)),
 ]
 _Networks = Annotated[
     list[str] | None,
-    typer.Option(metavar="CIDR", help="A network whose clients need no token; may be repeated."),
+    option("CIDR", "A network whose clients need no token; may be repeated."),
 ]
 _WorkDir = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR", help="Directory for jobs, logs and results.  [default: unshard-eval]"
-    ),
+    option("DIR", "Directory for jobs, logs and results.  [default: unshard-eval]"),
 ]
 
 
@@ -74,9 +61,9 @@ def serve(
     work_dir: _WorkDir = None,
     log_format: Annotated[
         str | None,
-        typer.Option(
-            metavar="text|json",
-            help="What the log has: lines for people, or a JSON object per line.  [default: text]",
+        option(
+            "text|json",
+            "What the log has: lines for people, or a JSON object per line.  [default: text]",
         ),
     ] = None,
 ) -> None:
@@ -105,15 +92,15 @@ def doctor(
     allow_unauthenticated: _Networks = None,
     work_dir: _WorkDir = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A checkpoint to evaluate, for --try.")
+        Path | None, option("DIR", "A checkpoint to evaluate, for --try.")
     ] = None,
     trials: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "PROFILE=TASK,...",
+            "Evaluate the checkpoint with a profile, one document of each task; may be repeated.",
+            None,
             "--try",
-            metavar="PROFILE=TASK,...",
-            help="Evaluate the checkpoint with a profile, one document of each task; may be "
-            "repeated.",
         ),
     ] = None,
     as_json: Json = False,
@@ -136,7 +123,7 @@ def doctor(
         else:
             print(f"{'ok' if one.is_fine else 'WRONG':<6}{one.subject}: {one.text}", flush=True)
     if not is_fine:
-        raise typer.Exit(FAILED)
+        raise SystemExit(FAILED)
 
 
 def _tasks_of(trials: Sequence[str]) -> dict[str, list[str]]:

@@ -1,0 +1,1 @@
+"""The parser: commands from functions, completion, and the examples of `--help`."""
