@@ -47,6 +47,29 @@ def test_a_merge_imports_no_torch_even_where_it_is_installed(tmp_path: object) -
     assert loaded.isdisjoint({"torch", "transformers", "rich", "tqdm"})  # no bar is drawn
 
 
+def test_a_merge_of_rank_files_imports_what_it_needs(tmp_path: Path) -> None:
+    """Each module takes a thousandth of a second of every command."""
+    actor = Path("examples/checkpoint/global_step_10/actor")
+    arguments = ["unshard", "merge", str(actor), str(tmp_path / "out"), "--quiet"]
+    loaded = modules_after(
+        f"import sys; sys.argv = {arguments}\nfrom unshard.__main__ import main\n"
+        "try: main()\nexcept SystemExit as end: assert end.code == 0"
+    )
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert sum(name.partition(".")[0] == "unshard" for name in loaded) <= 130
+    slow = {"numpy.ma", "huggingface_hub", "pydantic", "socket", "tempfile", "importlib.metadata"}
+    assert loaded.isdisjoint(slow)
+
+
+def test_numpy_of_a_command_has_one_thread_and_no_child_inherits_that() -> None:
+    code = (
+        "import os; from unshard.cli.running import import_numpy; import_numpy()\n"
+        "print(len(os.listdir('/proc/self/task')), 'OPENBLAS_NUM_THREADS' in os.environ)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 False\n"
+
+
 def test_only_the_command_changes_how_garbage_is_collected() -> None:
     """The process of whoever imports the package is theirs."""
     code = (

@@ -21,7 +21,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a sour
         "commands, `unshard eval serve` and `unshard eval watch` from there"
     )
 
-from unshard._version import __version__ as __version__
+__version__ = "0.1.0"
 
 TYPE_CHECKING = False  # as type checkers know it; importing typing takes time
 if TYPE_CHECKING:
@@ -46,5 +46,4 @@ else:  # not for type checkers, to which any name would exist then
     def __dir__() -> list[str]:
         from unshard import api
 
-        public = [name for name, value in vars(api).items() if name[0] != "_" and callable(value)]
-        return sorted(["__version__", *public])
+        return sorted(["__version__", *dir(api)])

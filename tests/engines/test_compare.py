@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -309,7 +308,7 @@ def test_every_recipe_equals_what_a_merge_makes_of_it(tmp_path: Path, dtype: str
     }
     sources.plan()  # writes the files
     theirs = [Converted(name, stored_dtype(recipe), recipe) for name, recipe in recipes.items()]
-    wanted = [replace(tensor, dtype=BY_NAME[dtype]) for tensor in theirs]
+    wanted = [tensor._replace(dtype=BY_NAME[dtype]) for tensor in theirs]
     (tmp_path / "out").mkdir()
     run_plan(make_plan(lay_out(wanted, 10**9)), tmp_path / "out", TWO, ignore)
     found = compare(opened(tmp_path / "out"), theirs, EXACT, Threads(TWO, ignore))

@@ -5,7 +5,6 @@ Models without values, of every type whose names are checked, in sizes that are 
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -136,7 +135,7 @@ def model_of(models: Any, model_type: str, sizes: tuple[Fields, Fields]) -> Any:
 def expected_of(config: Fields, shapes: Shapes, *, tied: bool = False) -> Expected:
     expected = expected_by_config(config, list(shapes), list, tied=tied)
     assert expected is not None
-    return replace(expected, name="/run/config.json")
+    return expected._replace(name="/run/config.json")
 
 
 def check(shapes: Shapes, expected: Expected) -> list[str]:

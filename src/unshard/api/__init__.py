@@ -1,28 +1,9 @@
 """The public names of unshard, in their only list: the package `unshard` has the same.
 
-Type checkers take a name that is imported `as` itself for an exported one.
+Type checkers take a name that is imported `as` itself for an exported one. Each is imported when it
+is used, because a merge needs a third of these modules.
 """
 
-from unshard.api.averaging import average as average
-from unshard.api.following.following import follow as follow
-from unshard.api.inspecting import Inspection as Inspection
-from unshard.api.inspecting import inspect as inspect
-from unshard.api.merging import merge as merge
-from unshard.api.merging import merge_all as merge_all
-from unshard.api.options import MergeOptions as MergeOptions
-from unshard.api.resharding.resharding import ReshardReport as ReshardReport
-from unshard.api.resharding.resharding import reshard as reshard
-from unshard.api.unmerged.loading import Loaded as Loaded
-from unshard.api.unmerged.opening import LazyTensor as LazyTensor
-from unshard.api.unmerged.opening import OpenCheckpoint as OpenCheckpoint
-from unshard.api.unmerged.opening import load_into as load_into
-from unshard.api.unmerged.opening import load_state_dict as load_state_dict
-from unshard.api.unmerged.opening import open_checkpoint as open_checkpoint
-from unshard.api.unmerged.pretrained import from_pretrained as from_pretrained
-from unshard.api.unmerged.pushing import push as push
-from unshard.api.unmerged.virtual import VirtualFiles as VirtualFiles
-from unshard.api.unmerged.virtual import virtual as virtual
-from unshard.api.verifying import verify as verify
 from unshard.errors import CheckpointError as CheckpointError
 from unshard.errors import ConversionError as ConversionError
 from unshard.errors import CorruptError as CorruptError
@@ -38,5 +19,66 @@ from unshard.errors import UnsafeError as UnsafeError
 from unshard.errors import UnshardError as UnshardError
 from unshard.errors import UnshardWarning as UnshardWarning
 from unshard.errors import UsageError as UsageError
-from unshard.write.report import Report as Report
-from unshard.write.verification.comparison import Comparison as Comparison
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from unshard.api.averaging import average as average
+    from unshard.api.following.following import follow as follow
+    from unshard.api.inspecting import Inspection as Inspection
+    from unshard.api.inspecting import inspect as inspect
+    from unshard.api.merging import merge as merge
+    from unshard.api.merging import merge_all as merge_all
+    from unshard.api.options import MergeOptions as MergeOptions
+    from unshard.api.resharding.resharding import ReshardReport as ReshardReport
+    from unshard.api.resharding.resharding import reshard as reshard
+    from unshard.api.unmerged.loading import Loaded as Loaded
+    from unshard.api.unmerged.opening import LazyTensor as LazyTensor
+    from unshard.api.unmerged.opening import OpenCheckpoint as OpenCheckpoint
+    from unshard.api.unmerged.opening import load_into as load_into
+    from unshard.api.unmerged.opening import load_state_dict as load_state_dict
+    from unshard.api.unmerged.opening import open_checkpoint as open_checkpoint
+    from unshard.api.unmerged.pretrained import from_pretrained as from_pretrained
+    from unshard.api.unmerged.pushing import push as push
+    from unshard.api.unmerged.virtual import VirtualFiles as VirtualFiles
+    from unshard.api.unmerged.virtual import virtual as virtual
+    from unshard.api.verifying import verify as verify
+    from unshard.write.report import Report as Report
+    from unshard.write.verification.comparison import Comparison as Comparison
+
+_PLACES = {
+    "average": "api.averaging",
+    "follow": "api.following.following",
+    "Inspection": "api.inspecting",
+    "inspect": "api.inspecting",
+    "merge": "api.merging",
+    "merge_all": "api.merging",
+    "MergeOptions": "api.options",
+    "ReshardReport": "api.resharding.resharding",
+    "reshard": "api.resharding.resharding",
+    "Loaded": "api.unmerged.loading",
+    "LazyTensor": "api.unmerged.opening",
+    "OpenCheckpoint": "api.unmerged.opening",
+    "load_into": "api.unmerged.opening",
+    "load_state_dict": "api.unmerged.opening",
+    "open_checkpoint": "api.unmerged.opening",
+    "from_pretrained": "api.unmerged.pretrained",
+    "push": "api.unmerged.pushing",
+    "VirtualFiles": "api.unmerged.virtual",
+    "virtual": "api.unmerged.virtual",
+    "verify": "api.verifying",
+    "Report": "write.report",
+    "Comparison": "write.verification.comparison",
+}
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"unshard.{_PLACES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PLACES, *(name for name in globals() if name.endswith(("Error", "Warning")))])

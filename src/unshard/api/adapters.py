@@ -2,26 +2,27 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.api.options import MergeOptions
 from unshard.api.sources import adapter_beside
 from unshard.containers.json_file import json_object
 from unshard.convert.heads import left_out_heads
-from unshard.convert.lora.fuse import fuse
 from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
 from unshard.convert.recipes import Recipe, Take, take
 from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
 from unshard.noted import Noted
-from unshard.read.base import Base
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
-from unshard.read.beside.base_name import advice, find_base_names
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog
 from unshard.write.companions import ADAPTER_CONFIG_NAME
+
+if TYPE_CHECKING:
+    from unshard.read.base import Base
 
 
 def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
@@ -44,6 +45,8 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             f"⟦--lora ignore⟧: the adapter is among the weights of {checkpoint.location.place}",
             hint="⟦--lora ignore⟧ leaves out an adapter in a file next to them",
         )
+    from unshard.convert.lora.fuse import fuse
+
     config = read_adapter_config(source.location)
     base: Mapping[str, Recipe] | None = None
     model = checkpoint.base if checkpoint.adapter is None else checkpoint.catalog
@@ -92,6 +95,8 @@ def _own_heads(
 def _without_base(
     checkpoint: Checkpoint, split: Split, config: AdapterConfig | None, options: MergeOptions
 ) -> ConversionError:
+    from unshard.read.beside.base_name import advice, find_base_names
+
     found, give = advice(find_base_names(checkpoint.location), what="its weights are")
     hint = f"give that model: {give}; or write the adapter by itself: ⟦--lora adapter⟧"
     if options.lora_alpha is None and (config is None or config.alpha is None):
@@ -137,7 +142,7 @@ def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
     )
 
 
-def as_stored(found: Catalog | Base) -> dict[str, Take]:
+def as_stored(found: "Catalog | Base") -> dict[str, Take]:
     """Return tensors as they are stored, by name."""
     return {name: take(entry) for name, entry in found.tensors.items()}
 

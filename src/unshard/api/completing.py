@@ -6,9 +6,9 @@ With `reuse` an output is made once, by whichever process is the first to have i
 import shlex
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.api.making import (
     Prepared,
@@ -30,7 +30,6 @@ from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, warn
 from unshard.progress import Stage as Progress
 from unshard.stores.remote_path import RemotePath
-from unshard.write.bucket.stage import BucketStage
 from unshard.write.record import describe_made, has_sizes, is_made_by
 from unshard.write.stage import BusyError, Stage, named_overflows, scratch_directory
 from unshard.write.staging.stage import Staging
@@ -40,8 +39,7 @@ _COMPANION_ALLOWANCE = 64 * 1024
 _PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """An output that is there.
 
     Attributes:
@@ -73,6 +71,8 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
                 f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
                 hint=f"leave it out, and upload the checkpoint: unshard push {where} {repo}",
             )
+        from unshard.write.bucket.stage import BucketStage
+
         overwrite = bool(options.overwrite)
         return BucketStage(target, overwrite=overwrite, names=names, resume=resume)
     refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from unshard.api.adapters import as_stored, fuse_adapter, no_adapter
 from unshard.api.options import MergeOptions
@@ -26,11 +26,8 @@ from unshard.convert.heads import (
     with_embedding,
     without_trl_wrapper,
 )
-from unshard.convert.lora.files import adapter_tensors, list_absent
 from unshard.convert.lora.names import split_adapter
-from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.names import hub_names, names_of_base, training_names
-from unshard.convert.optimizer import convert_optimizer
 from unshard.convert.outputs import (
     Converted,
     Precision,
@@ -48,14 +45,13 @@ from unshard.convert.quantised import (
     true_config,
 )
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, takes
-from unshard.convert.torchtitan import without_native_names
 from unshard.errors import ConversionError, UsageError, raise_all
+from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
-from unshard.read.base import Base
 from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.format import shortened
-from unshard.read.model_config import ModelConfig, config_at
+from unshard.read.model_config import Fields, ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
@@ -69,6 +65,9 @@ from unshard.write.companions import (
     optimizer_json,
 )
 from unshard.write.execute import are_equal
+
+if TYPE_CHECKING:
+    from unshard.read.base import Base
 
 ADAPTER_FOLDER = "lora_adapter"
 """Where an adapter is written that is written by itself too."""
@@ -117,11 +116,11 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
     if last.base is not None:  # each was compared with its names already
         by = "base"
     elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
-        expected, by = replace(expected, name=str(made.config.path)), "config"
+        expected, by = expected._replace(name=str(made.config.path)), "config"
         if (model := last.config_of) is not None:
             what = f"{model.file} names {model.name} as the base model; give another with "
             what += "⟦--base MODEL⟧ or ⟦--config FILE⟧; for the weights alone: ⟦--config none⟧"
-            expected = replace(expected, advice=what)
+            expected = expected._replace(advice=what)
         if not all_shapes or made.config.fields.get("auto_map") is not None:
             expected = expected.with_embeddings_only()
         notes += tuple(check_expected(recipes, expected, **options.allowed))
@@ -135,6 +134,8 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         return replace(made, files=files, beside={ADAPTER_FILE: adapter.tensors})
     if last.optimizer is None:
         return made
+    from unshard.convert.optimizer import convert_optimizer
+
     moments, state = convert_optimizer(made.tensors, last.catalog, last.optimizer)
     return replace(
         made,
@@ -153,6 +154,8 @@ def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tu
 
 def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
+    from unshard.convert.lora.files import adapter_tensors, list_absent
+
     source = checkpoint.adapter or checkpoint
     split = split_adapter(as_stored(source.catalog))
     if not split.pairs:
@@ -197,12 +200,11 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if base is not None and not any(map(is_scale, tensors)):
         base = _without_scales(base)
     if options.names == "hub":
-        native = without_megatron_names(tensors, config, checkpoint.catalog.recorded)
-        trained = without_native_names(native.value, config)
+        native = _without_trainers_names(tensors, config, checkpoint.catalog.recorded)
         if base is None:
-            renamed = hub_names(trained, config)
+            renamed = hub_names(native.value, config)
         else:
-            renamed = names_of_base(trained, base.files, config, base.shapes)
+            renamed = names_of_base(native.value, base.files, config, base.shapes)
         tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
     stated = base.files if base else _stated_names(tensors, config, options)
     tensors = with_embedding(tensors, stated, config)
@@ -221,6 +223,22 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         config = critic_config(resized, tensors)
         config = true_config(config.untied() if ties.different else config, converted)
     return Conversion(converted, config, notes)
+
+
+def _without_trainers_names(
+    tensors: Mapping[str, Recipe], config: ModelConfig | None, recorded: Fields
+) -> Noted[Mapping[str, Recipe]]:
+    """Rename tensors of Megatron and torchtitan to the names that transformers has in training."""
+    noted = Noted(tensors)
+    if any("self_attention.linear_" in name for name in tensors):
+        from unshard.convert.megatron.names import without_megatron_names
+
+        noted = without_megatron_names(tensors, config, recorded)
+    if "tok_embeddings.weight" in tensors:
+        from unshard.convert.torchtitan import without_native_names
+
+        return Noted(without_native_names(noted.value, config), noted.notes)
+    return noted
 
 
 def _stated_names(
@@ -250,7 +268,7 @@ def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
     return find_stored_ties(there, config, computed)
 
 
-def _without_scales(base: Base) -> Base:
+def _without_scales(base: "Base") -> "Base":
     """Return a base in block FP8 without the names of its scales: the output has none."""
     return replace(base, files={name: of for name, of in base.files.items() if not is_scale(name)})
 
@@ -273,7 +291,7 @@ def is_stored(recipe: Recipe) -> TypeGuard[Take]:
 
 
 def _check_base(
-    tensors: Mapping[str, Recipe], base: Base, options: MergeOptions, config: ModelConfig | None
+    tensors: Mapping[str, Recipe], base: "Base", options: MergeOptions, config: ModelConfig | None
 ) -> list[str]:
     """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
     excused = base.files.keys() - {*options.select(base.files)}

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.api.inspecting import plan_merge
 from unshard.api.making import Prepared
 from unshard.api.options import MergeOptions, given_path

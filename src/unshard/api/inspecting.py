@@ -62,7 +62,7 @@ def count_shards(catalog: Catalog) -> ShardCounts:
     for entry in catalog.tensors.values():
         chunks = entry.chunks
         order |= dict.fromkeys(chunks.paths)
-        keys.update(chunks.paths[file] for file in np.unique(chunks.file).tolist())
+        keys.update(chunks.paths[file] for file in {*chunks.file.tolist()})
         sharded += bool((chunks.sizes != np.asarray(entry.shape, dtype=np.int64)).any())
     named = {path.name: keys[path] for path in order if path in keys}
     return ShardCounts(named, sharded, len(catalog.tensors) - sharded)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.api.converting import ADAPTER_FILE, Conversion, convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
@@ -42,7 +42,6 @@ from unshard.write.companions import (
     write_training_state,
 )
 from unshard.write.execute import are_equal
-from unshard.write.hub import push
 from unshard.write.record import record_json
 from unshard.write.report import Report, peak_memory
 from unshard.write.stage import Work
@@ -305,6 +304,8 @@ def push_output(
     prepared: Prepared, target: Path, repo: str, listener: Listener, *, private: bool
 ) -> str:
     """Upload the output to a repository of the hub; return its URL."""
+    from unshard.write.hub import push
+
     listener(Progress("pushing"))
     names = [*_weight_files(prepared), *_companion_files(prepared), RECORD_NAME]
     bars = listener is not ignore and (is_terminal() or is_notebook())

@@ -24,16 +24,13 @@ from unshard.progress import Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.showing import hearing
-from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
-from unshard.write.hub import check_repo
 from unshard.write.record import is_made_by
 from unshard.write.report import Report
 from unshard.write.staging.recovery import recover
 
 
 @accepting(MergeKeywords)
-@disconnecting()
 def merge(
     checkpoint: str | Path,
     output: str | Path | None = None,
@@ -127,7 +124,9 @@ def merge(
         UnshardError: one of the tree in `unshard.errors`; nothing of the output is left then,
             without `resume`.
     """
-    with hearing(listener) as heard:
+    from unshard.stores.nodes.connection import disconnecting
+
+    with disconnecting(), hearing(listener) as heard:
         return merge_checkpoint(checkpoint, output, MergeOptions(**options), heard)
 
 
@@ -160,6 +159,8 @@ def check_output(output: str | Path | None, options: MergeOptions) -> Path | Non
     """
     target = None if output is None else given_output(output)
     if options.push_to_hub is not None:
+        from unshard.write.hub import check_repo
+
         check_repo(options.push_to_hub, may_ask=not options.dry_run)
     if target is not None and not isinstance(target, RemotePath) and not options.dry_run:
         recover(target.parent, target=target.resolve().name, resume=options.resume or options.reuse)
@@ -245,7 +246,6 @@ class StepResult:
 
 
 @accepting(MergeKeywords)
-@disconnecting()
 def merge_all(
     run: str | Path,
     output: str | Path | None = None,
@@ -271,7 +271,9 @@ def merge_all(
         UnshardError: there is no such run; or, after all steps were tried, what those that failed
             ended with. The outputs of the others stay.
     """
-    with hearing(listener) as heard:
+    from unshard.stores.nodes.connection import disconnecting
+
+    with disconnecting(), hearing(listener) as heard:
         chosen = MergeOptions(**options)
         results = merge_steps(run, output, chosen, heard)
     failed = [one.error for one in results if one.error is not None and one.has_failed]
@@ -337,7 +339,7 @@ def _sets_meant(
     if is_run and options.step is not None:
         raise UsageError(f"⟦--all-steps⟧ and ⟦--step {options.step}⟧ exclude each other")
     if options.role == EVERY_ROLE:
-        every = replace(replace(options, role=None).choice, role=EVERY_ROLE)
+        every = replace(options, role=None).choice._replace(role=EVERY_ROLE)
         steps = (all_steps(run, every) if is_run else []) or [_complete(run, every, listener)]
         return [one for step in steps for one in (step, *step.others)]
     if steps := all_steps(run, options.choice):

@@ -17,16 +17,11 @@ from unshard.convert.recipes import take
 from unshard.errors import ChangedError, ConversionError, NoConfigError, UnshardError
 from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, Stage
-from unshard.read.base import local_base, read_base
 from unshard.read.beside.adapter_config import find_adapter, lora_names
-from unshard.read.beside.base_name import advice, find_base_names
 from unshard.read.beside.companions import completed
-from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.format import ReadOptions
-from unshard.read.megatron.config import config_of, doubts
 from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
-from unshard.read.optimizer.reader import read_optimizer, steps_of
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import Catalog, weight_files
@@ -173,9 +168,13 @@ def open_source(
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
     """Read the checkpoint that a path means, and the base model."""
-    base = None if options.base is None else read_base(str(options.base))
+    base = None
+    if options.base is not None:
+        from unshard.read.base import read_base
+
+        base = read_base(str(options.base))
     reading = replace(options.reading, shapes={} if base is None else base.shapes)
-    choice = replace(options.choice, pass_over=pass_over)
+    choice = options.choice._replace(pass_over=pass_over)
     checkpoint = open_latest(path, choice, reading, [path_of(one) for one in options.also])
     _log_choice(path, checkpoint)
     if options.lora in ("fuse", "adapter", "both"):
@@ -226,6 +225,8 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
     companions, catalog = checkpoint.companions, checkpoint.catalog
     if companions.config_file is not None or not catalog.recorded:
         return checkpoint
+    from unshard.read.megatron.config import config_of, doubts
+
     (path, *_) = catalog.training_state
     made = config_of(catalog.recorded, path)
     if made is None:
@@ -242,6 +243,9 @@ def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkp
     has_config, is_alone = companions.config_file is not None, is_adapter(checkpoint)
     if not options.needs_config or (has_config and not is_alone):
         return checkpoint
+    from unshard.read.base import local_base
+    from unshard.read.beside.base_name import find_base_names
+
     found = find_base_names(checkpoint.location)
     named = found[0] if len(found) == 1 else None
     if named is None or named.directory is None:
@@ -276,6 +280,8 @@ def no_config(
     checkpoint: Checkpoint, kind: type[UnshardError], otherwise: str = ""
 ) -> UnshardError:
     """Return the error about a checkpoint without a config; `otherwise` is a hint to add."""
+    from unshard.read.beside.base_name import advice, find_base_names
+
     at, found, give = checkpoint.location, "", "⟦+--config FILE⟧"
     if checkpoint.base is None:
         found, base = advice(find_base_names(at))
@@ -294,6 +300,8 @@ def no_config(
 
 def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
     """Return a checkpoint with the state of its optimizer."""
+    from unshard.read.optimizer.reader import read_optimizer
+
     with noting(checkpoint.states):
         state = read_optimizer(checkpoint, options.reading)
     for path in state.catalog.weight_files:
@@ -303,6 +311,10 @@ def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
 
 
 def _compressed_bytes(checkpoint: Checkpoint) -> int:
+    if not any(one.is_compressed for one in checkpoint.catalogs):
+        return 0
+    from unshard.read.dcp.items import inflated_bytes
+
     return sum(map(inflated_bytes, checkpoint.catalogs))
 
 
@@ -327,8 +339,12 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
 
 def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
     """Return a checkpoint decompressed into a file, and its optimizer's state into another."""
+    from unshard.read.dcp.items import inflate
+
     state = checkpoint.optimizer
     if state is not None:
+        from unshard.read.optimizer.reader import steps_of
+
         catalog = inflate(state.catalog, scratch.with_name(f"{scratch.name}.optimizer"))
         state = replace(state, catalog=catalog)
         state = replace(state, steps=steps_of(state))

@@ -167,4 +167,4 @@ def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Con
     if dtype is None:
         return tensors
     rule = precision(dtype, None, None, None)
-    return [replace(one, dtype=rule.dtype(one.name, one.dtype)) for one in tensors]
+    return [one._replace(dtype=rule.dtype(one.name, one.dtype)) for one in tensors]

@@ -1,14 +1,13 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 
 from unshard.containers.open_files import Opened, OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_strided
-from unshard.stores.at_once import all_at_once
 from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
@@ -74,11 +73,12 @@ def fill_box(
         else:
             part.fill()
     if gets:
+        from unshard.stores.at_once import all_at_once
+
         all_at_once(gets)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """What one chunk has of a box of a tensor.
 
     Attributes:

@@ -14,9 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.errors import CorruptError
-from unshard.stores.changes import changed, gone
 from unshard.stores.remote_path import RemotePath
 
 _TICK_NS = 20_000_000
@@ -32,8 +32,7 @@ Look = Callable[[], os.stat_result]
 """Returns the status of an open file."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(NamedTuple):
     """What tells a file from another one in its place, and from itself with other bytes.
 
     Attributes:
@@ -108,6 +107,8 @@ class FileStates:
         if first is None:
             self.states.setdefault(path, _settled(path, look))
         elif not first.is_same(FileState.of(look())):
+            from unshard.stores.changes import changed
+
             raise changed(str(path))
 
     def include(self, other: "FileStates") -> None:
@@ -130,6 +131,8 @@ class FileStates:
         try:
             self.see(path, partial(_status, path))
         except FileNotFoundError as error:
+            from unshard.stores.changes import gone
+
             raise gone(str(path)) from error
         except OSError as error:
             raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error

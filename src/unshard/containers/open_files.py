@@ -12,7 +12,6 @@ from typing import Self
 
 from unshard.containers.file_states import FileStates, check_regular, noted_here
 from unshard.errors import CorruptError, UsageError
-from unshard.stores.changes import gone
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
@@ -136,6 +135,8 @@ class OpenFiles:
             try:
                 found = path.opened()
             except FileNotFoundError as error:
+                from unshard.stores.changes import gone
+
                 raise gone(str(path)) from error
             _see(path, found, self._states)
             self._remote[path] = found
@@ -159,6 +160,8 @@ class OpenFiles:
                 check_regular(path)
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
+            from unshard.stores.changes import gone
+
             raise gone(str(path)) from error
         except OSError as error:
             if self._flags != os.O_RDONLY:

@@ -9,11 +9,10 @@ Source: the format section of safetensors' README and its Rust validator.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from struct import pack, unpack
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from unshard.containers.json_file import is_too_dense
 from unshard.containers.open_files import opened, pread, size_of
@@ -27,8 +26,7 @@ _METADATA = "__metadata__"
 _MAX_SIZE = 1 << 64
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """A tensor as its header states it; `begin` and `end` are bytes from the start of the data."""
 
     name: str
@@ -38,8 +36,7 @@ class HeaderEntry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(NamedTuple):
     """What a safetensors file's header states; `data_start` is the byte where tensors begin."""
 
     path: Path

@@ -5,7 +5,6 @@ and turns both back when it saves. A test compares the table with transformers.
 Shapes are in elements: E experts, H hidden size, I size of an expert.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -32,8 +31,7 @@ _NUMBERED = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 _UNGATED = (("up_proj", "up_proj"), ("down_proj", "down_proj"))
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(NamedTuple):
     """Experts that training keeps in a few tensors.
 
     Training has `<at>.gate_up_proj` [E, 2I, H] and `<at>.down_proj` [E, H, I], or, without gates,
@@ -53,8 +51,7 @@ class Experts:
     stored: Stored = Stored.EACH
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """Model types with the same names: `model_type` of config.json, or of a config inside it."""
 
     model_types: str
@@ -62,8 +59,7 @@ class Family:
     experts: tuple[Experts, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(NamedTuple):
     """A note for names that have `present` where none has `absent`: hub files may differ."""
 
     model_types: str

@@ -12,7 +12,7 @@ tensors of `v_head.`, which it also looks for when it loads.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.read.model_config import ModelConfig
@@ -52,8 +52,7 @@ _CLASSIFIERS = ("ForTokenClassification", "ForSequenceClassification")
 _LANGUAGE_MODEL = "ForCausalLM"
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(NamedTuple):
     """Names that repeat another tensor, and heads that should but differ, each with the other."""
 
     equal: Mapping[str, str]

@@ -5,8 +5,8 @@ config.json, and that no two tensors get the same name. Hub names stay as they a
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from unshard.convert.experts import (
     ExpertPart,
@@ -33,8 +33,7 @@ Renamed = Noted[dict[str, Recipe]]
 """The tensors under their new names, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class _NamingRules:
+class _NamingRules(NamedTuple):
     """What the table and config.json state about one model.
 
     Attributes:

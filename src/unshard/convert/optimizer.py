@@ -154,7 +154,7 @@ def _exchanged(recipe: Recipe, moments: Mapping[str, _Moments], key: str) -> Rec
     """Return a recipe with the moments of the tensors in place of these."""
     match recipe:
         case Take(entry):
-            return replace(recipe, entry=moments[entry.fqn][key])
+            return recipe._replace(entry=moments[entry.fqn][key])
         case Stack(dim, parts):
             return Stack(dim, tuple(_exchanged(part, moments, key) for part in parts))
         case Concat(dim, parts):

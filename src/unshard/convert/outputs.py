@@ -9,9 +9,10 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 from unshard.convert.recipes import (
     Dequantized,
@@ -103,8 +104,7 @@ _NO_SCALE = re.compile(r".*weight|(?!weight_).*bias")
 _NO_ELEMENTS = re.compile(r".*(?:index|indexes|ids|mask)|_extra_state")
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(NamedTuple):
     """An output tensor before it has a place in a file."""
 
     name: str
@@ -367,7 +367,7 @@ def average_tensors(
     for name, same in pairs.items():
         if stored_dtype(same[0].recipe).castable:
             terms = zip(weights, (one.recipe for one in same), strict=True)
-            tensors.append(replace(same[0], recipe=WeightedSum(tuple(terms))))
+            tensors.append(same[0]._replace(recipe=WeightedSum(tuple(terms))))
         else:
             tensors.append(same[-1])
             fixed[name] = same

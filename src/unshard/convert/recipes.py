@@ -4,8 +4,7 @@ Shapes are in elements. A recipe's dtype is the one its values have before the o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from unshard.errors import ConversionError
 from unshard.tensors.boxes import Box
@@ -16,8 +15,7 @@ BLOCK = 128
 """Rows and columns of the blocks that are quantised together, each with a scale of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(NamedTuple):
     """Elements of a tensor, with its dimensions permuted afterwards (None: left in order).
 
     Dimensions that the permutation leaves out have size 1, and are dropped.
@@ -35,31 +33,27 @@ class Take:
     steps: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(NamedTuple):
     """Parts of equal shape along a new dimension `dim`."""
 
     dim: int
     parts: tuple["Recipe", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Concat:
+class Concat(NamedTuple):
     """Parts one after another along dimension `dim`, equal in all others."""
 
     dim: int
     parts: tuple["Recipe", ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSum:
+class WeightedSum(NamedTuple):
     """(sum of weight * part) / (sum of weights), in float32, over parts of equal shape."""
 
     terms: tuple[tuple[float, "Recipe"], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(NamedTuple):
     """base + scale * (b @ a), in float32: a LoRA adapter fused into its weight."""
 
     base: "Recipe"
@@ -68,24 +62,21 @@ class LowRank:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(NamedTuple):
     """The float8_e4m3fn elements of a matrix in block FP8; `name` is the matrix's, for errors."""
 
     values: "Recipe"
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScales:
+class BlockScales(NamedTuple):
     """The float32 scales of a matrix in block FP8: one for each block; `name` is the matrix's."""
 
     values: "Recipe"
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Dequantized:
+class Dequantized(NamedTuple):
     """weight * the scale of its block, in float32: a matrix that is stored in block FP8.
 
     Blocks have `block` rows and columns; the last ones may have fewer.

@@ -8,7 +8,7 @@ changes. Experts stay stacked here, as transformers has them in training; `names
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.convert.recipes import Concat, Recipe, Take, shape_of, take
 from unshard.errors import ConversionError
@@ -65,8 +65,7 @@ _BIASES = {f"moe.expert_bias{end}": "mlp.gate.e_score_correction_bias" for end i
 _BUFFERS = re.compile(r"(^|\.)(freqs_cis|rope_cache|rope\.cache|inv_freq|tokens_per_expert(_E)?)$")
 
 
-@dataclass(frozen=True, slots=True)
-class _NativeNames:
+class _NativeNames(NamedTuple):
     """How torchtitan names the layers of a model type.
 
     Attributes:

@@ -4,23 +4,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from unshard.engines.compare import Measurer, Pairs, measure_pairs
 from unshard.engines.threads import Resources, find_differences, raise_differences, run_plan
 from unshard.plan.operations import Plan
 from unshard.progress import Listener
 from unshard.tensors.catalog import Catalog
 from unshard.write.stage import Engine, Finished, Overflows, Uploads, Written
-from unshard.write.verification.comparison import Tolerances
-from unshard.write.verification.measure import Measures
+
+if TYPE_CHECKING:
+    from unshard.engines.compare import Pairs
+    from unshard.write.verification.comparison import Tolerances
+    from unshard.write.verification.measure import Measures
 
 
-class Crew(Engine, Measurer, Protocol):
-    """An engine that can also read again what it has made, and compare it."""
+class Crew(Engine, Protocol):
+    """An engine that can also read again what it has made, and compare, as a `compare.Measurer`."""
+
+    @property
+    def listener(self) -> Listener:
+        """Is told of the progress."""
 
     def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
         """Check sources, replicas and every byte of the output in a directory."""
+
+    def measure(self, pairs: "Pairs", tolerances: "Tolerances") -> "Mapping[str, Measures]":
+        """Return the measures of each pair of tensors, by their name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,10 @@ class Threads:
         limits = self.resources, self.listener
         raise_differences(find_differences(plan, catalogs, directory, *limits))
 
-    def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
+    def measure(self, pairs: "Pairs", tolerances: "Tolerances") -> "Mapping[str, Measures]":
         """Compare as `compare.measure_pairs` does."""
+        from unshard.engines.compare import measure_pairs
+
         return measure_pairs(pairs, tolerances, self.resources, self.listener)
 
 

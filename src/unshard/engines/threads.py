@@ -9,11 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from unshard.errors import CorruptError, OutputError, UnshardError, raise_all
 from unshard.plan.operations import Plan
@@ -37,16 +36,14 @@ _FILES_PER_WORKER = 64
 _MAX_FILES = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
+class Resources(NamedTuple):
     """What a run may use: a number of threads, and bytes of buffers for all of them together."""
 
     workers: int
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The number of workers, and the bytes of buffers and open files of each."""
 
     workers: int

@@ -50,10 +50,10 @@ class _Feeder:
                 self._add("bytes", value)
             case Path():
                 self._add("path", self._called(value).encode(errors="surrogatepass"))
-            case tuple() if value and isinstance(value[0], Path):
+            case tuple() if type(value) is tuple and value and isinstance(value[0], Path):
                 self._add("paths", self._digest_of_paths(value))
             case tuple():
-                self._add("tuple", b"%d" % len(value))
+                self._add(type(value).__name__, b"%d" % len(value))
                 for one in value:
                     self.feed(one)
             case _ if is_dataclass(value):

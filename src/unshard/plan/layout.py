@@ -7,10 +7,8 @@ by name, so that every tensor is aligned and the file is byte for byte what `sav
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
-
-from huggingface_hub import split_state_dict_into_shards_factory
+from typing import NamedTuple
 
 from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_header
 from unshard.convert.outputs import Converted
@@ -29,8 +27,7 @@ BOOL
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(NamedTuple):
     """A tensor in an output file; `data_offsets` are bytes from the start of the file's data."""
 
     name: str
@@ -40,8 +37,7 @@ class OutputTensor:
     data_offsets: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(NamedTuple):
     """A file to write.
 
     Attributes:
@@ -69,8 +65,7 @@ class OutputFile:
         return sum(end - begin for begin, end in offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """All output files.
 
     Attributes:
@@ -99,7 +94,7 @@ class Layout:
     def with_files_of(self, others: Sequence["Layout"]) -> "Layout":
         """Return a layout that also has the files of others, beside those of the model."""
         files = (file for one in others for file in one.files)
-        return replace(self, files=(*self.files, *files), beside=tuple(others))
+        return self._replace(files=(*self.files, *files), beside=tuple(others))
 
     @property
     def indices(self) -> dict[str, bytes]:
@@ -146,7 +141,12 @@ def lay_out(
     by_name = {tensor.name: tensor for tensor in tensors}
     if like is not None and any(name in like for name in by_name):
         weight_map = _followed(by_name, like, pattern)
+    elif sum(map(_size, tensors)) <= max_shard_size:
+        weight_map = dict.fromkeys(by_name, pattern.format(suffix=""))
     else:
+        # It takes as long to import as a tenth of a small merge.
+        from huggingface_hub import split_state_dict_into_shards_factory
+
         split = split_state_dict_into_shards_factory(
             by_name,
             get_storage_size=_size,

@@ -12,6 +12,7 @@ Two ways to make an output tensor:
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,16 +61,14 @@ class CopyRange:
         return self.length * self.count
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor to read: distinct chunks that cover it, and the dtype they are stored as."""
 
     dtype: DType
     chunks: ChunkTable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Target:
+class Target(NamedTuple):
     """Where a tensor goes: output file (its index), the byte where it begins there, its shape."""
 
     file: int
@@ -77,8 +76,7 @@ class Target:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gather:
+class Gather(NamedTuple):
     """Make a whole tensor of its chunks, tile by tile, bits unchanged."""
 
     target: Target
@@ -90,8 +88,7 @@ class Gather:
         return self.source.dtype
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cast:
+class Cast(NamedTuple):
     """As `Gather`, then convert from the chunks' dtype to `to`, rounding to nearest even."""
 
     target: Target
@@ -99,8 +96,7 @@ class Cast:
     to: DType
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reduce:
+class Reduce(NamedTuple):
     """(sum of weight * term) / (sum of weights), in float32 and in order; then convert to `to`."""
 
     target: Target
@@ -108,8 +104,7 @@ class Reduce:
     to: DType
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fuse:
+class Fuse(NamedTuple):
     """base + scale * (b @ a), in float32; then convert to `to`.
 
     Attributes:
@@ -131,8 +126,7 @@ class Fuse:
     to: DType
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Quantize:
+class Quantize(NamedTuple):
     """Make the float8_e4m3fn elements of a matrix in block FP8; see `unshard.write.blocks`.
 
     Attributes:
@@ -153,8 +147,7 @@ class Quantize:
         return BY_NAME["float8_e4m3fn"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FindScales:
+class FindScales(NamedTuple):
     """Make the scales of a matrix in block FP8; `target` has one element for each block."""
 
     target: Target
@@ -168,8 +161,7 @@ class FindScales:
         return BY_NAME["float32"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dequantize:
+class Dequantize(NamedTuple):
     """weight * the scale of its block, in float32; then convert to `to`.
 
     Attributes:

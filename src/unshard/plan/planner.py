@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,9 @@ from unshard.plan.operations import (
 from unshard.tensors.boxes import Box, Ints, distinct, row_major_strides
 from unshard.tensors.catalog import ChunkTable
 from unshard.tensors.dtypes import BY_NAME, DType
-from unshard.tensors.selection import Grid, cut_out, joined, strides_of, unless_row_major
+
+if TYPE_CHECKING:
+    from unshard.tensors.selection import Grid
 
 LONG_RUN = 64 * 1024
 """Runs of this many bytes and more are copied one by one; shorter ones are gathered in memory."""
@@ -92,13 +95,15 @@ class _Parts:
         return self._found[key][grid]
 
 
-def _grid_of(part: Take) -> Grid:
+def _grid_of(part: Take) -> "Grid":
     starts, counts = part.box.offsets, part.box.sizes
     return starts, part.steps or (1,) * len(starts), counts
 
 
-def _cut_out(part: Take, grids: Sequence[Grid], chunks: ChunkTable) -> list[ChunkTable]:
+def _cut_out(part: Take, grids: "Sequence[Grid]", chunks: ChunkTable) -> list[ChunkTable]:
     """Return these grids of a tensor's chunks, their dimensions permuted as those of the part."""
+    from unshard.tensors.selection import cut_out
+
     order = range(len(part.entry.shape)) if part.permutation is None else part.permutation
     return cut_out(chunks, grids, part.entry.dtype.itemsize, order)
 
@@ -106,8 +111,7 @@ def _cut_out(part: Take, grids: Sequence[Grid], chunks: ChunkTable) -> list[Chun
 _NONE = _Parts()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Runs:
+class _Runs(NamedTuple):
     """The long runs of all chunks of a tensor, whatever its place in a file.
 
     Attributes:
@@ -254,9 +258,11 @@ def table_of(recipe: Recipe, known: _Parts = _NONE) -> ChunkTable:
     `known` has what was found before. A recipe that computes values is a TypeError:
     they are not stored.
     """
+    if isinstance(recipe, Take):
+        return _chunks_of(recipe, known)
+    from unshard.tensors.selection import joined, strides_of, unless_row_major
+
     match recipe:
-        case Take():
-            return _chunks_of(recipe, known)
         case Stack(dim, parts):
             tables = [table_of(part, known) for part in parts]
             table = joined(tables)

@@ -6,11 +6,10 @@ merge of a float32 checkpoint then equals it exactly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, product
 from math import isqrt
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.containers.strided import SLACK
 from unshard.convert.outputs import Converted
@@ -31,7 +30,9 @@ from unshard.plan.operations import (
 from unshard.plan.planner import make_operation
 from unshard.tensors.boxes import Box, row_tile, square_tile, tiles
 from unshard.tensors.catalog import Catalog
-from unshard.tensors.selection import Selection
+
+if TYPE_CHECKING:
+    from unshard.tensors.selection import Selection
 
 PAIR_BYTES = 4 * 1024 * 1024
 """How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
@@ -44,8 +45,7 @@ _FUSE_ROWS, _FUSE_COLUMNS = BLOCK, 4 * BLOCK  # of one product
 _MAX_FUSE = 16 * 1024 * 1024  # a bucket reads the rows of a tile whole, so wide tiles read less
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tile:
+class Tile(NamedTuple):
     """A region of the tensor that an operation makes."""
 
     operation: Tiled
@@ -69,7 +69,7 @@ def units_by_file(
     tiled: dict[int, list[Tiled]] = {}
     for operation in plan.tiled:
         tiled.setdefault(operation.target.file, []).append(operation)
-    for file in sorted({*np.unique(plan.copies["file"]).tolist(), *tiled}):
+    for file in sorted({*plan.copies["file"].tolist(), *tiled}):
         copies = chain.from_iterable(map(_split, plan.copies_into(file, file + 1)))
         yield copies, _tiles(tiled.get(file, ()), buffer_bytes)
 
@@ -162,8 +162,7 @@ def file_of(unit: Unit) -> int:
     return unit.operation.target.file if isinstance(unit, Tile) else unit.file
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class Pair(NamedTuple):
     """Two tensors of equal shape, and how each is made; the dtypes are those of `Tiled.to`."""
 
     ours: Tiled
@@ -197,8 +196,7 @@ def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
         yield Tile(pair.ours, box), Tile(pair.theirs, box)
 
 
-@dataclass(frozen=True, slots=True)
-class TilePart:
+class TilePart(NamedTuple):
     """What a selection takes of one tile.
 
     Attributes:
@@ -213,7 +211,7 @@ class TilePart:
 
 
 def tile_parts(
-    shape: Sequence[int], tile: Sequence[int], selection: Selection
+    shape: Sequence[int], tile: Sequence[int], selection: "Selection"
 ) -> Iterator[TilePart]:
     """Yield what a selection takes of every tile that it meets, in row-major order."""
     ranges = zip(shape, tile, selection.starts, selection.steps, selection.counts, strict=True)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.containers.open_files import opened, pread, size_of
 from unshard.containers.torch_files.writer import Plain
@@ -19,10 +20,11 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.keywords import Weights
 from unshard.noted import Noted
 from unshard.read.model_config import ConfigFile
-from unshard.read.optimizer_state import SavedState
 from unshard.read.tree import Tree
-from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 from unshard.tensors.catalog import Catalog
+
+if TYPE_CHECKING:
+    from unshard.read.optimizer_state import SavedState
 
 _COMPARED = 1 << 20
 
@@ -52,8 +54,7 @@ Role = str  # "actor", "critic", "ref", "reward", "value", "teacher", "student"
 EVERY_ROLE = "all"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """What the user chose in addition to the path; None for no preference.
 
     Attributes:
@@ -69,8 +70,7 @@ class Choice:
     pass_over: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class PassedOver:
+class PassedOver(NamedTuple):
     """A step that was not taken.
 
     Attributes:
@@ -185,6 +185,8 @@ def _nothing(*_: object) -> None:
 
 def unfinished_file(location: Location) -> str | None:
     """Return which file of a checkpoint is missing or not finished, in any format."""
+    from unshard.read.unfinished import why_folder_unfinished, why_unfinished
+
     if location.path.is_file():
         return why_unfinished([location.path])
     return why_folder_unfinished(location.weights_dir)
@@ -204,8 +206,7 @@ class ReshardFormat(Enum):
         return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(NamedTuple):
     """A way to store weights.
 
     Attributes:
@@ -238,7 +239,7 @@ class Format:
     weights: tuple[Weights, ...] = ("model", "ema")
     tagged: bool = False
     missing: Callable[[Location], str | None] = unfinished_file
-    optimizer: Callable[[Location, int, ReadOptions], SavedState | None] = _nothing
+    optimizer: "Callable[[Location, int, ReadOptions], SavedState | None]" = _nothing
     scheduler: Callable[[Location], Noted[Plain]] = lambda _: Noted(None)
     frozen: Callable[[Location], Collection[str] | None] = _nothing
     reshard_format: Callable[[Location, Catalog], ReshardFormat | None] = _nothing

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.containers.file_states import FileStates, noting
 from unshard.errors import (
@@ -18,23 +19,24 @@ from unshard.errors import (
     raise_all,
 )
 from unshard.fronts import unadvised
-from unshard.read.base import Base
 from unshard.read.beside.adapter_config import adapter_files, lora_names
-from unshard.read.beside.base_name import BaseName
 from unshard.read.beside.companions import Companions, find_companions
 from unshard.read.finding.candidates import at_same_step
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import notes_of, writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
 from unshard.read.model_config import ModelConfig
-from unshard.read.optimizer_state import OptimizerState
 from unshard.read.step_names import step_of
 from unshard.read.tree import Tree
-from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
 from unshard.showing import counted
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
+
+if TYPE_CHECKING:
+    from unshard.read.base import Base
+    from unshard.read.beside.base_name import BaseName
+    from unshard.read.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +58,11 @@ class Checkpoint:
     location: Location
     catalog: Catalog
     companions: Companions
-    base: Base | None = None
-    config_of: BaseName | None = None
+    base: "Base | None" = None
+    config_of: "BaseName | None" = None
     passed_over: tuple[PassedOver, ...] = ()
     own_config: Path | None = None
-    optimizer: OptimizerState | None = None
+    optimizer: "OptimizerState | None" = None
     adapter: "Checkpoint | None" = None
     states: FileStates = field(default_factory=FileStates)
 
@@ -180,6 +182,8 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     Raises:
         CheckpointError: there are none; or see the reader of whole files.
     """
+    from unshard.read.whole_files.reader import WHOLE_FILES
+
     with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         place = start.parent if start.is_file() else start

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
+from unshard.stores import OTHER_SCHEMES
 from unshard.stores.changes import changed, gone
 from unshard.stores.nodes.files import Copy
 from unshard.stores.nodes.store import NodeStore
-from unshard.stores.other_stores import OTHER_SCHEMES, Answer, HubStore, WebStore
+from unshard.stores.other_stores import Answer, HubStore, WebStore
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta

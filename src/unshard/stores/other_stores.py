@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 
-OTHER_SCHEMES = ("http", "https", "hf")
 
 _BLOCK = 4 << 20
 _INDEX = "model.safetensors.index.json"

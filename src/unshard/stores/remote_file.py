@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
-from unshard.stores.at_once import all_at_once
-from unshard.stores.buckets import Bucket, Entry
+if TYPE_CHECKING:
+    from unshard.stores.buckets import Bucket, Entry
+
 
 _GAP = 256 * 1024
 """Ranges this close are read by one request."""
@@ -23,8 +24,7 @@ _BLOCK = 64 * 1024
 _BLOCKS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Neighbouring ranges (start, count), read by one request."""
 
     start: int
@@ -41,7 +41,7 @@ class RemoteFile:
         etag, status: as those of an `Entry`.
     """
 
-    def __init__(self, bucket: Bucket, key: str, entry: Entry) -> None:
+    def __init__(self, bucket: "Bucket", key: str, entry: "Entry") -> None:
         self.name = f"{bucket.url}/{key}"
         self.size = entry.size
         self.etag = entry.etag
@@ -56,6 +56,8 @@ class RemoteFile:
             CorruptError: the object is gone, or is not the one that was opened.
             StoreError: the store cannot be reached.
         """
+        from unshard.stores.at_once import all_at_once
+
         length = max(0, min(len(out), self.size - start))
         parts = [
             partial(self._fill, start + at, out[at : min(at + _LONGEST, length)])
@@ -81,6 +83,8 @@ class RemoteFile:
 
     def pread_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return what `pread` returns for each of many (count, start), with few requests."""
+        from unshard.stores.at_once import all_at_once
+
         found = {one: kept for one in ranges if (kept := self._kept(*one)) is not None}
         absent = [(start, count) for count, start in ranges if (count, start) not in found]
         spans = _united(sorted(absent), gap=_GAP)

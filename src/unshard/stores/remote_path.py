@@ -11,13 +11,15 @@ import stat
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, TYPE_CHECKING, Self
 
 from unshard.errors import UsageError
-from unshard.stores.buckets import Bucket, Entry, bucket_at
-from unshard.stores.nodes.files import Copy
-from unshard.stores.other_stores import OTHER_SCHEMES
+from unshard.stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
+
+if TYPE_CHECKING:
+    from unshard.stores.buckets import Bucket, Entry
+    from unshard.stores.nodes.files import Copy
 
 _READ = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
 _NOT_READ = ("sftp", "ftp", "smb", "webdav", "hdfs")
@@ -130,7 +132,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return self._as_opened, (self.parts, getattr(self, "_first", None))
 
     @classmethod
-    def _as_opened(cls, parts: tuple[str, ...], first: Entry | None) -> Self:
+    def _as_opened(cls, parts: tuple[str, ...], first: "Entry | None") -> Self:
         path = cls(*parts)
         if first is not None:
             path._first = first
@@ -146,8 +148,10 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return len(self.parts) > 2
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> "Bucket":
         """The bucket it is in; of a path on nodes, the first directory."""
+        from unshard.stores.buckets import bucket_at
+
         return bucket_at(self._bucket_url)
 
     @property
@@ -161,7 +165,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return "node:" in self.parts[1:2]
 
     @property
-    def copies(self) -> tuple[Copy, ...]:
+    def copies(self) -> "tuple[Copy, ...]":
         """Where the nodes have it, if it was opened."""
         first: Entry | None = getattr(self, "_first", None)
         return () if first is None else first.copies
@@ -297,7 +301,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
             raise self._missing()
         return RemoteFile(self.bucket, self.key, entry)
 
-    def _entry(self) -> Entry | None:
+    def _entry(self) -> "Entry | None":
         return self.bucket.entry(self.key) if self._is_inside else None
 
     def _children(self) -> list[Self]:

@@ -118,7 +118,7 @@ def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Ranges | None:
         return None if len(lo) == 1 else ("overlap", [])
     if len(shape) == 1:
         return _sweep_line(lo[:, 0], hi[:, 0], int(shape[0]))
-    cuts = np.unique(np.concatenate([lo[:, 0], hi[:, 0], [0, shape[0]]])).tolist()
+    cuts = sorted({0, int(shape[0]), *lo[:, 0].tolist(), *hi[:, 0].tolist()})
     whole = [(0, int(size)) for size in shape[1:]]
     for start, end in pairwise(cuts):
         if start >= shape[0]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,7 @@ from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Sharding
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """`length` bytes of a file from `offset` on."""
 
     path: Path
@@ -27,8 +27,7 @@ class ByteRange:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One stored box of a tensor.
 
     Attributes:
@@ -136,8 +135,7 @@ class TensorEntry:
         return int(chunks.file[0]), int(chunks.start[0]), int(chunks.length[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A value of the checkpoint that is not a tensor to merge, and why it was left out."""
 
     fqn: str
@@ -184,6 +182,11 @@ class Catalog:
     def weight_files(self) -> set[Path]:
         """The files that hold the tensors."""
         return weight_files(self.tensors.values())
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether any bytes must be decompressed before use."""
+        return any(entry.chunks.compressed.any() for entry in self.tensors.values())
 
 
 def weight_files(tensors: Iterable[TensorEntry]) -> set[Path]:

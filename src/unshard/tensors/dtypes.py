@@ -4,10 +4,9 @@ Source: the safetensors format's dtype table, and torch's storage classes for th
 Knows names, codes and sizes; numpy is needed only where elements are looked at (`numpy_dtype`).
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from unshard.keywords import Cast
 
@@ -27,8 +26,7 @@ class DTypeKind(Enum):
     COMPLEX = "complex"
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """An element type.
 
     Attributes:

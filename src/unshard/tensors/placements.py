@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
+from typing import NamedTuple
 
 from unshard.tensors.boxes import Box
 
@@ -64,8 +65,7 @@ class Partial:
 Placement = Shard | StridedShard | Replicate | Partial
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMesh:
+class DeviceMesh(NamedTuple):
     """The mesh that a tensor is on, as one rank sees it.
 
     Attributes:
@@ -81,8 +81,7 @@ class DeviceMesh:
     device_type: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(NamedTuple):
     """How one rank's tensor is placed.
 
     Attributes:
@@ -97,8 +96,7 @@ class Sharding:
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a local tensor: its box in the global one, and where it starts in the local one."""
 
     box: Box

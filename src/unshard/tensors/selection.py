@@ -7,10 +7,10 @@ step takes of a stored box is again a box with strides, larger ones: no byte is 
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain
 from types import EllipsisType
-from typing import SupportsIndex, TypeAlias
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,7 @@ _MAX_PAIRS = 1 << 17  # of a grid and a chunk, looked at together
 _KINDS = "integers, slices, ... and None"
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(NamedTuple):
     """A regular grid of a tensor's elements, and how it is returned.
 
     Attributes:

@@ -6,22 +6,23 @@ import shutil
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unshard.containers.file_states import check_regular
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
-from unshard.convert.lora.files import completed
-from unshard.convert.lora.fuse import known_alpha
 from unshard.convert.lora.names import Split
 from unshard.errors import OutputError
-from unshard.read.base import Base
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ModelConfig
-from unshard.read.optimizer_state import OptimizerState
 from unshard.read.training_state.reader import TrainingState
 from unshard.tensors.dtypes import DTypeKind, numpy_dtype
+
+if TYPE_CHECKING:
+    from unshard.read.base import Base
+    from unshard.read.optimizer_state import OptimizerState
 
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -106,7 +107,7 @@ def _scheduler(state: TrainingState) -> Plain:
     return state.values.get("lr_schedulers", state.values.get("lr_scheduler"))
 
 
-def optimizer_fields(state: OptimizerState) -> dict[str, Plain]:
+def optimizer_fields(state: "OptimizerState") -> dict[str, Plain]:
     """Return what an optimizer's state has besides its tensors, as JSON.
 
     `step` is that of all parameters; where they differ it is null, and `steps` has each.
@@ -126,7 +127,7 @@ def optimizer_fields(state: OptimizerState) -> dict[str, Plain]:
     }
 
 
-def optimizer_json(state: OptimizerState) -> bytes:
+def optimizer_json(state: "OptimizerState") -> bytes:
     """Return `optimizer.json`."""
     return (json.dumps(optimizer_fields(state), indent=2, allow_nan=False) + "\n").encode()
 
@@ -158,7 +159,7 @@ def adapter_config_json(
     alpha: float | None,
     model_config: Mapping[str, object] | None,
     *,
-    base: Base | None = None,
+    base: "Base | None" = None,
 ) -> bytes:
     """Return a complete adapter_config.json, which PEFT needs to load an adapter.
 
@@ -170,6 +171,9 @@ def adapter_config_json(
         UsageError: the user's alpha is not a positive number.
         ConversionError: alpha or the adapter's target modules are not known.
     """
+    from unshard.convert.lora.files import completed
+    from unshard.convert.lora.fuse import known_alpha
+
     known = known_alpha(config, alpha)
     config = completed(split, config, () if base is None else base.files)
     written = config.fields if "peft_type" in config.fields else {}
@@ -195,7 +199,7 @@ def adapter_config_json(
 
 
 def _origin(
-    config: AdapterConfig, model_config: Mapping[str, object] | None, base: Base | None
+    config: AdapterConfig, model_config: Mapping[str, object] | None, base: "Base | None"
 ) -> str | None:
     """Return the name or path of the model that was trained, if it is given or recorded."""
     if base is not None:  # whoever loads the adapter may be in another directory
@@ -208,7 +212,7 @@ def _origin(
 
 
 def _class(
-    model_config: Mapping[str, object] | None, base: Base | None, task: str | None
+    model_config: Mapping[str, object] | None, base: "Base | None", task: str | None
 ) -> dict[str, str] | None:
     """Return the class that AutoPeftModel makes the base with, which PEFT states without a task."""
     match model_config or {}:

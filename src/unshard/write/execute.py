@@ -8,10 +8,10 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,13 @@ from unshard.plan.operations import (
     Target,
 )
 from unshard.plan.work import Pair, Tile, Unit, pair_tiles
-from unshard.stores.at_once import AT_ONCE, Ongoing
 from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.boxes import Box, is_row_major, row_major_strides
 from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
-from unshard.write.blocks import block_scales, dequantized, meeting, of_blocks, quantized
 from unshard.write.writeback import Writeback
+
+if TYPE_CHECKING:
+    from unshard.stores.at_once import Ongoing
 
 _BLOCK = 1024 * 1024
 _DOWNLOAD = 16 * 1024 * 1024
@@ -101,6 +102,8 @@ class Executor:
             return self._make_tile(unit)
         source, target = self._sources.source(unit.source), self._target(unit.file)
         if isinstance(source, RemoteFile):
+            from unshard.stores.at_once import AT_ONCE, Ongoing
+
             self._ongoing = self._ongoing or Ongoing(AT_ONCE // 2)
             for task in _downloads(source, unit, target):
                 self._ongoing.add(task)
@@ -238,6 +241,8 @@ def _make_blocks(
     operation: Quantize | FindScales | Dequantize, box: Box, files: OpenFiles
 ) -> Elements:
     """Return a box of a tensor that is made to or from block FP8."""
+    from unshard.write.blocks import dequantized, meeting, of_blocks, quantized
+
     match operation:
         case Quantize():
             return quantized(*_quantisable(operation, box, files))
@@ -258,6 +263,8 @@ def _quantisable(
     operation: Quantize | FindScales, box: Box, files: OpenFiles
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return whole blocks of a matrix that is quantised, and the scale of each."""
+    from unshard.write.blocks import block_scales, of_blocks
+
     values = make_tile(Tile(operation.values, box), files).view(np.float32)
     scales = block_scales(values, operation.least)
     if wrong := np.argwhere(~np.isfinite(scales)).tolist():
@@ -286,9 +293,9 @@ def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
     same = (
         Cast(operation.target, operation.source, wide)
         if isinstance(operation, Gather)
-        else replace(operation, to=wide)
+        else operation._replace(to=wide)
     )
-    before = make_tile(replace(tile, operation=same), files)
+    before = make_tile(tile._replace(operation=same), files)
     return infinite - int(np.isinf(before).sum())
 
 

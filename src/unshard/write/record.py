@@ -7,10 +7,10 @@ that was saved again, with the same bytes too, is another one for its fingerprin
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.containers.json_file import json_object
 from unshard.errors import CheckpointError
 from unshard.plan.layout import Layout
@@ -47,8 +47,7 @@ def is_last(name: str) -> bool:
     return name == RECORD_NAME or name.rpartition("/")[2] in ("config.json", ADAPTER_CONFIG_NAME)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputRecord:
+class OutputRecord(NamedTuple):
     """The files that were written to a directory, by its record.
 
     Attributes:
@@ -211,7 +210,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
             sizes[str(path.relative_to(places[0]))] = checkpoint.states[path].size
     return {
         **_names_of(location),
-        **({"passed_over": list(map(asdict, passed))} if passed else {}),
+        **({"passed_over": [one._asdict() for one in passed]} if passed else {}),
         "format": catalog.format,
         "writer": catalog.writer,
         "world_size": catalog.world_size,

@@ -5,20 +5,21 @@ Both kinds have one contract, `Stage`, and are used by one flow. `Engine` is wha
 
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from unshard.errors import ChangedError, OutputError
 from unshard.plan.operations import Plan
 from unshard.progress import Chosen, Listener, Warned
-from unshard.stores.copying import Composition
-from unshard.stores.objects import Stored
 from unshard.stores.remote_path import RemotePath
+
+if TYPE_CHECKING:
+    from unshard.stores.copying import Composition
+    from unshard.stores.objects import Stored
 
 Overflows = Counter[tuple[int, int]]
 """How many finite values became infinite, by output file and the byte where a tensor begins."""
@@ -38,8 +39,7 @@ SUSPECT = OutputError | ChangedError
 """Errors after which nothing is kept for `--resume`: what is finished may be wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What a merge does: two with equal work write the same bytes.
 
     Attributes:
@@ -80,7 +80,7 @@ class Uploads(Protocol):
         """Where the output goes."""
 
     @property
-    def written(self) -> Mapping[str, Stored | None]:
+    def written(self) -> "Mapping[str, Stored | None]":
         """What was written, by name; None is what may be there."""
 
     def upload(
@@ -91,10 +91,10 @@ class Uploads(Protocol):
     def can_copy(self, source: Path, /) -> bool:
         """Return whether `compose` can copy from a source file."""
 
-    def compose(self, name: str, size: int, send: Callable[[Composition], None], /) -> None:
+    def compose(self, name: str, size: int, send: "Callable[[Composition], None]", /) -> None:
         """Write a file from the parts that `send` adds; what it raises is raised."""
 
-    def wrote(self, name: str, stored: Stored | None) -> None:
+    def wrote(self, name: str, stored: "Stored | None") -> None:
         """Take note of a file that another process has written, or None: that it may write."""
 
     def abort_uploads(self, names: list[str], /) -> bool:
@@ -223,6 +223,8 @@ def counts_in(overflows: Overflows) -> Counts:
 
 def scratch_directory(stack: ExitStack) -> Path:
     """Make a temporary directory, which the stack removes."""
+    import tempfile
+
     scratch, owner = Path(tempfile.mkdtemp(prefix="_unshard-")), os.getpid()
 
     def remove() -> None:

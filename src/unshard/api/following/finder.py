@@ -13,7 +13,6 @@ complete when every file was written again, or a mark is newer than those that w
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,7 +214,7 @@ class CheckpointFinder:
         found: list[Location] = []
         for number in [one for one in folders if one not in self._done]:
             try:
-                found += self._found(replace(self._choice, step=number))
+                found += self._found(self._choice._replace(step=number))
             except (UnshardError, OSError) as error:
                 # A trainer that has just made its folders is nothing to tell of.
                 if not self._done or any(one.is_file() for one in folders[number].rglob("*")):
@@ -229,7 +228,7 @@ class CheckpointFinder:
         try:
             found = all_steps(self._run, choice)
         except UsageError:
-            found = all_steps(self._run, replace(choice, role="actor"))
+            found = all_steps(self._run, choice._replace(role="actor"))
         return [one for one in found if one.role != "critic"]
 
     def _is_ready(self, location: Location) -> bool:

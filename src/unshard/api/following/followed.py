@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError, OutputError, UsageError
 from unshard.read.hub_files import RECORD_NAME

@@ -1,7 +1,6 @@
 """Read the output of a reshard again, and compare it with its source."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from unshard.api.options import MergeOptions
@@ -33,7 +32,7 @@ def check_output(  # noqa: PLR0917 (what was read, and what was made of it)
         Stage("verifying", sum(one.data_bytes for one in made.layout.files) if full else 0)
     )
     weights = (directory / made.layout.files[0].filename).parent
-    again = open_latest(weights, replace(options.choice, step=None, role=None), options.reading)
+    again = open_latest(weights, options.choice._replace(step=None, role=None), options.reading)
     _compare(source.catalog, again.catalog, directory)
     catalogs = list(source.catalogs)
     if source.optimizer is not None:

@@ -11,8 +11,7 @@ a pickle that has one). So the value of the other pickle is that of the template
 numbers in the places of the marks; only what is below such a key of a dict is not known.
 """
 
-from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,8 +43,7 @@ def number_of(mark: int) -> int:
     return mark - _FIRST_MARK
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
+class Numbers(NamedTuple):
     """The numbers of a pickle, in the order of its bytes.
 
     Attributes:
@@ -57,8 +55,7 @@ class Numbers:
     fits: NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Template:
+class Template(NamedTuple):
     """A pickle with blanks for its numbers.
 
     Attributes:
@@ -139,7 +136,7 @@ def make_template(data: bytes) -> tuple[Template, Value]:
     at = np.array(places, dtype=np.int64)
     width = _widths(padded, at)
     fixed = np.full(machine.pos, 255, np.uint8)
-    for wide in np.unique(width).tolist():
+    for wide in {*width.tolist()}:
         rows = at[width == wide]
         fixed[rows[:, None] + np.arange(wide)] = 0
     return Template(padded, machine.pos, at, width, fixed, _numbers(padded, at)), value

@@ -7,7 +7,6 @@ computes those that are missing.
 Sources: the pickles of torch 2.4 to 2.15 (`docs/formats.md`).
 """
 
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -223,4 +222,4 @@ def _group(mesh: DeviceMesh, dim: int) -> list[int]:
     """Return the ranks along a mesh dimension, through this rank."""
     at = mesh.coordinates
     lines = ((*at[:dim], place, *at[dim + 1 :]) for place in range(mesh.shape[dim]))
-    return [_rank_of(replace(mesh, coordinates=line)) for line in lines]
+    return [_rank_of(mesh._replace(coordinates=line)) for line in lines]

@@ -22,7 +22,6 @@ from unshard.containers.torch_files.zip import LEGACY_MAGIC, MAX_PICKLE, Storage
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.dtypes import BY_NAME
 
-_MAGIC = LEGACY_MAGIC[4:14]
 _PROTOCOL = 1001
 _FIRST_READ = 1 << 20
 _MAX_CONTAINERS = 2_000_000  # of the object; 100,000 tensors make some 800,000
@@ -39,11 +38,6 @@ _HINT = "load it with torch.load and save it again with torch.save"
 
 _Sizes = dict[str, tuple[int, int]]
 """Storages by key, as the object's pickle states them: number of elements, and bytes in all."""
-
-
-def is_torch_legacy(head: bytes) -> bool:
-    """Return whether a file is of this format, by its first bytes, whatever its pickle protocol."""
-    return head[:1] == b"\x80" and _MAGIC in head[:32]
 
 
 def read_torch_legacy(
@@ -117,7 +111,7 @@ def _check_header(stream: _Stream) -> None:
     """Read the three pickles before the object: magic number, protocol, byte order."""
     path = stream.path
     magic, protocol = stream.next_pickle(), stream.next_pickle()
-    if magic != int.from_bytes(_MAGIC, "little"):
+    if magic != int.from_bytes(LEGACY_MAGIC[4:14], "little"):
         raise CorruptError(f"{path}: not torch's legacy format: another magic number")
     if protocol != _PROTOCOL:
         raise CorruptError(

@@ -6,14 +6,13 @@ of torch (tar archives, TorchScript) are recognised and refused.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.containers.open_files import opened, pread, read_whole
 from unshard.containers.pickles.machine import DangerousPickleError, MalformedPickleError
 from unshard.containers.pickles.records import Value
 from unshard.containers.pickles.unpickle import unpickle
-from unshard.containers.torch_files.legacy import is_torch_legacy, read_torch_legacy
 from unshard.containers.torch_files.zip import (
     LEGACY_MAGIC,
     StorageRecord,
@@ -28,8 +27,7 @@ _MOST_METADATA = 1 << 30
 _TAR_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+class TorchFile(NamedTuple):
     """A torch.save file: `value` is what was saved, `storages` are byte ranges by key.
 
     `root` is the stem of the name under which torch saved it, where the file says so.
@@ -61,7 +59,9 @@ def open_torch_file(
 ) -> TorchFile | TorchZip:
     """Open a torch.save file as `read_torch_file` does, but leave the pickle of a zip closed."""
     head = _head(path, offset, length)
-    if is_torch_legacy(head):
+    if head[:1] == b"\x80" and LEGACY_MAGIC[4:14] in head[:32]:  # whatever its pickle protocol
+        from unshard.containers.torch_files.legacy import read_torch_legacy
+
         with _blaming(path):
             value, storages = read_torch_legacy(path, offset=offset, length=length)
         return TorchFile(path, value, storages)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from struct import unpack_from
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -60,8 +61,7 @@ _HEADER = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRecord:
+class StorageRecord(NamedTuple):
     """The place of a storage: `offset` in the file, `size` in bytes; its CRC-32, 0 if unknown."""
 
     offset: int
@@ -116,8 +116,7 @@ class TorchZip:
     root: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entries:
+class _Entries(NamedTuple):
     """The entries of the central directory, in columns; `header` is relative to the window."""
 
     names: list[bytes]
@@ -157,8 +156,7 @@ def _each(pread: Pread, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     return [pread(count, at) for count, at in ranges]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
+class _Reader(NamedTuple):
     path: Path
     pread: Pread
     pread_many: Callable[[Sequence[tuple[int, int]]], list[bytes]]

@@ -5,8 +5,8 @@ A config that leaves anything open gives no names at all: a right checkpoint mus
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
 from unshard.convert.expected.decoders import Group, NotKnownError, integer
 from unshard.convert.expected.ignored import BUFFERS, MTP, Select
@@ -35,8 +35,7 @@ _EXTRA = re.compile(rf"{BUFFERS}|^(v_head|score|classifier)\.|{MTP}")
 """Buffers that old versions saved, heads of critics, and layers that predict more tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
+class _Form(NamedTuple):
     """The names that one form of a model must have, and those that it may have.
 
     `above` has the starts of the names of layers that predict more tokens, `shapes` the shapes as
@@ -47,7 +46,7 @@ class _Form:
     optional: tuple[str, ...] = ()
     above: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = {}
 
 
 def expected_by_config(
@@ -106,11 +105,11 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
         shapes = {name[start:]: shape for name, shape in body.shapes.items()}
         bare = _Form(required, optional, above, shapes=shapes)
     if tied:
-        head = replace(body, optional=(*body.optional, model.head))
+        head = body._replace(optional=(*body.optional, model.head))
     else:
-        head = replace(body, required=(*body.required, model.head))
+        head = body._replace(required=(*body.required, model.head))
     classifiers = [
-        replace(body, required=(*body.required, name))
+        body._replace(required=(*body.required, name))
         for name in _CLASSIFIERS
         if len(model.components) == 1
     ]
@@ -123,7 +122,7 @@ def _forms(model: Model, config: Fields, kind: str, *, tied: bool) -> Iterator[_
         raise NotKnownError
     headless = "the tensors are those of the model without a head: {} is missing, and not tied"
     if not tied and bare in found and kind != _BARE:
-        found[-1] = replace(found[-1], remarks=(headless.format(model.head),))
+        found[-1] = found[-1]._replace(remarks=(headless.format(model.head),))
     yield from found
 
 

@@ -7,7 +7,7 @@ does not decide which tensors there are is not listed: then names are not checke
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.read.model_config import Fields
 
@@ -22,8 +22,7 @@ class NotKnownError(Exception):
     """A config does not say which tensors its model has; caught where names are made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Patterns of names, separated by spaces, that a layer has if all conditions hold.
 
     An `optional` group may be missing in a checkpoint all the same.

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 from unshard.convert.outputs import Precision
 from unshard.convert.quantised import dequantise, is_scale
 from unshard.convert.recipes import Recipe, take
 from unshard.fronts import Text
-from unshard.read.base import Base
 from unshard.read.model_config import ModelConfig
 from unshard.showing import counted
 from unshard.tensors.dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    from unshard.read.base import Base
 
 Select = Callable[[Iterable[str]], Collection[str]]
 
@@ -60,7 +63,7 @@ def _without_mtp(config: ModelConfig) -> ModelConfig:
 def complete_mtp(
     kept: dict[str, Recipe],
     tensors: Collection[str],
-    base: Base | None,
+    base: "Base | None",
     config: ModelConfig | None,
     select: Select,
 ) -> tuple[dict[str, Recipe], ModelConfig | None, tuple[str, ...]]:

@@ -7,6 +7,7 @@ down, `[]` counts a list. `~`: versions of transformers turn the last two dimens
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 from unshard.convert.expected.decoders import DECODERS, NotKnownError
 from unshard.read.model_config import Fields
@@ -77,12 +78,18 @@ linear_2 = TEXT TEXT; image_newline = TEXT
 _INSTEAD = {
     one.strip(): text.split() for one, text in (row.split("=") for row in _WORDS.split(";"))
 }
-_TABLE: dict[str, list[tuple[str, list[str]]]] = {}
-for _block in _ROWS.split("@")[1:]:
-    _kinds, _rows = _block.split(":")
-    for _kind in DECODERS if "*" in _kinds else _kinds.split():
-        for _ends, _dims in (_row.split("=") for _row in _rows.split(";")):
-            _TABLE.setdefault(_kind, []).extend((_end, _dims.split()) for _end in _ends.split())
+
+
+@cache
+def _rows_of(kind: str) -> list[tuple[str, list[str]]]:
+    """Return the rows of a type, the ends of names with their dimensions, in their order."""
+    found: list[tuple[str, list[str]]] = []
+    for block in _ROWS.split("@")[1:]:
+        kinds, rows = block.split(":")
+        if kind in (DECODERS if "*" in kinds else kinds.split()):
+            for ends, dims in (row.split("=") for row in rows.split(";")):
+                found += ((end, dims.split()) for end in ends.split())
+    return found
 
 
 class Stated(tuple[int, ...]):  # noqa: SLOT001 (a tuple can have none)
@@ -99,7 +106,7 @@ def stated_shape(kind: str, name: str, config: Fields) -> tuple[int, ...] | None
     """
     path, _, end = name.rpartition(".")
     ends = (name, path) if end in ("weight", "bias") else (name,)
-    for row, dims in _TABLE.get(kind, ()):
+    for row, dims in _rows_of(kind):
         key, fields = row.removeprefix("~"), dict[str, None]()
         if any(one.endswith(key) for one in ends):
             stated = dims[:1] if end == "bias" and not key.endswith(end) else dims

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from unshard.convert.expected.shapes import Stated
 from unshard.convert.experts import lost_experts
@@ -22,8 +22,7 @@ _PER_TOKEN = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """The tensors that a base model has, or a model of a config.
 
     Attributes:
@@ -45,7 +44,7 @@ class Expected:
     def with_embeddings_only(self) -> "Expected":
         """Return the same names, but only the shapes of embedding and head, in each vocabulary."""
         shapes = {name: tuple(one) for name, one in self.shapes.items() if _is_per_token(name)}
-        return replace(self, shapes=shapes)
+        return self._replace(shapes=shapes)
 
 
 def check_expected(
@@ -167,16 +166,14 @@ def _is_per_token(name: str) -> bool:
     return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] in _PER_TOKEN
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A parameter or buffer of a model: all its names, of which tied weights have several."""
 
     names: tuple[str, ...]
     shape: _Shape
 
 
-@dataclass(frozen=True, slots=True)
-class Matches:
+class Matches(NamedTuple):
     """Which tensors of a checkpoint match which slots of a model.
 
     Attributes:

@@ -1,13 +1,12 @@
 """The tensors of whole models, as a table: decoders, vision towers, what joins them, the head."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.convert.expected.decoders import DECODERS, Groups, flag, is_not, when
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(NamedTuple):
     """A decoder or vision tower in a model, or all that joins them.
 
     Attributes:
@@ -23,8 +22,7 @@ class Component:
     flat: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(NamedTuple):
     """A model with the head of a language model.
 
     Attributes:

@@ -16,7 +16,7 @@ Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unshard.convert.heads import is_head
 from unshard.convert.recipes import Recipe, Take, shape_of
@@ -39,8 +39,7 @@ _TRAINED_TOKENS = "trained tokens (trainable_token_indices)"
 _UNKNOWN = "not plain LoRA"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPair:
+class LoraPair(NamedTuple):
     """The two matrices of one adapted weight.
 
     Attributes:
@@ -60,8 +59,7 @@ class LoraPair:
     is_embedding: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(NamedTuple):
     """A checkpoint's tensors: the model's, and the adapter's.
 
     Attributes:
@@ -74,14 +72,13 @@ class Split:
     """
 
     base: Mapping[str, Recipe]
-    pairs: Mapping[str, LoraPair] = field(default_factory=dict)
-    saved: Mapping[str, Recipe] = field(default_factory=dict)
+    pairs: Mapping[str, LoraPair] = {}
+    saved: Mapping[str, Recipe] = {}
     saved_modules: tuple[str, ...] = ()
     adapter_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
+class _Matrix(NamedTuple):
     """A matrix of a pair, by its name in the checkpoint."""
 
     name: str
@@ -91,8 +88,7 @@ class _Matrix:
     adapter: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A tensor of the model: its name in the checkpoint, in PEFT's files, and in the model.
 
     Of a module that was trained whole it `is_original`, or a copy that belongs to an `adapter`.

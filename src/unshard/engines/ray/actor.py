@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.errors import UnshardError
 from unshard.progress import Advanced, Event, Listener
 

@@ -41,17 +41,6 @@ _Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 _Index = tuple[str, tuple[int, ...] | None]
 """Flat name and offsets of an item; offsets None for objects."""
 
-MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
-"""What trainers call the model in the dict that they save."""
-OTHER_KEYS = frozenset(
-    """
-    callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
-    lr_scheduler lr_schedulers metadata model_ema random_states rng rng_state sampler scaler
-    scheduler schedulers timestamp train_state trainer trainer_state
-    """.split()
-)
-"""What trainers call training state in it, and the average of a model."""
-
 
 @dataclass(frozen=True, slots=True)
 class Item:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import IncompleteError, NotMergeableError, raise_all
-from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS, DcpMetadata
+from unshard.read.dcp.metadata import DcpMetadata
+from unshard.read.dcp.names import MODEL_KEYS, OTHER_KEYS
 from unshard.read.format import Location, ReadOptions, find_file
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of

@@ -221,7 +221,7 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain
         archive = _decompressed(path, inflated_object(path, item, name))
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
-    read = plain_values(replace(archive, value={name: archive.value}))
+    read = plain_values(archive._replace(value={name: archive.value}))
     return Noted(read.value.get(name) if isinstance(read.value, dict) else None, read.notes)
 
 

@@ -1,21 +1,10 @@
-"""Reader for torch.distributed.checkpoint (DCP): `.metadata` and `__R_I.distcp` files.
+"""The format torch DCP, by its names; what reads it is imported when it is read."""
 
-Written by `torch.distributed.checkpoint.save`: accelerate and the HF Trainer, torchtitan,
-torchtune, Lightning, Composer, OLMo-core. `tensors` reads them.
+from typing import TYPE_CHECKING
 
-Lightning saves the LightningModule and Composer the ComposerModel, whose attribute is the model:
-every name starts with it (`model.model.norm.weight`). Nothing else is taken off a name.
-"""
-
-from dataclasses import replace
-
-from unshard.containers.torch_files.reader import read_torch_file
-from unshard.errors import CorruptError
-from unshard.read.dcp.metadata import MODEL_KEYS, DcpMetadata, read_metadata
-from unshard.read.dcp.model import model_names, read_object
-from unshard.read.dcp.optimizer import places_beside, read_optimizer
-from unshard.read.dcp.scheduler import read_scheduler
-from unshard.read.dcp.tensors import METADATA, UNFINISHED, metadata_files, read_catalog
+from unshard.containers.torch_files.writer import Plain
+from unshard.noted import Noted
+from unshard.read.dcp.names import ACCELERATE, METADATA, UNFINISHED
 from unshard.read.format import (
     Format,
     Location,
@@ -25,45 +14,15 @@ from unshard.read.format import (
     has_file,
     unfinished_file,
 )
-from unshard.read.torch_save.values import is_lightning, items_of
-from unshard.read.wrapper_names import without_wrapper_module
 from unshard.tensors.catalog import Catalog
 
-_ACCELERATE = "pytorch_model_fsdp_"
-_LIGHTNING, _COMPOSER = "Lightning", "Composer"
-_BY_PREFIX = {  # the keys under which they save the model
-    ("state", "model"): _COMPOSER,
-    ("app", "model"): "prime-rl",
-    ("fsdp_checkpoint", "model"): "RLinf",
-}
-_TRAINING_STATE = """
-    optimizer_* optim scheduler.bin scheduler.pt random_states_*.pkl rng_state*.pth sampler*.bin
-    trainer_state.json meta.pt train
-""".split()
+if TYPE_CHECKING:
+    from unshard.read.optimizer_state import SavedState
 
 
 def _claims(name: str) -> bool:
     known = (METADATA, UNFINISHED)
     return name.endswith(".distcp") or any(pattern.fullmatch(name) for pattern in known)
-
-
-def _read(location: Location, options: ReadOptions) -> Catalog:
-    metadata = read_metadata(metadata_files(location))
-    is_object = not metadata.paths and any(name in metadata.objects for name in MODEL_KEYS)
-    if is_object or not metadata.tensors:
-        return read_object(metadata, location, options)
-    chosen = model_names(metadata, str(location.weights_dir))
-    writer = _writer(location, metadata, chosen.prefix)
-    names = dict(chosen.names)
-    if writer in {_LIGHTNING, _COMPOSER}:  # which save a module around the model
-        names = without_wrapper_module(names)
-    step = location.step_dir
-    return replace(
-        read_catalog(metadata, names, location),
-        writer=writer,
-        skipped=chosen.skipped,
-        training_state=tuple(sorted({p for one in _TRAINING_STATE for p in step.glob(one)})),
-    )
 
 
 def _missing(location: Location) -> str | None:
@@ -76,8 +35,26 @@ def _missing(location: Location) -> str | None:
 
 
 def _reshard_format(location: Location, _: Catalog) -> ReshardFormat:
-    is_inner = location.weights_dir.name.startswith(_ACCELERATE)
+    is_inner = location.weights_dir.name.startswith(ACCELERATE)
     return ReshardFormat.ACCELERATE if is_inner else ReshardFormat.DCP
+
+
+def _read(location: Location, options: ReadOptions) -> Catalog:
+    from unshard.read.dcp.weights import read
+
+    return read(location, options)
+
+
+def _read_optimizer(location: Location, *_: object) -> "SavedState | None":
+    from unshard.read.dcp.optimizer import places_beside, read_optimizer
+
+    return read_optimizer([location, *places_beside(location)])
+
+
+def _read_scheduler(location: Location) -> Noted[Plain]:
+    from unshard.read.dcp.scheduler import read_scheduler
+
+    return read_scheduler(location)
 
 
 DCP = Format(
@@ -86,27 +63,7 @@ DCP = Format(
     _read,
     by_name(_claims),
     missing=_missing,
-    optimizer=lambda at, *_: read_optimizer([at, *places_beside(at)]),
-    scheduler=read_scheduler,
+    optimizer=_read_optimizer,
+    scheduler=_read_scheduler,
     reshard_format=_reshard_format,
 )
-
-
-def _writer(location: Location, metadata: DcpMetadata, prefix: tuple[str, ...]) -> str:
-    """Return the tool that wrote a checkpoint, as far as its files and paths show."""
-    folder, step = location.weights_dir, location.step_dir
-    if folder.name.startswith(_ACCELERATE):
-        trainer = (step / "trainer_state.json").is_file()
-        return "HF Trainer (accelerate)" if trainer else "accelerate"
-    meta = folder / "meta.pt"
-    if meta.exists() or meta.is_symlink():  # a link that leads nowhere is an error, not Fabric
-        value = read_torch_file(meta).value
-        if items_of(value) is None:
-            raise CorruptError(f"{meta}: not what Lightning saves there", expected="a dict")
-        return _LIGHTNING if is_lightning(value) else "Lightning Fabric"
-    if prefix in _BY_PREFIX:
-        return _BY_PREFIX[prefix]
-    if folder.name == "model_and_optim":
-        return "OLMo-core"
-    roots = {path[0] for path in metadata.paths.values() if path}
-    return "torchtitan" if not prefix and "train_state" in roots else "torch"

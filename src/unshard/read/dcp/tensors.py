@@ -15,12 +15,11 @@ from unshard.containers.open_files import opened, pread
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnshardError, raise_all
 from unshard.read.dcp.items import StoredItem, read_items
 from unshard.read.dcp.metadata import DcpMetadata, Item
+from unshard.read.dcp.names import METADATA, UNFINISHED
 from unshard.read.format import Location, files_in, find_file, shortened
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-METADATA = re.compile(r"(?:__\d+)?\.metadata")
-UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 
 

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.keywords import Weights
-from unshard.read.dcp.reader import DCP
 from unshard.read.finding.markers import step_of_tag
 from unshard.read.format import FAIRSEQ2, ROLES, Format, Location, role_in
 from unshard.read.hub_files import RECORD_NAME
-from unshard.read.megatron.reader import MEGATRON
 from unshard.read.rank_files.reader import RANK_FILES
-from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
 from unshard.read.step_names import (
     STATE_FOLDER,
     UNIVERSAL,
@@ -32,22 +29,8 @@ from unshard.read.step_names import (
     version_of,
     without_converted,
 )
-from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
 from unshard.read.tree import Tree
-from unshard.read.whole_files.reader import WHOLE_FILES
-from unshard.read.zero.reader import ZERO
 
-FORMATS = (
-    RANK_FILES,
-    SAFETENSORS_SHARDS,
-    MEGATRON,
-    FAIRSEQ2,
-    DCP,
-    TORCH_CHECKPOINTING,
-    ZERO,
-    WHOLE_FILES,
-)
-"""All formats, in the order in which a directory is searched for them."""
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
 """Of files that may be a checkpoint of their own, which may also have none."""
 DEPTH = 4
@@ -64,6 +47,23 @@ _EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
 # Files that are a checkpoint by their name alone: of Lightning, nanoGPT, litgpt.
 _ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
 _ARCHIVE = ".tar"  # of a step, not a checkpoint that a trainer saved
+
+
+def formats() -> Iterator[Format]:
+    """Yield all formats, in the order in which a directory is searched for them.
+
+    Rank files are the most, so the others are imported where there are none.
+    """
+    yield RANK_FILES
+    from unshard.read.dcp.reader import DCP
+    from unshard.read.megatron.reader import MEGATRON
+    from unshard.read.safetensors_shards.reader import SAFETENSORS_SHARDS
+    from unshard.read.torch_checkpointing.reader import TORCH_CHECKPOINTING
+    from unshard.read.whole_files.reader import WHOLE_FILES
+    from unshard.read.zero.reader import ZERO
+
+    yield from (SAFETENSORS_SHARDS, MEGATRON, FAIRSEQ2, DCP)
+    yield from (TORCH_CHECKPOINTING, ZERO, WHOLE_FILES)
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def format_in(tree: Tree, folder: Path, *, sharded: bool) -> Format | None:
     """Return the format of the files that are directly in a directory, or None."""
     if not tree.is_dir(folder):
         return None
-    return next((at for at in FORMATS if at.sharded is sharded and at.holds(tree, folder)), None)
+    return next((at for at in formats() if at.sharded is sharded and at.holds(tree, folder)), None)
 
 
 def _folders_to_search(tree: Tree, folder: Path) -> Iterator[Path]:
@@ -245,11 +245,13 @@ def is_checkpoint_file(tree: Tree, path: Path) -> bool:
         return False
     if path.suffix and is_state(path.name.partition(".")[0]):
         return False
-    return not any(one.claims(tree, path) for one in FORMATS)
+    return not any(one.claims(tree, path) for one in formats())
 
 
 def alone(tree: Tree, file: Path) -> Location:
     """Return where a file is that is a checkpoint of its own."""
+    from unshard.read.whole_files.reader import WHOLE_FILES
+
     location = location_of(tree, file.parent, file.parent, WHOLE_FILES)
     own = step_of_file(file)
     return replace(location, step=location.step if own is None else own, weights="model", file=file)

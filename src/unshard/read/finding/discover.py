@@ -29,7 +29,6 @@ from unshard.read.finding.candidates import (
     steps_in,
 )
 from unshard.read.finding.markers import MARKERS
-from unshard.read.finding.near_misses import nothing_found
 from unshard.read.finding.ranking import DEFAULT_ROLES, Run, choose, sets_near
 from unshard.read.format import Choice, Location, blaming, role_in
 from unshard.read.step_names import is_state, step_of_parents
@@ -92,6 +91,8 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
                 steps = iter(found or _around(tree, start, choice))
             first = next(steps, None)
         if first is None:
+            from unshard.read.finding.near_misses import nothing_found
+
             raise nothing_found(tree, path, choice.step)
         yield first
         yield from steps

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from unshard.read.format import Location
 from unshard.read.step_names import step_of, without_converted
 from unshard.read.tree import LONGEST_TEXT, Tree
-from unshard.read.zero.files import is_zero_file
 
 MARKERS = (
     "latest_checkpointed_iteration.txt",  # verl, Megatron
@@ -97,6 +96,8 @@ def _highest_tag(tree: Tree, place: Path) -> Path | None:
 
 
 def _is_zero(tree: Tree, folder: Path) -> bool:
+    from unshard.read.zero.files import is_zero_file
+
     with suppress(OSError):  # closed
         return any(map(is_zero_file, tree.inside(folder)))
     return False

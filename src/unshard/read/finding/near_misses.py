@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.errors import UnknownFormatError
-from unshard.read.finding.candidates import DEPTH, FORMATS, WEIGHT_SUFFIXES, search
+from unshard.read.finding.candidates import DEPTH, WEIGHT_SUFFIXES, formats, search
 from unshard.read.step_names import is_state, is_unfinished
 from unshard.read.tree import Tree
 from unshard.showing import counted, listed
@@ -99,7 +99,7 @@ def _seen(tree: Tree, folder: Path) -> list[str]:
     found: dict[str, Path] = {}
     for path in _paths(tree, folder)[: _MOST_PATHS + 1]:
         kind = next((what for sign, what in _SIGNS.items() if _is_meant(sign, path.name)), None)
-        if kind is not None and not any(one.claims(tree, path) for one in FORMATS):
+        if kind is not None and not any(one.claims(tree, path) for one in formats()):
             found.setdefault(kind, path)
     kinds = [kind for kind in _SIGNS.values() if kind in found]
     return [f"{found[kind].relative_to(folder)}: {kind}" for kind in kinds[:_SHOWN]]

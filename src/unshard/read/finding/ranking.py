@@ -21,7 +21,6 @@ from unshard.read.finding.candidates import (
 from unshard.read.format import EVERY_ROLE, Choice, Location, Role, role_in
 from unshard.read.step_names import count_steps, family, is_sure
 from unshard.read.tree import Tree
-from unshard.read.zero.reader import ZERO
 from unshard.showing import human_size
 
 DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
@@ -31,7 +30,7 @@ _EPOCHS = re.compile(r"(?:dist_)?epoch_#")
 _LISTED = 12
 _WHERE = {
     "ema": "a folder ema, or pytorch_ema_model_fsdp_0",
-    "module": f"a {ZERO} checkpoint, which alone has the weights in two dtypes",
+    "module": "a DeepSpeed ZeRO checkpoint, which alone has the weights in two dtypes",
 }
 
 
@@ -202,7 +201,7 @@ class Run(NamedTuple):
         try:
             found = sets_near(tree, step, choice)
             if not found and self.has_runs:
-                inner = Run(tree, step, replace(choice, step=None), has_runs=False)
+                inner = Run(tree, step, choice._replace(step=None), has_runs=False)
                 if nested := list(inner.steps()):
                     return nested
             found = found or sets_within(tree, step)

@@ -16,17 +16,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.containers.pickles.records import Record
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.reader import DCP
-from unshard.read.dcp.tensors import metadata_files, read_catalog
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, find_file
 from unshard.read.tree import Tree
 from unshard.tensors.catalog import Catalog, Skipped
+
+if TYPE_CHECKING:
+    from unshard.read.dcp.metadata import DcpMetadata
 
 _METADATA, _COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
@@ -62,6 +64,9 @@ def _holds(tree: Tree, directory: Path) -> bool:
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
+    from unshard.read.dcp.metadata import read_metadata
+    from unshard.read.dcp.tensors import metadata_files, read_catalog
+
     backend = _backend(location)
     if backend in _DCP_BACKENDS:
         return replace(DCP.read(location, options), writer="Megatron-FSDP")
@@ -140,7 +145,9 @@ def _kind(name: str) -> tuple[str, str] | None:
     return next((kind for pattern, kind in _OTHERS if pattern.match(name)), None)
 
 
-def _skipped(metadata: DcpMetadata, kinds: dict[str, tuple[str, str] | None]) -> Iterator[Skipped]:
+def _skipped(
+    metadata: "DcpMetadata", kinds: dict[str, tuple[str, str] | None]
+) -> Iterator[Skipped]:
     groups = Counter(kind for kind in kinds.values() if kind is not None)
     for (group, what), count in groups.items():
         yield Skipped(group, f"not model weights: {what} ({count} values)")

@@ -116,7 +116,7 @@ def _resolve_plain(
     # What differs may be left out. Of files that are all plain, equal parts are parts all the same.
     equal_are_copies = options.selects and is_mixed and not options.assume_dim0
     buffers = find_buffers(differing, tensors, options.shapes) if is_mixed else {}
-    for name in trained({name: tensors[name] for name in buffers}) if trained else ():
+    for name in trained({name: tensors[name] for name in buffers}) if trained and buffers else ():
         del buffers[name]
     cut = differing - buffers.keys()
     entries: dict[str, TensorEntry] = {}

@@ -177,7 +177,7 @@ def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
     table = tensors_of(
         archive, tensors, rank=rank, file_number=number, allowed=options.allowed_globals
     )
-    noted = plain_values(replace(archive, value={"groups": groups, "values": others}))
+    noted = plain_values(archive._replace(value={"groups": groups, "values": others}))
     if not isinstance(noted.value, dict):
         raise CorruptError(f"{path}: has no parameter groups")
     state = SavedState(

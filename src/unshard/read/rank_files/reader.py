@@ -8,22 +8,24 @@ plain tensors.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UsageError
 from unshard.noted import Noted
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, files_in, shortened
 from unshard.read.rank_files.copies import catalog_of
-from unshard.read.rank_files.optimizer import read_optimizer, trained_parameters
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.tree import Tree
-from unshard.read.unfinished import why_folder_unfinished
 from unshard.showing import counted
-from unshard.tensors.catalog import Catalog
+from unshard.tensors.catalog import Catalog, TensorEntry
+
+if TYPE_CHECKING:
+    from unshard.read.optimizer_state import SavedState
 
 _NAMED = re.compile(r"model_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _UNNAMED = re.compile(r"pytorch_model_fsdp(?:_(?P<model>\d+))?_rank(?P<rank>\d+)\.bin")
@@ -38,8 +40,7 @@ _TRAINING_STATE = ("optim_world_size_*", "extra_state_world_size_*", "optimizer_
 _LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
 
 
-@dataclass(frozen=True, slots=True)
-class _Set:
+class _Set(NamedTuple):
     """The files of one save: rank -> path.
 
     Attributes:
@@ -84,7 +85,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
         stated = max(stated, table.world_size)
     world = chosen.world_size or max(stated, *chosen.files, 0)
     gathered.problems += _name_problems(gathered, chosen.files)
-    catalog = catalog_of(gathered, chosen.files, world, location, options, trained_parameters)
+    catalog = catalog_of(gathered, chosen.files, world, location, options, _trained)
     return replace(
         catalog,
         writer=_writer(location),
@@ -104,6 +105,8 @@ def ranks_in(folder: Path) -> dict[int, set[int]]:
 
 def missing_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
     """Return which rank's file a folder lacks, or which file in it is not finished."""
+    from unshard.read.unfinished import why_folder_unfinished
+
     for world, there in worlds.items():
         missing = sorted(set(range(world)) - there)
         if missing:
@@ -123,13 +126,25 @@ def _reshard_format(location: Location, catalog: Catalog) -> ReshardFormat | Non
     return ReshardFormat.LMMS if is_lmms else ReshardFormat.VERL
 
 
+def _read_optimizer(location: Location, world: int, options: ReadOptions) -> "SavedState | None":
+    from unshard.read.rank_files.optimizer import read_optimizer
+
+    return read_optimizer(location, world, options)
+
+
+def _trained(location: Location, world: int, tensors: Mapping[str, TensorEntry]) -> Collection[str]:
+    from unshard.read.rank_files.optimizer import trained_parameters
+
+    return trained_parameters(location, world, tensors)
+
+
 RANK_FILES = Format(
     "FSDP rank files",
     _holds,
     _read,
     _claims,
     missing=_missing,
-    optimizer=read_optimizer,
+    optimizer=_read_optimizer,
     reshard_format=_reshard_format,
 )
 

@@ -17,18 +17,17 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.containers.safetensors_file import HeaderEntry
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.zip import StorageRecord
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, raise_all
-from unshard.read.dcp.metadata import MODEL_KEYS, OTHER_KEYS
+from unshard.read.dcp.names import MODEL_KEYS, OTHER_KEYS
 from unshard.read.format import Format, Location, ReadOptions, files_in, find_file, shortened
 from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.copies import catalog_of
-from unshard.read.rank_files.optimizer import trained_parameters
 from unshard.read.step_names import is_state
-from unshard.read.torch_checkpointing.metadata import StatedItem, read_metadata
 from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import table_of
@@ -37,11 +36,13 @@ from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
 from unshard.read.tree import Tree
 from unshard.read.whole_files.names import is_whole_file
-from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.showing import counted
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.placements import PlacementError, Replicate, place
+
+if TYPE_CHECKING:
+    from unshard.read.torch_checkpointing.metadata import StatedItem
 
 # Five digits at most: a name must not make lists as long as it likes.
 _FILE = re.compile(r"(?P<item>\w+?)_(?P<rank>0|[1-9]\d{0,4})\.(?:pt|safetensors)")
@@ -87,6 +88,9 @@ def _claims(tree: Tree, path: Path) -> bool:
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
+    from unshard.read.torch_checkpointing.metadata import read_metadata
+    from unshard.read.whole_files.reader import WHOLE_FILES
+
     found = files_in(location.roots, lambda name: _FILE.fullmatch(name) is not None)
     items = _items_of(path.name for path in found)
     path = find_file(location.roots, _METADATA)
@@ -97,6 +101,8 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     names = ((rank, f"{item}_{rank}{suffix}") for rank in sorted(items[item]))
     files = {rank: by_name[name] for rank, name in names if name in by_name}
     _check_files(location.weights_dir, item, files, stated)
+    from unshard.read.rank_files.optimizer import trained_parameters
+
     gathered, world = Gathering(), max(map(max, items.values())) + 1
     for table in _tables(files, stated, options):
         gathered.add(table)
@@ -121,6 +127,8 @@ TORCH_CHECKPOINTING = Format("torch_checkpointing", _holds, _read, _claims)
 
 def _model_item(metadata: Path | None, items: Iterable[str], location: Location) -> str:
     """Return the item that is the model; if none has a known name, the only one with tensors."""
+    from unshard.read.torch_checkpointing.metadata import read_metadata
+
     known = next((name for name in MODEL_KEYS if name in items), None)
     if known is not None:
         return known
@@ -143,7 +151,7 @@ def _model_item(metadata: Path | None, items: Iterable[str], location: Location)
 
 
 def _check_files(
-    directory: Path, item: str, files: Mapping[int, Path], stated: StatedItem | None
+    directory: Path, item: str, files: Mapping[int, Path], stated: "StatedItem | None"
 ) -> None:
     if stated is None and not files:
         raise NotMergeableError(
@@ -167,7 +175,7 @@ def _check_files(
 
 
 def _tables(
-    files: Mapping[int, Path], stated: StatedItem | None, options: ReadOptions
+    files: Mapping[int, Path], stated: "StatedItem | None", options: ReadOptions
 ) -> Iterator[RankTable]:
     """Yield the table of every file; what contradicts the metadata is among its problems."""
     if stated is not None and stated.suffix == ".safetensors":
@@ -180,7 +188,7 @@ def _tables(
         yield table
 
 
-def _contradictions(table: RankTable, path: Path, stated: StatedItem) -> Iterator[CorruptError]:
+def _contradictions(table: RankTable, path: Path, stated: "StatedItem") -> Iterator[CorruptError]:
     for name, found in table.forms():
         expected = stated.form(name, table.rank)
         if expected is None and found.is_plain:
@@ -209,7 +217,7 @@ def _shown(form: TensorForm) -> str:
     return f"{form.dtype} {list(form.shape)}, {cut}"
 
 
-def _read_safetensors(path: Path, rank: int, number: int, stated: StatedItem) -> RankTable:
+def _read_safetensors(path: Path, rank: int, number: int, stated: "StatedItem") -> RankTable:
     """Return what a safetensors file contains, its tensors placed as the metadata states."""
     file = read_header(path)
     entries = sorted(file.entries, key=lambda entry: natural_order(entry.name))
@@ -244,7 +252,7 @@ def _local_tensor(path: Path, entry: HeaderEntry, form: TensorForm | None) -> Lo
 
 
 def _check_names(
-    location: Location, gathered: Gathering, stated: StatedItem, files: Mapping[int, Path]
+    location: Location, gathered: Gathering, stated: "StatedItem", files: Mapping[int, Path]
 ) -> None:
     """Raise what contradicts the metadata, and the names that no file has."""
     corrupt = [problem for problem in gathered.problems if isinstance(problem, CorruptError)]

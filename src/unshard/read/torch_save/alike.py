@@ -11,11 +11,11 @@ row-major, several pieces of one tensor) is read in full, and so are its problem
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from unshard.read.torch_save.state_dict import placed_pieces, rank_table, read_i
 from unshard.read.torch_save.table import Cut, RankTable, StoredBox
 from unshard.read.torch_save.tensors import TensorDecoder
 from unshard.read.torch_save.values import TensorFormError, sizes_of
-from unshard.stores.at_once import ahead
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.boxes import Ints, row_major_strides
 from unshard.tensors.placements import DeviceMesh, PlacementError
@@ -43,8 +42,11 @@ def read_rank_files(
 ) -> Iterator[RankTable]:
     """Yield the table of every (rank, path), in this order; a CheckpointError if one has none."""
     reader, paths = RankFileReader(allowed), [path for _, path in files]
-    in_bucket = any(isinstance(path, RemotePath) for path in paths)
-    archives = (ahead if in_bucket else map)(open_torch_file, paths)
+    archives: Iterable[TorchFile | TorchZip] = map(open_torch_file, paths)
+    if any(isinstance(path, RemotePath) for path in paths):
+        from unshard.stores.at_once import ahead
+
+        archives = ahead(open_torch_file, paths)
     for number, ((rank, _), archive) in enumerate(zip(files, archives, strict=True)):
         yield reader.read(archive, rank=rank, file=number)
 
@@ -102,8 +104,7 @@ class RankFileReader:
             self._known.appendleft(_Known(template, blanks, table, keys, rows, self._allowed))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
+class _Known(NamedTuple):
     """A file that was read in full, for comparison with others.
 
     Attributes:
@@ -203,7 +204,7 @@ def _cut_of(
     if count and ((offset + count > elements) | (elements * itemsize > size)).any():
         raise TensorFormError("outside of its storage")
     if group.mesh is not None and form.sharding is not None:
-        form = replace(form, sharding=replace(form.sharding, mesh=meshes[group.mesh]))
+        form = form._replace(sharding=form.sharding._replace(mesh=meshes[group.mesh]))
     offsets: tuple[int, ...] = (0,) * len(stored)
     if form.sharding is not None:
         pieces = placed_pieces(form, form.sharding, stored)

@@ -7,6 +7,7 @@ column here, or part of a device mesh, or must not differ between files.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +33,7 @@ _MAX_DEPTH = 50
 _VIEWS = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class Group(NamedTuple):
     """Tensors of equal form, on the same mesh.
 
     Attributes:
@@ -53,8 +53,7 @@ class Group:
     strides: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blanks:
+class Blanks(NamedTuple):
     """The numbers of a rank file's pickle, by what they say.
 
     Attributes:

@@ -143,7 +143,7 @@ class Gathering:
         pairs = self._first[tensors].astype(np.int64) << 32 | forms
         agreed = np.ones(len(tensors), np.bool_)
         known = self._known
-        for pair in np.unique(pairs).tolist():
+        for pair in sorted({*pairs.tolist()}):  # np.unique imports all of numpy.ma
             if not _agree(known[pair >> 32], known[pair & 0xFFFFFFFF]):
                 agreed &= pairs != pair
         for place in np.flatnonzero(~agreed).tolist():

@@ -5,6 +5,7 @@ is kept, so a table is small.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,7 @@ from unshard.tensors.dtypes import DType
 from unshard.tensors.placements import Sharding
 
 
-@dataclass(frozen=True, slots=True)
-class TensorForm:
+class TensorForm(NamedTuple):
     """What a tensor is as one rank sees it.
 
     Attributes:
@@ -39,8 +39,7 @@ class TensorForm:
         return f"{'plain' if self.is_plain else 'sharded'} {self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBox:
+class StoredBox(NamedTuple):
     """A box of a tensor as it is stored: `offsets`, `sizes` and `strides` in elements.
 
     `strides` are None where it is row-major; `length` is in bytes, to the end of its last element.
@@ -52,8 +51,7 @@ class StoredBox:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """What a rank stores of a tensor of some form; usually one box, none of an empty part."""
 
     form: TensorForm

@@ -13,7 +13,7 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.fronts import Text
@@ -45,8 +45,7 @@ from unshard.tensors.placements import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """A tensor as one rank saved it.
 
     Attributes:

@@ -4,7 +4,7 @@ Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.containers.pickles.records import Global, Persistent, Record, Value
 from unshard.containers.torch_files.writer import STORAGES
@@ -132,8 +132,7 @@ def is_lightning(value: Value) -> bool:
     return "pytorch-lightning_version" in (items_of(value) or {})
 
 
-@dataclass(frozen=True, slots=True)
-class StorageView:
+class StorageView(NamedTuple):
     """A view of a storage of `storage_elements`; `offset` and `strides` in elements too."""
 
     key: str

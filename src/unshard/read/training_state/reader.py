@@ -16,8 +16,8 @@ Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain
@@ -38,8 +38,7 @@ _SCHEDULER = "scheduler.pt"
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainingState:
+class TrainingState(NamedTuple):
     """What a checkpoint has besides the model, except the optimizer.
 
     Attributes:
@@ -49,7 +48,7 @@ class TrainingState:
         size: of the files it was read from, bytes.
     """
 
-    values: Mapping[str, Plain] = field(default_factory=dict)
+    values: Mapping[str, Plain] = {}
     warnings: tuple[str, ...] = ()
     size: int = 0
 
@@ -133,8 +132,7 @@ class _Reader:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class StateFiles:
+class StateFiles(NamedTuple):
     """The files of one writer.
 
     Attributes:
@@ -148,7 +146,7 @@ class StateFiles:
 
     writer: StateWriter
     world_size: int = 0
-    ranks: Mapping[int, Path] = field(default_factory=dict)
+    ranks: Mapping[int, Path] = {}
     schedulers: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -177,7 +175,7 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
         f"{listed([path.name for path in other.paths])}: left out, {first.writer.value} are used"
         for other in others
     ]
-    return replace(first, notes=(*first.notes, *notes))
+    return first._replace(notes=(*first.notes, *notes))
 
 
 def _extra_state(files: Mapping[str, Path], world_size: int) -> StateFiles:
@@ -192,7 +190,7 @@ def _extra_state(files: Mapping[str, Path], world_size: int) -> StateFiles:
         notes.append(f"left out the extra_state files of world size {sizes}: expected {world_size}")
     name = f"extra_state_world_size_{world_size}_rank_{{}}.pt"
     ranks = _of_ranks(StateWriter.EXTRA_STATE, own, world_size, name)
-    return replace(ranks, notes=tuple(notes))
+    return ranks._replace(notes=tuple(notes))
 
 
 def _accelerate(files: Mapping[str, Path], world_size: int) -> StateFiles:
@@ -202,7 +200,7 @@ def _accelerate(files: Mapping[str, Path], world_size: int) -> StateFiles:
     schedulers = tuple(numbered[number] for number in sorted(numbered))
     gaps = (number for number in range(max(numbered, default=0)) if number not in numbered)
     missing = tuple(f"scheduler_{number}.bin" if number else "scheduler.bin" for number in gaps)
-    return replace(ranks, schedulers=schedulers, missing=(*missing, *ranks.missing))
+    return ranks._replace(schedulers=schedulers, missing=(*missing, *ranks.missing))
 
 
 def _trainer(files: Mapping[str, Path], world_size: int) -> StateFiles:
@@ -211,7 +209,7 @@ def _trainer(files: Mapping[str, Path], world_size: int) -> StateFiles:
         own, world_size = {0: files[_SINGLE]}, 1
     schedulers = (files[_SCHEDULER],) if _SCHEDULER in files else ()
     ranks = _of_ranks(StateWriter.TRAINER, own, world_size, "rng_state_{}.pth")
-    return replace(ranks, schedulers=schedulers)
+    return ranks._replace(schedulers=schedulers)
 
 
 def _of_ranks(writer: StateWriter, own: dict[int, Path], world_size: int, name: str) -> StateFiles:

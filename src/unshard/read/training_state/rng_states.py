@@ -12,8 +12,8 @@ Pure: knows values, not files. A rank's state takes about 60 KB of memory.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,7 @@ class StateWriter(Enum):
     TRAINER = "HF Trainer's files"
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(NamedTuple):
     """What one rank saved: `rng` by the names above, its devices as it saved them; the rest."""
 
     rng: _StateFields

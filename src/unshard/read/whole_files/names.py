@@ -8,7 +8,7 @@ Sources: transformers' file name constants, accelerate's `pytorch_model_fsdp.bin
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object
@@ -40,7 +40,7 @@ class WholeSet:
 
     files: tuple[Path, ...]
     index: tuple[Path, Mapping[str, str]] | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def is_whole_file(name: str) -> bool:

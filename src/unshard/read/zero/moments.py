@@ -124,7 +124,7 @@ def _base_of(state: OptimState, count: int) -> _Base:
 def _saved_groups(file: TorchFile, saved: Value) -> Noted[list[Group]]:
     """Return the parameter groups in the state dict of torch's optimizer, which is in a file."""
     listed = {"groups": (items_of(saved) or {}).get("param_groups")}
-    noted = plain_values(replace(file, value=listed))
+    noted = plain_values(file._replace(value=listed))
     found = noted.value["groups"] if isinstance(noted.value, dict) else None
     return Noted(saved_groups(found, str(file.path)), noted.notes)
 

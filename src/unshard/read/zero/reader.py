@@ -9,18 +9,42 @@ that are not trained at stage 1, and the dtypes of integer buffers.
 Sources: see `states`.
 """
 
-from unshard.read.format import Format, by_name, has_file
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from unshard.read.format import Format, Location, ReadOptions, by_name, has_file
 from unshard.read.zero.files import is_zero_file
-from unshard.read.zero.moments import read_optimizer
-from unshard.read.zero.partitions import frozen_names, read_weights
+from unshard.tensors.catalog import Catalog
+
+if TYPE_CHECKING:
+    from unshard.read.optimizer_state import SavedState
+
+
+def _read(location: Location, options: ReadOptions) -> Catalog:
+    from unshard.read.zero.partitions import read_weights
+
+    return read_weights(location, options)
+
+
+def _read_optimizer(location: Location, _: int, options: ReadOptions) -> "SavedState | None":
+    from unshard.read.zero.moments import read_optimizer
+
+    return read_optimizer(location, options)
+
+
+def _frozen(location: Location) -> Collection[str] | None:
+    from unshard.read.zero.partitions import frozen_names
+
+    return frozen_names(location)
+
 
 ZERO = Format(
     "DeepSpeed ZeRO",
     has_file(is_zero_file),
-    read_weights,
+    _read,
     by_name(is_zero_file),
     weights=("model", "ema", "module"),
     tagged=True,
-    optimizer=lambda at, _, options: read_optimizer(at, options),
-    frozen=frozen_names,
+    optimizer=_read_optimizer,
+    frozen=_frozen,
 )

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.errors import UsageError, how_to_install
 from unshard.signals import uninterrupted
 
@@ -74,6 +73,8 @@ def _check_address(address: str) -> None:
     """Connect with a cluster's address; Ray itself would try it for longer than ten minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in address:
+        import socket  # which takes as long as a tenth of a merge's start
+
         try:
             socket.create_connection((host, int(port)), _CONNECTING_S).close()
         except OSError as error:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.containers.json_file import parsed_object
 from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.fronts import Text

@@ -7,7 +7,7 @@ store has no owners of files: who may write there is trusted.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from unshard.containers.json_file import parsed_object
 from unshard.errors import CorruptError
@@ -48,7 +48,7 @@ class BucketLedger:
             name: {"size": one.size, "etag": one.etag, "counts": self.counts[name]}
             for name, one in self.files.items()
         }
-        return (json.dumps({"work": asdict(self.work), "files": files}) + "\n").encode()
+        return (json.dumps({"work": self.work._asdict(), "files": files}) + "\n").encode()
 
 
 def open_bucket_ledger(work: Work, data: bytes, found: Mapping[str, Stored]) -> BucketLedger:

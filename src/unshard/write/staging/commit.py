@@ -41,7 +41,6 @@ from unshard.write.staging.journal import (
     Mode,
 )
 from unshard.write.staging.owners import StagingDirectory
-from unshard.write.staging.replacing import Sides, carry_over, set_aside, settle
 from unshard.write.staging.targets import (
     find_in_the_way,
     find_strangers,
@@ -86,6 +85,8 @@ def begin(
     Raises:
         OutputError: the target has something in the way.
     """
+    from unshard.write.staging.replacing import Sides, carry_over
+
     with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
         status, in_place = os.fstat(old), mode is not Mode.REPLACE
         over = _paths(new) if mode is Mode.HERE else replaced
@@ -136,6 +137,8 @@ def is_begun(place: StagingDirectory, journal: Journal) -> bool:
 
 
 def _replace(place: StagingDirectory, journal: Journal) -> list[str]:
+    from unshard.write.staging.replacing import Sides, settle
+
     if not is_begun(place, journal):
         _take_old(place, journal)
     if _inode(OUTPUT, place.fd) == journal.new and _inode(journal.target, place.parent) is None:
@@ -263,6 +266,8 @@ def _check_folders(target: Path, old: int, new: int) -> None:
 
 def _move_in(output: int, target: int, journal: Journal) -> list[str]:
     """Move the files of a journal into the target, and remove what is obsolete."""
+    from unshard.write.staging.replacing import set_aside
+
     notes = []
     for path in journal.place:
         if status_of(path, within=output) is None:  # moved before a process died

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from unshard.write.dirfd import (
     check_path,
@@ -32,8 +32,7 @@ from unshard.write.staging.owners import StagingDirectory, is_sealed, seal
 FINISHED_NAME = "finished.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
+class _Line(NamedTuple):
     """A finished file: of which work, its name, what its status was, and its `Counts`."""
 
     work: Work
@@ -137,7 +136,7 @@ def _status(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _sealed(place: StagingDirectory, line: _Line) -> bytes:
-    fields = asdict(line)
+    fields = {**line._asdict(), "work": line.work._asdict()}
     code = seal("finished", fields, os.fstat(place.fd).st_ino)
     return (json.dumps({"finished": fields, "seal": code}) + "\n").encode()
 

@@ -21,14 +21,13 @@ import json
 import logging
 import os
 import secrets
-import socket
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.errors import OutputError
 from unshard.write.dirfd import (
@@ -55,8 +54,7 @@ _KEY_BYTES = 32
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StagingDirectory:
+class StagingDirectory(NamedTuple):
     """A staging directory, held open.
 
     Attributes:
@@ -90,8 +88,7 @@ def _codes(place: StagingDirectory) -> tuple[str, str, str]:
     return text[:16], text[16:], mark + mtime
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """What an owner file records for a later process.
 
     Attributes:
@@ -105,8 +102,7 @@ class Owner:
     keeps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Locked:
+class Locked(NamedTuple):
     """What is recorded of an owner, and its open file, whose lock is ours; None if it has none."""
 
     owner: Owner
@@ -121,7 +117,7 @@ def claim(place: StagingDirectory, owner: Owner) -> FileIO:
         OSError: it cannot be written or sealed.
     """
     fields: dict[str, object] = {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "pid": os.getpid(),
         "started": time.time(),
         "made": [str(path.resolve()) for path in owner.made],
@@ -203,7 +199,7 @@ def dead_owner(place: StagingDirectory) -> Iterator[Locked | None]:
         known = {str(path) for path in made} if isinstance(made, list) else set()
         inner_first = tuple(path for path in place.path.resolve().parents if str(path) in known)
         target, keeps = str(fields.get("target", "")), fields.get("keeps") is True
-        is_here = fields["host"] == socket.gethostname()
+        is_here = fields["host"] == os.uname().nodename
         is_dead = is_here and _is_free(place, file.fileno())
         yield Locked(Owner(inner_first, target, keeps), file) if is_dead else None
 

@@ -8,7 +8,6 @@ the lock removes the file, so a process that got the lock of a file that is gone
 import hashlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -106,7 +105,7 @@ class _Turn:
         if self._file is not None:
             with suppress(OSError):  # the file may be another user's
                 self._file.truncate(0)
-                self._file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+                self._file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
         return other
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.routing import Match, Route
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError

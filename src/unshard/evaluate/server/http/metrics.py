@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.evaluate.jobs import Phase, Status
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import count_phases, list_attempts

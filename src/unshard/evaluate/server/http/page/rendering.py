@@ -15,7 +15,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from unshard._version import __version__
+from unshard import __version__
 from unshard.errors import printable
 from unshard.showing import human_size
 

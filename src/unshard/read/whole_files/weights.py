@@ -1,0 +1,264 @@
+"""Reader for weights that are whole already: a Hugging Face directory, or one file of weights.
+
+Safetensors and files of torch.save, one or several. What an index says is compared with what the
+files have: every name in the file that it states, none twice.
+
+In a torch.save file the state dict is often under a key. Known keys are those of training
+frameworks; an unknown one is taken if it is the only one that has tensors. Nothing is guessed
+between several.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unshard.containers.json_file import json_object, shown
+from unshard.containers.pickles.records import Global, Record, Value
+from unshard.containers.torch_files.reader import read_torch_file
+from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
+from unshard.read.format import Location, ReadOptions, shortened
+from unshard.read.hub_files import (
+    RECORD_NAME,
+    natural_order,
+    read_header,
+    saved_offsets,
+    size_problem,
+)
+from unshard.read.model_config import ConfigFile, config_at
+from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.state_dict import tensors_of
+from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
+from unshard.read.whole_files.names import choose_files
+from unshard.read.wrapper_names import without_wrapper_module
+from unshard.showing import counted
+from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
+from unshard.tensors.chunk_rows import TensorDraft
+
+_PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
+
+
+def read(location: Location, options: ReadOptions) -> Catalog:
+    """Return what the files hold."""
+    chosen = choose_files(location)
+    union = _UnitedFiles(chosen.files, options.allowed_globals)
+    for number, path in enumerate(chosen.files):
+        if path.suffix == ".safetensors":
+            union.add_safetensors(number, path)
+        else:
+            union.add_torch(number, path)
+    problems, gaps = _compare(*chosen.index, union.holders) if chosen.index else ([], [])
+    union.problems += problems
+    place = location.file or location.weights_dir
+    raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
+    writer, made = _origin(chosen.files, options.config_file)
+    return Catalog(
+        writer=union.writer or writer,
+        world_size=1,
+        tensors=union.tensors,
+        skipped=tuple(union.skipped.values()),
+        archives=tuple(union.archives),
+        notes=(*chosen.notes, *made, *union.notes, *gaps),
+    )
+
+
+class _UnitedFiles:
+    """Unites what the files contain; `holders` has the file of each tensor."""
+
+    def __init__(self, paths: tuple[Path, ...], allowed: frozenset[str]) -> None:
+        self.tensors: dict[str, TensorEntry] = {}
+        self.holders: dict[str, Path] = {}
+        self.skipped: dict[str, Skipped] = {}
+        self.archives: list[ByteRange] = []
+        self.problems: list[UnshardError] = []
+        self.notes: list[str] = []
+        self.writer = ""  # where a file of torch.save shows it
+        self._paths = paths
+        self._allowed = allowed
+
+    def add_safetensors(self, number: int, path: Path) -> None:
+        """Add the tensors of the file that is `number` among the paths."""
+        file = read_header(path)
+        starts = (saved_offsets(file) or {}).values()
+        if any(at != 0 for offsets in starts if isinstance(offsets, list) for at in offsets):
+            raise NotMergeableError(
+                f"{path}: one rank's shard of a checkpoint, not a whole model",
+                found="pieces that start at offsets, in DCP_SHARDING_INFO",
+                hint="give the directory with the shards of all ranks, under their own names",
+            )
+        for entry in sorted(file.entries, key=lambda entry: natural_order(entry.name)):
+            problem = size_problem(path, entry)
+            if problem is not None:
+                self.problems.append(problem)
+                continue
+            draft = TensorDraft(entry.name, entry.dtype, entry.shape)
+            draft.add(rank=0, file=number, start=file.data_start + entry.begin)
+            self._add(path, draft.entry(self._paths))
+
+    def add_torch(self, number: int, path: Path) -> None:
+        """Add the tensors of the state dict in the file that is `number` among the paths."""
+        file = read_torch_file(path)
+        state = _find_state_dict(path, file.value)
+        table = tensors_of(file, state.items, rank=0, file_number=number, allowed=self._allowed)
+        gathered = Gathering()
+        gathered.add(table)
+        self.problems += gathered.problems
+        names = {name: name for name in gathered.names}
+        if state.under == "state.model" or is_lightning(file.value):
+            self.writer = "Composer" if state.under == "state.model" else "Lightning"
+            names = without_wrapper_module(names)
+        for name, entry in gathered.entries(self._paths).items():
+            self._add(path, replace(entry, fqn=names[name]))
+        left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
+        self.skipped |= gathered.skipped | left
+        if state.under:
+            self.notes.append(f"{path.name}: the weights were taken from {state.under}")
+        if any(storage.crc for storage in file.storages.values()):
+            self.archives.append(ByteRange(path, 0, path.stat().st_size))
+
+    def _add(self, path: Path, entry: TensorEntry) -> None:
+        first = self.holders.setdefault(entry.fqn, path)
+        if entry.fqn in self.tensors:
+            self.problems.append(
+                CorruptError(
+                    f"tensor {entry.fqn}: two files have it",
+                    found=f"{first.name} and {path.name}",
+                    hint="are these files of one model?",
+                )
+            )
+        self.tensors.setdefault(entry.fqn, entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateDict:
+    """The state dict of a file: tensors (and other values) by name.
+
+    Attributes:
+        items: the values by name.
+        under: the keys it is under, joined by dots; empty where it is all of the file.
+        skipped: why each other value of the file was left out, by name.
+    """
+
+    items: Mapping[str, Value]
+    under: str
+    skipped: Mapping[str, str]
+
+
+def _find_state_dict(path: Path, value: Value) -> _StateDict:
+    """Return the state dict that a file's value is or contains.
+
+    Raises:
+        NotMergeableError: there are no tensors by name, or several sets of them.
+    """
+    top = items_of(value)
+    if top is None:
+        callee = value.callee if isinstance(value, Record) else None
+        kind = str(callee) if isinstance(callee, Global) else type(value).__name__
+        raise NotMergeableError(
+            f"{path}: not a state dict",
+            expected="a dict of tensors by name",
+            found=kind[:200],
+            hint="if it is a pickled model: load it in its own code, and save its state_dict()",
+        )
+    for names in _PATHS:
+        if _has_tensors(_under(top, names)):
+            return _nested(top, names)
+    if _has_tensors(top):
+        return _StateDict(top, "", {})
+    found = [name for name in top if _has_tensors(_under(top, (name,)))]
+    if len(found) == 1:
+        return _nested(top, (found[0],))
+    known = ", ".join(".".join(names) for names in _PATHS)
+    if found:
+        raise NotMergeableError(
+            f"{path}: several of its values have tensors, and none has a known name",
+            expected=known,
+            found=", ".join(sorted(found)[:12]),
+            hint="save the state dict that you want in a separate file",
+        )
+    raise NotMergeableError(
+        f"{path}: has no tensors by name",
+        expected=f"a state dict, or one under {known}",
+        found=", ".join(list(top)[:12]) or "an empty dict",
+    )
+
+
+def _under(top: Mapping[str, Value], names: tuple[str, ...]) -> Mapping[str, Value]:
+    for name in names:
+        top = items_of(top.get(name)) or {}
+    return top
+
+
+def _has_tensors(items: Mapping[str, Value]) -> bool:
+    return any(is_tensor(value) for value in items.values())
+
+
+def _nested(top: Mapping[str, Value], names: tuple[str, ...]) -> _StateDict:
+    """Return a state dict that is deeper, and why each value next to it was left out."""
+    under = ".".join(names)
+    skipped: dict[str, str] = {}
+    level, prefix = top, ""
+    for name in names:
+        for other, value in level.items():
+            has_tensors = is_tensor(value) or _has_tensors(items_of(value) or {})
+            what = "tensors next to the model's" if has_tensors else "not the model's weights"
+            if other != name:
+                skipped[prefix + other] = f"{what}, which were taken from {under}"
+        level, prefix = items_of(level[name]) or {}, f"{prefix}{name}."
+    return _StateDict(level, under, skipped)
+
+
+def _compare(
+    index: Path, stated: Mapping[str, str], holders: Mapping[str, Path]
+) -> tuple[list[CorruptError], list[str]]:
+    """Return for which tensors an index states a file that does not have them, and its gaps."""
+    wrong: dict[str, list[str]] = {}
+    for name, file in stated.items():
+        if name not in holders or holders[name].name != file:
+            wrong.setdefault(file, []).append(name)
+    problems = [
+        CorruptError(
+            f"{index}: {file} does not have {counted(len(names), 'tensor')} that it should have",
+            found=f"no {shortened(names)}",
+            hint="does the index belong to another save?",
+        )
+        for file, names in wrong.items()
+    ]
+    rest = [name for name in holders if name not in stated]  # transformers loads these, too
+    unlisted = counted(len(rest), "tensor")
+    what = f"{index.name} does not list {unlisted} that its files have: {shortened(rest)}"
+    return problems, [what] if rest else []
+
+
+def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, list[str]]:
+    """Return the tool that wrote the files, and what is known of where they come from."""
+    directory = files[0].parent
+    try:
+        record = json_object(directory / RECORD_NAME)
+    except CheckpointError:
+        record = {}
+    match record:
+        case {"output": {"files": dict(named)}, "source": dict(source)} if all(
+            path.name in named for path in files
+        ):
+            return f"unshard {_word(record.get('unshard'))}", [_made_from(source)]
+    if files[0].name == "pytorch_model_fsdp.bin":
+        return "accelerate", []
+    config = config_at(directory / "config.json", known)
+    is_saved = config is not None and "transformers_version" in config.fields
+    return ("transformers" if is_saved else "unknown"), []
+
+
+def _made_from(source: Mapping[str, object]) -> str:
+    given = {name: _word(value) for name, value in source.items() if value is not None}
+    writer = given.get("writer", "unknown")
+    facts = [
+        given.get("format", "unknown format"),
+        "unknown writer" if writer == "unknown" else f"of {writer}",
+        f"world size {given.get('world_size')}",
+        *([f"step {given['step']}"] if "step" in given else []),
+    ]
+    return f"made by unshard from {given.get('name')} ({', '.join(facts)})"
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
