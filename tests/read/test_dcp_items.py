@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config
 
 import unshard
+from dcp_tables import Window, read_items
 from properties import examples
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import unpickled
@@ -26,7 +27,7 @@ from unshard.errors import (
     UnshardError,
 )
 from unshard.read.dcp import items as dcp_items
-from unshard.read.dcp.items import StoredItem, Window, read_items
+from unshard.read.dcp.items import StoredItem
 
 _Pread = Callable[[int, int], bytes]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)

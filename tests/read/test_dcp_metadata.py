@@ -1,6 +1,7 @@
 """The `.metadata` of torch's own classes, of every generation; and what is refused."""
 
 import pickle
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_tables import Tensor, items_of, plain
 from unshard.containers.pickles import machine
 from unshard.errors import (
     CheckpointError,
@@ -26,7 +28,8 @@ from unshard.errors import (
     NotMergeableError,
     UnsafeError,
 )
-from unshard.read.dcp.metadata import DcpMetadata, DescribedTensor, Item, read_metadata
+from unshard.read.dcp.item_table import Item
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.tensors.dtypes import BY_NAME
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,12 +70,22 @@ def read(directory: Path, value: object) -> DcpMetadata:
     return read_metadata([stored(directory, value)])
 
 
-EXPECTED = DcpMetadata(
-    tensors={"model.w": DescribedTensor(FLOAT32, (3, 3), TWO)},
-    objects={"step": None},
-    paths={"model.w": ("model", "w"), "step": ("step",)},
-    steps={"model.w": ("model", "w"), "step": ("step",)},
-    items={
+def tensors_of(found: DcpMetadata) -> dict[str, Tensor]:
+    return {name: plain(one) for name, one in found.tensors.items()}
+
+
+def said(found: DcpMetadata) -> tuple[object, ...]:
+    items = items_of(found)
+    assert found.items == {name: item for (name, at), item in items.items() if at is None}
+    return tensors_of(found), found.objects, found.paths, found.steps, items
+
+
+EXPECTED = (
+    {"model.w": (FLOAT32, (3, 3), TWO)},
+    {"step": None},
+    {"model.w": ("model", "w"), "step": ("step",)},
+    {"model.w": ("model", "w"), "step": ("step",)},
+    {
         ("model.w", (0, 0)): Item("__0_0.distcp", 0, 100, compressed=False),
         ("model.w", (2, 0)): Item("__1_0.distcp", 7, 90, compressed=False),
         ("step", None): Item("__0_0.distcp", 100, 50, compressed=False),
@@ -82,7 +95,7 @@ EXPECTED = DcpMetadata(
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_what_torch_writes_is_read(tmp_path: Path, protocol: int) -> None:
-    assert read_metadata([stored(tmp_path, whole(), protocol)]) == EXPECTED
+    assert said(read_metadata([stored(tmp_path, whole(), protocol)])) == EXPECTED
 
 
 NEW = b"ctorch.distributed.checkpoint."
@@ -109,20 +122,20 @@ def test_other_generations_name_their_classes_otherwise(tmp_path: Path, generati
         assert ours in data
         data = data.replace(ours, theirs)
     (tmp_path / ".metadata").write_bytes(data)
-    assert read_metadata([tmp_path / ".metadata"]) == EXPECTED
+    assert said(read_metadata([tmp_path / ".metadata"])) == EXPECTED
 
 
 @pytest.mark.parametrize("field", ["storage_meta", "version"])
 def test_fields_that_older_torch_does_not_write_are_not_needed(tmp_path: Path, field: str) -> None:
     value = whole()
     value.__dict__.pop(field, None)
-    assert read(tmp_path, value) == EXPECTED
+    assert said(read(tmp_path, value)) == EXPECTED
 
 
 def test_without_planner_data_there_are_no_paths(tmp_path: Path) -> None:
     found = read(tmp_path, whole(planner_data=None))
     assert found.paths == {}
-    assert found.tensors == EXPECTED.tensors
+    assert tensors_of(found) == EXPECTED[0]
 
 
 def test_list_indices_in_a_path_are_words(tmp_path: Path) -> None:
@@ -155,7 +168,7 @@ def test_tensors_without_dimensions_or_elements_are_read(
 ) -> None:
     chunk = ((0,) * len(shape), shape)
     found = read(tmp_path, whole(state_dict_metadata={"model.w": tensor(shape, [chunk])}))
-    assert found.tensors["model.w"] == DescribedTensor(FLOAT32, shape, [chunk])
+    assert plain(found.tensors["model.w"]) == (FLOAT32, shape, [chunk])
 
 
 def test_the_metadata_of_ranks_are_united(tmp_path: Path) -> None:
@@ -168,8 +181,8 @@ def test_the_metadata_of_ranks_are_united(tmp_path: Path) -> None:
         )
         files.append(stored(tmp_path, value, name=f"__{rank}.metadata"))
     found = read_metadata(files)
-    assert found.tensors == EXPECTED.tensors
-    assert {at: item.path for (_, at), item in found.items.items()} == {
+    assert tensors_of(found) == EXPECTED[0]
+    assert {at: item.path for (_, at), item in items_of(found).items()} == {
         (0, 0): "__0_0.distcp",
         (2, 0): "__1_0.distcp",
     }
@@ -194,7 +207,7 @@ def test_transforms_say_whether_an_item_is_compressed(
 ) -> None:
     info = _StorageInfo("__0_0.distcp", 0, 100, transform_descriptors=transforms)
     value = whole(storage_data={MetadataIndex("model.w", torch.Size((0, 0))): info})
-    assert [item.compressed for item in read(tmp_path, value).items.values()] == [compressed]
+    assert [item.compressed for item in items_of(read(tmp_path, value)).values()] == [compressed]
 
 
 @pytest.mark.parametrize("transforms", [["stream.lz4/1"], ["stream.zstd/1", "x/1"], "x", [3]])
@@ -293,14 +306,11 @@ def test_a_file_of_gigabytes_is_not_read(tmp_path: Path) -> None:
         read_metadata([path])
 
 
-@pytest.mark.parametrize("shape", [(4096,), (4096, 64), (4096, 8, 8)])
-def test_metadata_of_any_length_is_within_the_bound_of_pickles(
-    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_MEMORY_FLOOR", 0)  # as where there are a million items
+def write_many(directory: Path, shape: tuple[int, ...], tensors: int) -> Path:
+    """Write the metadata of tensors in 64 chunks each."""
     inner = shape[1:]
     chunks = [((start, *(0 for _ in inner)), (64, *inner)) for start in range(0, 4096, 64)]
-    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(80)]
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(tensors)]
     storage = {
         MetadataIndex(name, torch.Size(offsets)): _StorageInfo(f"__{rank}_0.distcp", 9000, 9000)
         for name in names
@@ -308,5 +318,34 @@ def test_metadata_of_any_length_is_within_the_bound_of_pickles(
     }
     described = {name: tensor(shape, chunks) for name in names}
     one = Metadata(described, {name: (name,) for name in names}, storage)  # type: ignore[arg-type]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(one))
-    assert len(read_metadata([tmp_path / ".metadata"]).items) == 64 * 80
+    return stored(directory, one)
+
+
+def test_of_several_items_for_a_chunk_the_last_counts(tmp_path: Path) -> None:
+    storage = {
+        MetadataIndex("model.w", torch.Size((0, 0)), at): _StorageInfo(f"__{at}_0.distcp", 0, 100)
+        for at in (2, 0, 1)
+    }
+    (item,) = items_of(read(tmp_path, whole(storage_data=storage))).values()
+    assert item.path == "__1_0.distcp"
+
+
+def test_an_item_takes_few_bytes(tmp_path: Path) -> None:
+    path = write_many(tmp_path, (4096, 64), 320)
+    tracemalloc.start()
+    try:
+        found = read_metadata([path])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found.stored.keys) == 64 * 320
+    assert peak - path.stat().st_size < 64 * 320 * 500
+
+
+@pytest.mark.parametrize("shape", [(4096,), (4096, 64), (4096, 8, 8)])
+def test_metadata_of_any_length_is_within_the_bound_of_pickles(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_MEMORY_FLOOR", 0)  # as where there are a million items
+    path = write_many(tmp_path, shape, 80)
+    assert len(items_of(read_metadata([path]))) == 64 * 80

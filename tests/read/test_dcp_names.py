@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pytest
 
 from unshard.errors import NotMergeableError
@@ -21,7 +22,9 @@ def metadata(
     )
     return DcpMetadata(
         tensors={
-            ".".join(path): DescribedTensor(BY_NAME["float32"], shape, [])
+            ".".join(path): DescribedTensor(
+                BY_NAME["float32"], shape, np.zeros((0, 2, len(shape)), np.int64)
+            )
             for path, shape in shapes.items()
         },
         objects={".".join(path): None for path in objects},

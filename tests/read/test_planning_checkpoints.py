@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from dcp_tables import items_of as stored_items
+from dcp_tables import plain, read_items
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.read.dcp.items import StoredItem, read_items
+from unshard.read.dcp.items import StoredItem
 from unshard.read.dcp.metadata import read_metadata
 
 SHAPES = {"model.norm.weight": (100,), "model.layers.0.up.weight": (300, 64), "w": (2, 3, 5)}
@@ -30,13 +32,13 @@ def items_of(directory: Path) -> dict[str, tuple[object, ...]]:
     """Return of every tensor: what describes it, its item's length, its view and its pickle."""
     metadata = read_metadata([directory / ".metadata"])
     found: dict[str, tuple[object, ...]] = {}
-    for (name, offsets), item in metadata.items.items():
+    for (name, offsets), item in stored_items(metadata).items():
         window = directory / item.path, item.offset, item.length
         (stored,) = read_items([window])
         assert isinstance(stored, StoredItem)
         archive = read_torch_zip(window[0], offset=item.offset, length=item.length)
         start = stored.start - item.offset
-        described = metadata.tensors[name], metadata.paths[name], offsets
+        described = plain(metadata.tensors[name]), metadata.paths[name], offsets
         found[name] = (*described, item.length, stored.view, start, archive.pickle)
     return found
 

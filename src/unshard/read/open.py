@@ -285,7 +285,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
     return replace(
         ema,
         tensors=tensors,
-        archives=ema.archives + regular.archives,
+        archives=(*ema.archives, *regular.archives),
         missing=ema.missing + regular.missing,
         missing_ranks=ema.missing_ranks + regular.missing_ranks,
         notes=(*ema.notes, f"{note}: {shortened(absent, 8)}"),

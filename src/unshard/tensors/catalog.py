@@ -27,6 +27,20 @@ class ByteRange(NamedTuple):
     length: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteRanges:
+    """Many byte ranges, as columns: of each the number of its path, and offset and length."""
+
+    paths: tuple[Path, ...]
+    file: Ints
+    offset: Ints
+    length: Ints
+
+    def __iter__(self) -> Iterator[ByteRange]:
+        rows = zip(self.file.tolist(), self.offset.tolist(), self.length.tolist(), strict=True)
+        return (ByteRange(self.paths[file], offset, length) for file, offset, length in rows)
+
+
 class Chunk(NamedTuple):
     """One stored box of a tensor.
 
@@ -168,7 +182,7 @@ class Catalog:
     tensors: Mapping[str, TensorEntry]
     skipped: tuple[Skipped, ...] = ()
     training_state: tuple[Path, ...] = ()
-    archives: tuple[ByteRange, ...] = ()
+    archives: Iterable[ByteRange] = ()
     missing: tuple[Path, ...] = ()
     missing_ranks: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

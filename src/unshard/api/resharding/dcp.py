@@ -27,8 +27,9 @@ from unshard.containers.torch_files.dtensors import Version
 from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
 from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry
+from unshard.read.dcp.item_table import Item
 from unshard.read.dcp.items import inflate, inflated_bytes
-from unshard.read.dcp.metadata import Item, read_metadata
+from unshard.read.dcp.metadata import read_metadata
 from unshard.read.dcp.optimizer import dcp_root, inflated_object, place_of, places_beside
 from unshard.read.dcp.scheduler import SCHEDULER
 from unshard.read.dcp.tensors import metadata_files, read_tensors

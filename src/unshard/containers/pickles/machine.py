@@ -7,7 +7,14 @@ import secrets
 from struct import unpack_from
 from typing import cast
 
-from unshard.containers.pickles.records import Global, Persistent, Record, Value, is_dangerous
+from unshard.containers.pickles.records import (
+    SKIPPED,
+    Global,
+    Persistent,
+    Record,
+    Value,
+    is_dangerous,
+)
 
 _MAX_DEPTH = 1000
 _MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
@@ -34,6 +41,10 @@ class MalformedPickleError(ValueError):
 
 class DangerousPickleError(ValueError):
     """The pickle names code that runs commands. The message is the name."""
+
+
+class RecalledError(Exception):
+    """The pickle recalls what a step of the caller did not make."""
 
 
 class SaltedInt(int):
@@ -162,7 +173,10 @@ class Machine:
     def recall(self, index: int) -> None:
         """Push a memo entry."""
         memo = self.memo
-        self.stack.append(memo[index] if index < len(memo) else self.sparse[SaltedInt(index)])
+        value = memo[index] if index < len(memo) else self.sparse[SaltedInt(index)]
+        if value is SKIPPED:
+            raise RecalledError
+        self.stack.append(value)
 
     def push_global(self, module: str, name: str) -> None:
         """Push a name; refuse a dangerous one."""

@@ -75,6 +75,9 @@ class Record:
 # about the fact that nothing is known of them until it is looked at.
 Value = object
 
+SKIPPED: Value = object()
+"""In the memo, in place of what was not made."""
+
 
 _MODULES = frozenset(
     """

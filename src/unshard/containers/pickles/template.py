@@ -184,6 +184,14 @@ def _widths(data: Bytes, at: Ints) -> Ints:
     return width
 
 
+def numbers_at(data: bytes, at: Ints) -> Ints:
+    """Return the integers whose opcodes (BININT, BININT1, BININT2, LONG1) are at these bytes.
+
+    They fit 64 bits.
+    """
+    return _numbers(_padded(data), at).values
+
+
 def _numbers(data: Bytes, at: Ints) -> Numbers:
     """Return the numbers that begin at these bytes: little-endian, K and M without a sign."""
     codes, width = data[at], _widths(data, at)

@@ -31,21 +31,29 @@ class TruncatedPickleError(MalformedPickleError):
     """The bytes end before the pickle does. The message says where."""
 
 
-def unpickle(data: bytes) -> tuple[Value, frozenset[Global]]:
+def unpickle(
+    data: bytes, operations: Sequence[Operation] = OPERATIONS
+) -> tuple[Value, frozenset[Global]]:
     """Return what a pickle describes, and every global it names.
+
+    Args:
+        data: the pickle.
+        operations: the machine's steps, by opcode.
 
     Raises:
         MalformedPickleError: not a pickle, or one beyond the bounds.
         DangerousPickleError: it names something that runs commands (see `is_dangerous`).
     """
     try:
-        value, names, _ = unpickle_first(data)
+        value, names, _ = unpickle_first(data, operations)
     except TruncatedPickleError as error:  # there are no more data that could complete it
         raise MalformedPickleError(str(error)) from error
     return value, names
 
 
-def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
+def unpickle_first(
+    data: bytes, operations: Sequence[Operation] = OPERATIONS
+) -> tuple[Value, frozenset[Global], int]:
     """Return what the pickle at the start of `data` describes, its globals, and its length, bytes.
 
     Raises:
@@ -54,7 +62,7 @@ def unpickle_first(data: bytes) -> tuple[Value, frozenset[Global], int]:
         DangerousPickleError: it names something that runs commands (see `is_dangerous`).
     """
     machine = Machine(data)
-    value = run_all(machine, OPERATIONS, inline=True)
+    value = run_all(machine, operations, inline=True)
     return value, frozenset(machine.globals.values()), machine.pos
 
 

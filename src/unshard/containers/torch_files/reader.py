@@ -88,6 +88,22 @@ def unpickled(path: Path, data: bytes) -> Value:
         return unpickle(data)[0]
 
 
+def unpickled_metadata(path: Path) -> Value:
+    """Return what a file of DCP's metadata describes, with rows as columns: `unpickle_metadata`.
+
+    Raises:
+        IncompleteError: it is empty.
+        CorruptError: it is not valid.
+        UnsafeError: it refers to code that runs commands.
+    """
+
+    from unshard.containers.torch_files.metadata_rows import unpickle_metadata
+
+    data = read_metadata_file(path)
+    with _blaming(path):
+        return unpickle_metadata(data)
+
+
 def read_metadata_file(path: Path) -> bytes:
     """Return what a file of metadata contains.
 

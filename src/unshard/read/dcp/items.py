@@ -12,11 +12,11 @@ one file in the output's staging directory; everything after that works as for a
 
 import os
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import prod
 from pathlib import Path
 
@@ -28,11 +28,10 @@ from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import CheckpointError, CorruptError, UnshardError, raise_all
 from unshard.read.torch_save.values import StorageView, TensorFormError, read_view
+from unshard.tensors.boxes import Ints
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-Window = tuple[Path, int, int]
-"""The place of an item: file, offset and length in bytes."""
 _Numbered = tuple[int, int, int]
 """Offset and length of an item, and its number among those to read."""
 
@@ -73,7 +72,7 @@ class _Seen:
     """An item that was read: every read of it, what is passed over in each, what it holds."""
 
     reads: list[tuple[int, bytes, list[slice]]]
-    view: StorageView
+    view: int
     start: int
 
     def is_again(self, pread: Callable[[int, int], bytes], offset: int) -> bool:
@@ -97,63 +96,91 @@ class _Known:
 
     views: dict[bytes, StorageView] = field(default_factory=dict)
     items: dict[int, list[_Seen]] = field(default_factory=dict)
+    numbers: dict[StorageView, int] = field(default_factory=dict)
+    next_number: Iterator[int] = field(default_factory=count)  # threads take different ones
 
 
-def read_items(items: Sequence[Window]) -> list[StoredItem | UnshardError]:
-    """Return what every item holds; a problem in place of what cannot be read."""
-    by_file: dict[Path, list[_Numbered]] = defaultdict(list)
-    for number, (path, offset, length) in enumerate(items):
-        by_file[path].append((offset, length, number))
-    jobs = [(path, batch) for path, inside in by_file.items() for batch in _batches(sorted(inside))]
-    known = _Known()
-    found: dict[int, StoredItem | UnshardError] = {}
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredItems:
+    """Many stored tensors, as columns.
+
+    Attributes:
+        views: the different views of storages, by number.
+        view: the number of each tensor's view; -1 for what cannot be read.
+        start: byte of its file where it starts.
+        problems: of what cannot be read, by row.
+    """
+
+    views: dict[int, StorageView]
+    view: Ints
+    start: Ints
+    problems: dict[int, UnshardError]
+
+    def item(self, row: int) -> StoredItem | UnshardError:
+        """Return a tensor, or why it cannot be read."""
+        if (problem := self.problems.get(row)) is not None:
+            return problem
+        return StoredItem(self.views[int(self.view[row])], int(self.start[row]))
+
+
+def read_items(paths: Sequence[Path], file: Ints, offset: Ints, length: Ints) -> StoredItems:
+    """Return what items hold: of each the number of its path, and offset and length in bytes."""
+    order = np.lexsort((length, offset, file))
+    files, firsts = np.unique(file[order], return_index=True)
+    jobs = [
+        (paths[number], rows[part])
+        for number, rows in zip(files.tolist(), np.split(order, firsts[1:]), strict=False)
+        for part in _batches(np.minimum(length[rows], _HEAD + _TAIL))
+    ]
+    known, found = _Known(), StoredItems({}, np.full(len(file), -1), np.zeros_like(offset), {})
+
+    def read(path: Path, rows: Ints) -> None:
+        batch = list(zip(offset[rows].tolist(), length[rows].tolist(), rows.tolist(), strict=True))
+        _read_batch(path, batch, known, found)
+
     contexts = [copy_context() for _ in jobs]  # they have what notes the files that are opened
     with ThreadPoolExecutor(_THREADS) as pool:
-        for part in pool.map(lambda here, job: here.run(_read_batch, *job, known), contexts, jobs):
-            found |= part
-    return [found[number] for number in range(len(items))]
+        list(pool.map(lambda here, job: here.run(read, *job), contexts, jobs))
+    found.views.update((number, view) for view, number in known.numbers.items())
+    return found
 
 
-def _batches(items: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
-    """Yield neighbours: as many as have ends of a few megabytes."""
-    batch: list[_Numbered] = []
-    size = 0
-    for item in items:
-        needed = min(item[1], _HEAD + _TAIL)
-        if batch and (size + needed > _BATCH_BYTES or len(batch) == _BATCH_ITEMS):
-            yield batch
-            batch, size = [], 0
-        batch.append(item)
-        size += needed
-    if batch:
-        yield batch
+def _batches(needed: Ints) -> Iterator[slice]:
+    """Yield neighbours: as many as have ends of a few megabytes; `needed` are bytes of each."""
+    ends, at = np.cumsum(needed), 0
+    while at < len(ends):
+        most = _BATCH_BYTES + int(ends[at] - needed[at])
+        stop = max(int(np.searchsorted(ends, most, "right")), at + 1)
+        yield slice(at, min(stop, at + _BATCH_ITEMS))
+        at = min(stop, at + _BATCH_ITEMS)
 
 
-def _read_batch(
-    path: Path, batch: Sequence[_Numbered], known: _Known
-) -> dict[int, StoredItem | UnshardError]:
-    found: dict[int, StoredItem | UnshardError] = {}
+def _read_batch(path: Path, batch: Sequence[_Numbered], known: _Known, found: StoredItems) -> None:
+    """Read items of a file into their rows; each is its thread's alone."""
     with opened(path) as file:
         blocks = _Blocks(file, batch)
-        for offset, length, number in batch:
+        for offset, length, row in batch:
             try:
-                found[number] = _read_item(path, (offset, length), blocks.pread, known)
+                found.view[row], found.start[row] = _read_item(
+                    path, (offset, length), blocks.pread, known
+                )
             except CheckpointError as error:
-                found[number] = error
-    return found
+                found.problems[row] = error
 
 
 def _read_item(
     path: Path, window: tuple[int, int], pread: Callable[[int, int], bytes], known: _Known
-) -> StoredItem:
+) -> tuple[int, int]:
+    """Return the number of an item's view, and the byte of the file where its tensor starts."""
     offset, length = window
     alike = known.items.get(length, [])
     for seen in alike:
         if seen.is_again(pread, offset):
-            return StoredItem(seen.view, offset + seen.start)
+            return seen.view, offset + seen.start
     reads = _Reads(pread, offset)
     archive = read_torch_zip(path, offset=offset, length=length, pread=reads)
     item = _stored(archive, known)
+    number = known.numbers.setdefault(item.view, next(known.next_number))
     if len(alike) < _KNOWN_ALIKE and len(known.items) < _KNOWN_PICKLES:
         places = sorted(archive.passed_over.tolist())
         noted = [
@@ -166,8 +193,8 @@ def _read_item(
         ]
         # Each place is in one read, that of a header or of the directory: of nothing else.
         if sum(len(inside) for *_, inside in noted) == len(places):
-            known.items.setdefault(length, []).append(_Seen(noted, item.view, item.start - offset))
-    return item
+            known.items.setdefault(length, []).append(_Seen(noted, number, item.start - offset))
+    return number, item.start
 
 
 class _Blocks:
@@ -237,7 +264,7 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
     """
     if not inflated_bytes(catalog):
         return catalog
-    archives: list[ByteRange] = list(catalog.archives)
+    archives = list(catalog.archives)
     windows: dict[str, dict[int, ByteRange]] = {}
     with OpenFiles(os.O_RDONLY, limit=16) as files, path.open("xb") as out:
         at = 0
@@ -266,8 +293,9 @@ def _inflated(
     if not windows:
         return entry
     table = entry.chunks
-    found = read_items([(w.path, w.offset, w.length) for w in windows.values()])
-    items = dict(zip(windows, found, strict=True))
+    spans = np.array([(0, window.offset, window.length) for window in windows.values()])
+    found = read_items([path], *spans.T)
+    items = {row: found.item(at) for at, row in enumerate(windows)}
     draft = TensorDraft(entry.fqn, entry.dtype, entry.shape, entry.sharding)
     for row, chunk in enumerate(table):
         file, start, strides = int(table.file[row]), chunk.source.offset, chunk.strides

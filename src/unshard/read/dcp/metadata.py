@@ -8,13 +8,24 @@ Source: `torch.distributed.checkpoint.metadata`, `.filesystem`; the files of tor
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+
 from unshard.containers.pickles.records import Record, Value
-from unshard.containers.torch_files.reader import read_metadata_file, unpickled
+from unshard.containers.torch_files.metadata_rows import (
+    METADATA_MODULES,
+    STORAGE_INFO,
+    Boxes,
+    Places,
+)
+from unshard.containers.torch_files.reader import unpickled_metadata
 from unshard.errors import CorruptError, NotMergeableError
+from unshard.read.dcp.item_table import Item, ItemDraft, ItemTable
 from unshard.read.torch_save.values import (
     TensorFormError,
     dtype_named,
@@ -24,41 +35,32 @@ from unshard.read.torch_save.values import (
     sizes_of,
     state_of,
 )
+from unshard.tensors.boxes import Ints, distinct
 from unshard.tensors.dtypes import DType
 
 _MAX_OFFSET = 1 << 62
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
 # Metadata with the plans of all ranks in addition, from Megatron-core 0.17 on.
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
-_STORAGE_INFO = (
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed._shard.checkpoint.filesystem._StorageInfo",
-)
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?")
 
-_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box, in elements."""
-_Index = tuple[str, tuple[int, ...] | None]
-"""Flat name and offsets of an item; offsets None for objects."""
+_Cuts = dict[tuple[tuple[int, ...], bytes], Ints]
+"""Boxes that are known, by shape and bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """The place of an item: a torch.save zip inside a file, perhaps compressed as a whole."""
-
-    path: str
-    offset: int
-    length: int
-    compressed: bool
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DescribedTensor:
-    """A tensor as the metadata describes it."""
+    """A tensor as the metadata describes it.
+
+    Attributes:
+        dtype: of its elements.
+        shape: in elements.
+        chunks: (count, 2, dimensions): offsets and sizes of each box, in elements; no box twice.
+            Tensors that are cut alike share this array.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
-    chunks: list[_Chunk]
+    chunks: Ints
 
 
 @dataclass(slots=True)
@@ -70,14 +72,16 @@ class DcpMetadata:
         objects: flat names of values that are not tensors, in the same order.
         paths: of flat names in the saved dict; empty if the save was not flattened.
         steps: the same, with the indices of lists as numbers, which keys of dicts never are.
-        items: where each chunk and each object is stored.
+        stored: where each chunk is stored.
+        items: where each object is stored, by flat name.
     """
 
     tensors: dict[str, DescribedTensor] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     steps: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    items: dict[_Index, Item] = field(default_factory=dict)
+    stored: ItemTable = field(default_factory=lambda: ItemDraft().table())
+    items: dict[str, Item] = field(default_factory=dict)
 
 
 def read_metadata(files: Iterable[Path]) -> DcpMetadata:
@@ -89,12 +93,13 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
         UnsafeError: its pickle names something that runs commands.
         NotMergeableError: its items were transformed in an unknown way.
     """
-    whole = DcpMetadata()
+    whole, draft = DcpMetadata(), ItemDraft()
     for path in files:
         try:
-            _add(whole, path, unpickled(path, read_metadata_file(path)))
+            _add(whole, draft, path, unpickled_metadata(path))
         except TensorFormError as error:
             raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
+    whole.stored = draft.table()
     named = [name for name in whole.paths if name in whole.tensors]
     if len(named) == len(whole.tensors):
         whole.tensors = {name: whole.tensors[name] for name in named}
@@ -103,14 +108,15 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
     return whole
 
 
-def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
+def _add(whole: DcpMetadata, draft: ItemDraft, path: Path, value: Value) -> None:
     fields = _metadata_fields(value)
     described = _named(member(fields, "state_dict_metadata"))
+    cuts: _Cuts = {}
     for name, one in described.items():
         if _is(one, "BytesStorageMetadata"):
             whole.objects[name] = None
         elif _is(one, "TensorStorageMetadata"):
-            tensor = _described_tensor(name, one)
+            tensor = _described_tensor(name, one, cuts)
             first = whole.tensors.setdefault(name, tensor)
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(
@@ -118,7 +124,8 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
                     expected=f"{first.dtype} {list(first.shape)}, as the files of other ranks say",
                 )
             if first is not tensor:
-                first.chunks.extend(tensor.chunks)
+                both = _distinct(np.concatenate([first.chunks, tensor.chunks]))
+                whole.tensors[name] = replace(first, chunks=both)
         else:
             raise TensorFormError(f"metadata of unknown form for {name}")
     planned = member(fields, "planner_data")
@@ -128,11 +135,24 @@ def _add(whole: DcpMetadata, path: Path, value: Value) -> None:
     storage = member(fields, "storage_data")
     if not isinstance(storage, dict):
         raise TensorFormError("storage data of unknown form")
+    known = described.keys() if planned is None else None
     for index, info in storage.items():
+        if isinstance(index, Places):
+            _check_described(index.names, known)
+            draft.add_places(index, lambda file: _check_file(path, file))
+            continue
         name, offsets = _index(index)
-        if planned is None and name not in described:
+        _check_described([name], known)
+        item = _item(path, info)
+        draft.add(name, offsets, item)
+        if offsets is None:
+            whole.items[name] = item
+
+
+def _check_described(names: Iterable[str], known: Collection[str] | None) -> None:
+    for name in names:
+        if known is not None and name not in known:
             raise TensorFormError(f"storage data of {name!r}, which it does not describe")
-        whole.items[name, offsets] = _item(path, info)
 
 
 def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str | int, ...]]:
@@ -163,7 +183,9 @@ def _metadata_fields(value: Value) -> dict[str, Value]:
 
 
 def _is(value: Value, name: str) -> bool:
-    return isinstance(value, Record) and value.is_call_of(*(f"{m}.{name}" for m in _MODULES))
+    return isinstance(value, Record) and value.is_call_of(
+        *(f"{m}.{name}" for m in METADATA_MODULES)
+    )
 
 
 def _named(value: Value) -> dict[str, Value]:
@@ -172,7 +194,7 @@ def _named(value: Value) -> dict[str, Value]:
     return value
 
 
-def _described_tensor(name: str, described: Value) -> DescribedTensor:
+def _described_tensor(name: str, described: Value, cuts: _Cuts) -> DescribedTensor:
     fields = state_of(described)
     properties = member(fields, "properties")
     chunks = member(fields, "chunks")
@@ -184,24 +206,51 @@ def _described_tensor(name: str, described: Value) -> DescribedTensor:
             pass
         case _:
             raise TensorFormError(f"properties of unknown form for tensor {name}")
-    boxes = []
+    return DescribedTensor(dtype_named(dtype), shape, _chunks(name, shape, chunks, cuts))
+
+
+def _chunks(name: str, shape: tuple[int, ...], chunks: list[Value], cuts: _Cuts) -> Ints:
+    """Return the boxes of a tensor; see `DescribedTensor`."""
+    numbers, count, size = array("q"), 0, np.array(shape, np.int64)
     for chunk in chunks:
-        box = state_of(chunk)
-        offsets, sizes = ints(member(box, "offsets")), ints(member(box, "sizes"))
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            at >= 0 and n >= 0 and at + n <= max(size, at)
-            for at, n, size in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside or min(shape, default=0) < 0:
-            raise TensorFormError(
-                f"tensor {name}, whose chunk of {list(sizes)} at {list(offsets)} is outside its "
-                f"shape {list(shape)}"
-            )
-        boxes.append((offsets, sizes))
-    return DescribedTensor(dtype_named(dtype), shape, boxes)
+        if isinstance(chunk, Boxes):
+            offsets, sizes = chunk.values[0].tolist()
+            numbers.frombytes(chunk.values.tobytes())
+            count += len(chunk.values)
+        else:
+            box = state_of(chunk)
+            offsets, sizes = ints(member(box, "offsets")), ints(member(box, "sizes"))
+            numbers.extend((*offsets, *sizes))
+            count += 1
+        if not len(offsets) == len(sizes) == len(shape):
+            raise _outside(name, shape, offsets, sizes)
+    if (known := cuts.get((shape, numbers.tobytes()))) is not None and len(known) == count:
+        return known
+    boxes = np.frombuffer(numbers, np.int64).reshape(count, 2, len(shape))
+    at, n = boxes[:, 0], boxes[:, 1]
+    inside = ((at >= 0) & (n >= 0) & (at + n <= np.maximum(size, at))).all(axis=1)
+    if not inside.all():
+        raise _outside(name, shape, *boxes[inside.argmin()].tolist())
+    return cuts.setdefault((shape, numbers.tobytes()), _distinct(boxes))
 
 
-def _index(index: Value) -> _Index:
+def _distinct(boxes: Ints) -> Ints:
+    """Return boxes without repetitions."""
+    empty = np.flatnonzero((boxes[:, 1] == 0).any(axis=1))
+    return boxes[np.sort(np.append(distinct(boxes[:, 0], boxes[:, 1]), empty))]
+
+
+def _outside(
+    name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> TensorFormError:
+    return TensorFormError(
+        f"tensor {name}, whose chunk of {list(sizes)} at {list(offsets)} is outside its "
+        f"shape {list(shape)}"
+    )
+
+
+def _index(index: Value) -> tuple[str, tuple[int, ...] | None]:
+    """Return the flat name and the offsets of an item; None for those of an object."""
     fields = state_of(index)
     name, offset = member(fields, "fqn"), fields.get("offset")
     if not isinstance(name, str):
@@ -210,23 +259,28 @@ def _index(index: Value) -> _Index:
 
 
 def _item(source: Path, info: Value) -> Item:
-    if not isinstance(info, Record) or not info.is_call_of(*_STORAGE_INFO):
+    if not isinstance(info, Record) or not info.is_call_of(*STORAGE_INFO):
         raise TensorFormError("storage data of unknown form")
     match state_of(info):
         case {"relative_path": str(path), "offset": int(offset), "length": int(length)} as fields:
             pass
         case _:
             raise TensorFormError("storage data of unknown form")
-    if _leaves(path):
-        raise CorruptError(
-            f"{source}: refers to {path[:200]!r}, which is not a file in this directory",
-            hint="the metadata was damaged, or made to point elsewhere",
-        )
+    _check_file(source, path)
     if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
         raise TensorFormError(f"an item of impossible size or place in {path}")
     return Item(
         path, offset, length, _read_compression(source, fields.get("transform_descriptors"))
     )
+
+
+@lru_cache(maxsize=65536)
+def _check_file(source: Path, path: str) -> None:
+    if _leaves(path):
+        raise CorruptError(
+            f"{source}: refers to {path[:200]!r}, which is not a file in this directory",
+            hint="the metadata was damaged, or made to point elsewhere",
+        )
 
 
 def _leaves(path: str) -> bool:

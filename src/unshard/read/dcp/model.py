@@ -214,7 +214,7 @@ def read_object(metadata: DcpMetadata, location: Location, options: ReadOptions)
 
 
 def _window(metadata: DcpMetadata, location: Location, name: str) -> ByteRange:
-    item = metadata.items.get((name, None))
+    item = metadata.items.get(name)
     found = None if item is None else find_file(location.roots, item.path)
     if item is None or found is None:
         raise IncompleteError(f"{location.weights_dir}: the file that contains {name} is missing")

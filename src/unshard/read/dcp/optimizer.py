@@ -23,7 +23,8 @@ from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
 from unshard.noted import Noted
-from unshard.read.dcp.metadata import DcpMetadata, Item, read_metadata
+from unshard.read.dcp.item_table import Item
+from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.tensors import metadata_files, read_tensors
 from unshard.read.format import Location, find_file
 from unshard.read.optimizer_state import (
@@ -231,7 +232,7 @@ def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, I
     Raises:
         IncompleteError: its file is missing or too short.
     """
-    item = metadata.items.get((name, None))
+    item = metadata.items.get(name)
     path = None if item is None else find_file(place.roots, item.path)
     if item is None or path is None or item.offset + item.length > path.stat().st_size:
         raise IncompleteError(

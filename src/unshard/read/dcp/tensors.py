@@ -6,20 +6,26 @@ are not those that are stored.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unshard.containers.open_files import opened, pread
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UnshardError, raise_all
-from unshard.read.dcp.items import StoredItem, read_items
-from unshard.read.dcp.metadata import DcpMetadata, Item
+from unshard.read.dcp.item_table import ItemTable
+from unshard.read.dcp.items import StoredItems, read_items
+from unshard.read.dcp.metadata import DcpMetadata, DescribedTensor
 from unshard.read.dcp.names import METADATA, UNFINISHED
 from unshard.read.format import Location, files_in, find_file, shortened
-from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
-from unshard.tensors.chunk_rows import TensorDraft
+from unshard.read.torch_save.values import StorageView
+from unshard.tensors.boxes import Ints, is_row_major, row_major_strides
+from unshard.tensors.catalog import ByteRanges, Catalog, ChunkTable, TensorEntry
 
+_Scalar = TypeVar("_Scalar", np.int64, np.bool_)
 _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 
 
@@ -48,20 +54,20 @@ def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Loca
     _refuse_safetensors(metadata, location.roots)
     _check_disjoint(metadata, location)
     tensors, archives = read_tensors(metadata, names, location.roots)
-    ranks = {rank for item in metadata.items.values() if (rank := _rank(item.path)) is not None}
-    world_size = max(ranks, default=0) + 1
+    world_size = max(map(_rank, metadata.stored.paths), default=0) + 1
     return Catalog(writer="torch", world_size=world_size, tensors=tensors, archives=archives)
 
 
 def _refuse_safetensors(metadata: DcpMetadata, roots: tuple[Path, ...]) -> None:
     """Refuse tensors in torch's other form, of which several share one header."""
-    item = next(
-        (one for (name, _), one in metadata.items.items() if name in metadata.tensors), None
-    )
-    if item is None or (path := find_file(roots, item.path)) is None:
+    stored = metadata.stored
+    numbers = [stored.names[name] for name in metadata.tensors if name in stored.names]
+    rows = np.flatnonzero(np.isin(stored.keys[:, 0], numbers))
+    path = find_file(roots, stored.paths[stored.file[rows[0]]]) if len(rows) else None
+    if path is None:
         return
     with opened(path) as file:
-        head = pread(file, 9, item.offset)
+        head = pread(file, 9, int(stored.start[rows[0]]))
     if head[8:] == b"{":
         raise NotMergeableError(
             f"{path}: its items are saved in the form of safetensors",
@@ -71,147 +77,242 @@ def _refuse_safetensors(metadata: DcpMetadata, roots: tuple[Path, ...]) -> None:
 
 def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:
     """Two items on the same bytes: then the metadata is wrong about at least one of them."""
-    placed = sorted(
-        (item.path, item.offset, item.offset + item.length, name)
-        for (name, _), item in metadata.items.items()
-    )
-    for (path, _, end, first), (other, start, _, second) in pairwise(placed):
-        if path == other and start < end:
-            raise CorruptError(
-                f"{location.weights_dir}: the metadata puts {first} and {second} on the same bytes",
-                found=f"{path}, from byte {start} on",
-                hint="the metadata was damaged; take another checkpoint",
-            )
+    stored = metadata.stored
+    ends = stored.start + stored.length
+    order = np.lexsort((ends, stored.start, stored.file))
+    file, start, end = (column[order] for column in (stored.file, stored.start, ends))
+    overlap = (file[1:] == file[:-1]) & (start[1:] < end[:-1])
+    if overlap.any():
+        at = int(overlap.argmax())
+        names = list(stored.names)
+        first, second = (names[stored.keys[row, 0]] for row in order[at : at + 2])
+        raise CorruptError(
+            f"{location.weights_dir}: the metadata puts {first} and {second} on the same bytes",
+            found=f"{stored.paths[file[at]]}, from byte {start[at + 1]} on",
+            hint="the metadata was damaged; take another checkpoint",
+        )
 
 
-def _rank(path: str) -> int | None:
-    match = _ITEMS.fullmatch(Path(path).name)
-    return int(match["rank"]) if match else None
+def _rank(path: str) -> int:
+    """Return the rank that wrote a file; 0 where its name has none."""
+    match = _ITEMS.fullmatch(PurePosixPath(path).name)
+    return int(match["rank"]) if match else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _DeclaredChunk:
-    """A declared chunk of a tensor and the item that should hold it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Declared:
+    """The chunks of tensors as they are declared, as columns.
 
-    flat: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    item: Item
-    file: int
-    path: Path
+    Attributes:
+        flats: flat names of the tensors.
+        tensors: what the metadata says of each.
+        ends: how many chunks the tensors up to each have.
+        keys: see `ItemTable`.
+        sizes: (count, dimensions), in elements, zeros behind them.
+        item: the row of each one's item; -1 where there is none.
+        stored: the items.
+    """
 
-    @property
-    def rank(self) -> int:
-        return _rank(self.item.path) or 0
+    flats: list[str]
+    tensors: list[DescribedTensor]
+    ends: Ints
+    keys: Ints
+    sizes: Ints
+    item: Ints
+    stored: ItemTable
 
-    @property
-    def where(self) -> str:
-        return f"tensor {self.flat}: {self.item.path}: its chunk {list(self.offsets)}"
+    def of_items(self, column: NDArray[_Scalar]) -> NDArray[_Scalar]:
+        """Return a column of the items for these chunks; 0 where there is no item."""
+        return np.append(column, np.zeros(1, column.dtype))[self.item]
+
+    def tensor(self, row: int) -> int:
+        """Return the number of a chunk's tensor."""
+        return int(np.searchsorted(self.ends, row, "right"))
+
+    def box(self, row: int) -> tuple[list[int], list[int]]:
+        """Return the offsets and sizes of a chunk."""
+        ndim = self.keys[row, 1]
+        return self.keys[row, 2 : 2 + ndim].tolist(), self.sizes[row, :ndim].tolist()
+
+    def where(self, row: int) -> str:
+        """Name a chunk that has an item."""
+        path = self.stored.paths[self.stored.file[self.item[row]]]
+        return f"tensor {self.flats[self.tensor(row)]}: {path}: its chunk {self.box(row)[0]}"
 
 
 def read_tensors(
     metadata: DcpMetadata, names: Mapping[str, str], roots: tuple[Path, ...]
-) -> tuple[dict[str, TensorEntry], tuple[ByteRange, ...]]:
+) -> tuple[dict[str, TensorEntry], ByteRanges]:
     """Return the tensors under their names, each as it is stored, and the items that were read."""
     _refuse_safetensors(metadata, roots)
-    problems: list[UnshardError] = []
-    pieces, paths = _pieces(metadata, names, roots, problems)
-    drafts = {
-        flat: TensorDraft(name, metadata.tensors[flat].dtype, metadata.tensors[flat].shape)
-        for flat, name in names.items()
-    }
-    plain = [
-        (piece.path, piece.item.offset, piece.item.length)
-        for piece in pieces
-        if not piece.item.compressed
-    ]
-    stored = iter(read_items(plain))
-    for piece in pieces:
-        if not piece.item.compressed:
-            problem = _add_stored(drafts[piece.flat], piece, next(stored))
-            problems += [] if problem is None else [problem]
-        elif 0 not in piece.sizes:  # nothing more is known until it is decompressed
-            row = (piece.rank, piece.file, piece.item.offset, piece.item.length)
-            drafts[piece.flat].add_compressed(row, piece.offsets, piece.sizes)
-    raise_all(CorruptError, "the items do not fit the metadata", problems)
-    entries = {draft.fqn: draft.entry(paths) for draft in drafts.values()}
-    return entries, tuple(ByteRange(*window) for window in plain)
+    declared = _declare(metadata, list(names))
+    paths, file = _files(declared, roots)
+    problems = _misplaced(declared, paths, file)
+    is_plain = ~declared.of_items(declared.stored.compressed)
+    is_plain[[row for row, _ in problems]] = False
+    start, length = (
+        declared.of_items(one) for one in (declared.stored.start, declared.stored.length)
+    )
+    rows = np.flatnonzero(is_plain)
+    windows = ByteRanges(paths, file[rows], start[rows], length[rows])
+    items = read_items(paths, windows.file, windows.offset, windows.length)
+    problems += _misfits(declared, rows, items)
+    raise_all(CorruptError, "the items do not fit the metadata", [one for _, one in problems])
+    view = np.full(len(file), -1)
+    view[rows], start[rows] = items.view, items.start
+    length[rows] = _per_view(items, _span)[items.view]
+    table = ByteRanges(paths, file, start, length)
+    entries = _entries(declared, names, table, items, view)
+    return {entry.fqn: entry for entry in entries}, windows
 
 
-def _declared(
-    metadata: DcpMetadata, names: Iterable[str]
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Item | None]]:
-    """Yield the chunks of tensors: flat name, offsets, sizes and item."""
-    for flat in names:
-        for offsets, sizes in dict.fromkeys(metadata.tensors[flat].chunks):
-            yield flat, offsets, sizes, metadata.items.get((flat, offsets))
+def _declare(metadata: DcpMetadata, flats: list[str]) -> _Declared:
+    tensors = [metadata.tensors[flat] for flat in flats]
+    ends = np.cumsum([len(one.chunks) for one in tensors], dtype=np.int64)
+    count = int(ends[-1]) if flats else 0
+    most = max((len(one.shape) for one in tensors), default=0)
+    keys, sizes = np.zeros((count, 2 + most), np.int64), np.zeros((count, most), np.int64)
+    for flat, one, end in zip(flats, tensors, ends.tolist(), strict=True):
+        rows, ndim = slice(end - len(one.chunks), end), len(one.shape)
+        keys[rows, 0], keys[rows, 1] = metadata.stored.names.get(flat, -1), ndim
+        keys[rows, 2 : 2 + ndim], sizes[rows, :ndim] = one.chunks[:, 0], one.chunks[:, 1]
+    item = metadata.stored.rows_of(keys)
+    return _Declared(flats, tensors, ends, keys, sizes, item, metadata.stored)
 
 
-def _pieces(
-    metadata: DcpMetadata,
-    names: Iterable[str],
-    roots: tuple[Path, ...],
-    problems: list[UnshardError],
-) -> tuple[list[_DeclaredChunk], tuple[Path, ...]]:
-    """Return the declared chunks of tensors, and the files that contain them."""
-    used = dict.fromkeys(one.path for *_, one in _declared(metadata, names) if one is not None)
-    files = {name: find_file(roots, name) for name in used}
-    if missing := [name for name, path in files.items() if path is None]:
+def _files(declared: _Declared, roots: tuple[Path, ...]) -> tuple[tuple[Path, ...], Ints]:
+    """Return the files that contain the chunks, and the number of each chunk's."""
+    stored, known = declared.stored, declared.item[declared.item >= 0]
+    used, firsts = np.unique(stored.file[known], return_index=True)
+    used = used[np.argsort(firsts)]
+    found = {stored.paths[number]: find_file(roots, stored.paths[number]) for number in used}
+    if missing := [name for name, path in found.items() if path is None]:
         raise IncompleteError(
             f"{roots[0]}: files that the metadata names are missing: {shortened(missing, 8)}",
             hint="copy them here from the nodes that wrote them, or name those nodes' "
             "directories: ⟦+--also DIR⟧",
         )
-    paths = tuple(path for path in files.values() if path is not None)
-    known = {
-        name: (number, path, path.stat().st_size)
-        for number, (name, path) in enumerate(zip(files, paths, strict=True))
-    }
-    pieces: list[_DeclaredChunk] = []
-    for flat, offsets, sizes, item in _declared(metadata, names):
-        if item is None:
-            what = f"tensor {flat}: the metadata has no item for its chunk {list(offsets)}"
-            problems.append(CorruptError(what))
-            continue
-        number, path, size = known[item.path]
-        if item.offset + item.length <= size:
-            pieces.append(_DeclaredChunk(flat, offsets, sizes, item, number, path))
+    numbers = np.zeros(max(len(stored.paths), 1), np.int64)
+    numbers[used] = np.arange(len(used))
+    file = numbers[declared.of_items(stored.file)]
+    return tuple(path for path in found.values() if path is not None), file
+
+
+def _misplaced(
+    declared: _Declared, paths: tuple[Path, ...], file: Ints
+) -> list[tuple[int, UnshardError]]:
+    """Return the chunks without an item in a file."""
+    stored, rows = declared.stored, declared.item
+    sizes = np.array([path.stat().st_size for path in paths] or [0])
+    ends = declared.of_items(stored.start + stored.length)
+    problems: list[tuple[int, UnshardError]] = []
+    for row in np.flatnonzero((rows < 0) | (ends > sizes[file])).tolist():
+        flat, size = declared.flats[declared.tensor(row)], sizes[file[row]]
+        if rows[row] < 0:
+            offsets, _ = declared.box(row)
+            what = f"tensor {flat}: the metadata has no item for its chunk {offsets}"
+            problems.append((row, CorruptError(what)))
             continue
         truncated = IncompleteError(
-            f"{path}: truncated: tensor {flat} is outside its {size} bytes",
-            expected=f"at least {item.offset + item.length} bytes",
+            f"{paths[file[row]]}: truncated: tensor {flat} is outside its {size} bytes",
+            expected=f"at least {ends[row]} bytes",
             hint="the save was interrupted, or the file was copied in part",
         )
-        problems.append(truncated)
-    return pieces, paths
+        problems.append((row, truncated))
+    return problems
 
 
-def _add_stored(
-    draft: TensorDraft, piece: _DeclaredChunk, stored: StoredItem | UnshardError
-) -> UnshardError | None:
-    """Add a chunk as it is stored, or return why it is not the one that is declared."""
-    if isinstance(stored, UnshardError):
-        stored.subject = f"{piece.where}: " + stored.subject
-        return stored
-    view = stored.view
-    if view.sizes != piece.sizes:
+def _misfits(declared: _Declared, rows: Ints, items: StoredItems) -> list[tuple[int, UnshardError]]:
+    """Return the chunks that are not stored as they are declared; `items` are those of `rows`."""
+    width = declared.sizes.shape[1]
+    numbers = {
+        dtype: number
+        for number, dtype in enumerate(dict.fromkeys(v.dtype for v in items.views.values()))
+    }
+    ndim = _per_view(items, lambda view: len(view.sizes))
+    dtype = _per_view(items, lambda view: numbers[view.dtype])
+    sizes = np.zeros((len(ndim), width), np.int64)
+    for number, view in items.views.items():
+        sizes[number, : len(view.sizes)] = view.sizes[:width]
+    counts = np.diff(declared.ends, prepend=0)
+    expected = np.repeat([numbers.get(one.dtype, -1) for one in declared.tensors], counts)
+    same = (ndim[items.view] == declared.keys[rows, 1]) & (dtype[items.view] == expected[rows])
+    same &= (sizes[items.view] == declared.sizes[rows]).all(axis=1) & (items.view >= 0)
+    odd = np.flatnonzero(~same).tolist()
+    return [(int(rows[at]), _misfit(declared, int(rows[at]), items, at)) for at in odd]
+
+
+def _misfit(declared: _Declared, row: int, items: StoredItems, at: int) -> UnshardError:
+    """Return why what is stored for a chunk is not what is declared."""
+    where = declared.where(row)
+    if (problem := items.problems.get(at)) is not None:
+        problem.subject = f"{where}: " + problem.subject
+        return problem
+    view, (_, sizes) = items.views[int(items.view[at])], declared.box(row)
+    if list(view.sizes) != sizes:
         return CorruptError(
-            f"{piece.where} is not what is stored for it",
-            expected=f"{list(piece.sizes)}, as the metadata declares",
+            f"{where} is not what is stored for it",
+            expected=f"{sizes}, as the metadata declares",
             found=f"{list(view.sizes)}",
             hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; "
             "save with sizes that divide, or the full state dict",
         )
-    if view.dtype is not draft.dtype:
-        what = f"{piece.where} is stored as {view.dtype}"
-        return CorruptError(what, expected=f"{draft.dtype}, as the metadata says")
-    if 0 not in view.sizes:
-        draft.add(
-            rank=piece.rank,
-            file=piece.file,
-            start=stored.start,
-            offsets=piece.offsets,
-            sizes=piece.sizes,
-            strides=view.strides,
-        )
-    return None
+    dtype = declared.tensors[declared.tensor(row)].dtype
+    what = f"{where} is stored as {view.dtype}"
+    return CorruptError(what, expected=f"{dtype}, as the metadata says")
+
+
+def _per_view(items: StoredItems, value_of: Callable[[StorageView], int]) -> Ints:
+    """Return a number for each view, by the view's own number."""
+    values = np.zeros(max(items.views, default=0) + 1, np.int64)
+    for number, view in items.views.items():
+        values[number] = value_of(view)
+    return values
+
+
+def _span(view: StorageView) -> int:
+    """Return the bytes from the first element to the end of the last."""
+    last = sum((n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True))
+    return 0 if 0 in view.sizes else (last + 1) * view.dtype.itemsize
+
+
+def _entries(
+    declared: _Declared,
+    names: Mapping[str, str],
+    ranges: ByteRanges,
+    items: StoredItems,
+    view: Ints,
+) -> Iterator[TensorEntry]:
+    """Yield the tensors; tensors that are cut alike share their arrays of boxes.
+
+    Args:
+        declared: their chunks.
+        names: flat name -> name.
+        ranges: the bytes of each chunk; of the whole item if it is compressed.
+        items: with the views.
+        view: the number of each chunk's view; -1 for a compressed one.
+    """
+    odd = _per_view(items, lambda one: not is_row_major(one.sizes, one.strides))[view] & (view >= 0)
+    ranks = np.array([_rank(path) for path in declared.stored.paths] or [0], np.int32)
+    rank, file = ranks[declared.of_items(declared.stored.file)], ranges.file.astype(np.int32)
+    cuts: dict[int, tuple[Ints, Ints, Ints]] = {}
+    for flat, one, end in zip(
+        declared.flats, declared.tensors, declared.ends.tolist(), strict=True
+    ):
+        if id(one.chunks) not in cuts:
+            offsets, sizes = one.chunks[:, 0], one.chunks[:, 1]
+            filled = np.flatnonzero((sizes > 0).all(axis=1))
+            cuts[id(one.chunks)] = filled, offsets[filled], sizes[filled]
+        filled, offsets, sizes = cuts[id(one.chunks)]
+        rows = filled + (end - len(one.chunks))
+        strides = _strides(sizes, view[rows], items) if odd[rows].any() else None
+        places = file[rows], ranges.offset[rows], ranges.length[rows], rank[rows], view[rows] < 0
+        table = ChunkTable(ranges.paths, offsets, sizes, strides, *places)
+        yield TensorEntry(names[flat], one.dtype, one.shape, table)
+
+
+def _strides(sizes: Ints, view: Ints, items: StoredItems) -> Ints:
+    """Return the strides of chunks, in elements."""
+    rows = zip(view.tolist(), sizes.tolist(), strict=True)
+    strides = [items.views[at].strides if at >= 0 else row_major_strides(n) for at, n in rows]
+    return np.array(strides, np.int64)
