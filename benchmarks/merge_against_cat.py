@@ -35,8 +35,16 @@ _SIDE = 4096
 _SEVERAL = "500MB"
 
 
-def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int, run: int) -> None:
-    """Write rank files of float32 tensors, sharded along `dim` in runs of at least `run` bytes."""
+def write_checkpoint(  # noqa: PLR0913 (what is written)
+    directory: Path,
+    *,
+    ranks: int,
+    gigabytes: float,
+    dim: int,
+    run: int,
+    dtype: str = "float32",
+) -> None:
+    """Write rank files, sharded along `dim` in runs of at least `run` bytes of float32."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -46,13 +54,14 @@ def write_checkpoint(directory: Path, *, ranks: int, gigabytes: float, dim: int,
     columns = _SIDE if dim == 0 else run * ranks // 4
     rows = _SIDE * _SIDE // columns
     local = (rows // ranks, columns) if dim == 0 else (rows, columns // ranks)
-    count = max(1, int(gigabytes * 1e9 / 4 / (rows * columns)))
+    to = getattr(torch, dtype)
+    count = max(1, int(gigabytes * 1e9 / to.itemsize / (rows * columns)))
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
         state = {
             f"model.layers.{index}.weight": DTensor.from_local(
-                torch.empty(local).uniform_(-1, 1),
+                torch.empty(local).uniform_(-1, 1).to(to),
                 mesh,
                 [Shard(dim)],
                 run_check=False,
@@ -100,12 +109,17 @@ def copy_runs(copy: CopyRange, output: int) -> None:
 
 def merge(checkpoint: Path, options: list[str], source: Path | None, target: Path) -> None:
     """Run the command as a user would, the interpreter's start included."""
-    command = [sys.executable, "-m", "unshard", "merge", str(checkpoint), str(target), "--quiet"]
-    command += ["--config", "none"]
+    run_unshard(["merge", str(checkpoint), *options], source, target)
+
+
+def run_unshard(arguments: list[str], source: Path | None, target: Path) -> None:
+    """Run a command of unshard (of another `src`: `source`) that makes `target`."""
+    command = [sys.executable, "-m", "unshard", *arguments, "--output", str(target)]
+    command += ["--quiet", "--config", "none"]
     # An installed program has its bytecode; without it every start would compile it again.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment |= {"PYTHONPATH": str(source)} if source else {}
-    subprocess.run([*command, *options], check=True, env=environment)
+    subprocess.run(command, check=True, env=environment)
 
 
 def plan_of(checkpoint: Path, shard_size: str) -> Plan:

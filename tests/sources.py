@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from numpy.typing import NDArray
 
-from unshard.containers import strided
+from unshard.containers import chunks, strided
 from unshard.convert.outputs import Precision, finish
 from unshard.convert.recipes import take
 from unshard.engines import threads
@@ -178,6 +178,7 @@ class Knobs:
     small_read: int = 16384
     tile_bytes: int = 4 * 1024 * 1024
     least_buffer: int = MIN_BUFFER
+    block: int = 256 * 1024
 
     @contextmanager
     def turned(self) -> Iterator[None]:
@@ -187,6 +188,7 @@ class Knobs:
             patch.setattr(work, "_MAX_TILE", self.tile_bytes)
             patch.setattr(strided, "SMALL", self.small_read)
             patch.setattr(threads, "MIN_BUFFER", self.least_buffer)
+            patch.setattr(chunks, "_BLOCK", self.block)
             yield
 
 

@@ -2,13 +2,14 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -26,13 +27,14 @@ from unshard.convert.recipes import (
     take,
     transpose,
 )
-from unshard.engines.threads import MIN_BUFFER, Resources
+from unshard.engines.threads import MIN_BUFFER, Resources, run_plan
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan
+from unshard.progress import ignore
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
-from unshard.tensors.dtypes import BY_NAME
+from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
 
 def run(recipes: dict[str, Recipe], sources: Sources, to: str | None = None) -> dict[str, bytes]:
@@ -144,6 +146,63 @@ def test_weights_count_as_stated(weights: list[float], seed: int) -> None:
         found = run({"out": recipe}, sources, "bfloat16")
         expected = evaluate(recipe, values).astype(ml_dtypes.bfloat16)
         assert found["out"] == expected.tobytes()
+
+
+FLOATS = [BY_NAME[name] for name in ("float64", "float32", "float16", "bfloat16")]
+
+
+def stated_mean(terms: list[tuple[float, Array]], to: str) -> tuple[bytes, int]:
+    """Return a weighted mean, its NaNs those of numpy, and how many finite values it loses."""
+    total = np.zeros(terms[0][1].shape, np.float32)
+    with np.errstate(all="ignore"):
+        for weight, values in terms:
+            total += np.float32(weight) * values.astype(np.float32)
+        total = np.asarray(total / np.float32(sum(weight for weight, _ in terms)))
+        total[np.isnan(total)] = np.nan
+        rounded = total.astype(numpy_dtype(BY_NAME[to]))
+        finite = [np.isfinite(values.astype(np.float32)) for _, values in terms]
+    return rounded.tobytes(), int((~np.isfinite(rounded) & np.logical_and.reduce(finite)).sum())
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1.0, 0.1, -2.5]), tensors(FLOATS)), min_size=1, max_size=3),
+    st.sampled_from([dtype.name for dtype in FLOATS]),
+    st.integers(1, 200),
+    st.sampled_from([1, 24, 256 * 1024]),
+    st.integers(0, 9),
+)
+def test_sums_of_any_bits_in_any_chunks_are_as_stated(
+    drawn: list[tuple[float, Tensor]], to: str, tile_bytes: int, block: int, seed: int
+) -> None:
+    """The bits are random: NaNs, infinities and denormals among them."""
+    shape = drawn[0][1].shape
+    assume(0 not in shape and abs(sum(weight for weight, _ in drawn)) > 0)
+    knobs = Knobs(tile_bytes=tile_bytes, block=block)
+    with tempfile.TemporaryDirectory() as directory, knobs.turned():
+        sources = Sources(Path(directory), seed=seed)
+        terms: list[tuple[float, Array]] = []
+        for weight, tensor in drawn:
+            again = tensor if tensor.shape == shape else replace(drawn[0][1], dtype=tensor.dtype)
+            name = f"w{len(terms)}"
+            sources.add(name, again)
+            terms.append((weight, sources.values[name].view(numpy_dtype(again.dtype))))
+        sources.plan()  # writes the files
+        parts = [(weight, whole(sources, f"w{n}")) for n, (weight, _) in enumerate(terms)]
+        outputs = [Converted("out", BY_NAME[to], WeightedSum(tuple(parts)))]
+        plan = make_plan(lay_out(outputs, 10**9))
+        lost = run_plan(plan, Path(directory, "out"), Resources(2, MIN_BUFFER), ignore)
+        made = {"out": Path(directory, "out", "model.safetensors").read_bytes()}
+        assert (tensors_in(made)["out"], lost.total()) == stated_mean(terms, to)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_sum_of_many_blocks_is_the_mean_of_numpy(tmp_path: Path, dtype: str) -> None:
+    sources = Sources(tmp_path)
+    parts = [filled(sources, f"w{n}", dtype, (701, 999), n) for n in range(3)]
+    terms = tuple((1.0, whole(sources, f"w{n}")) for n in range(3))
+    found = run({"out": WeightedSum(terms)}, sources, "bfloat16")
+    mean = np.stack([part.astype(np.float32) for part in parts]).mean(axis=0)
+    assert found["out"] == mean.astype(ml_dtypes.bfloat16).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

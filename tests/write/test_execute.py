@@ -426,14 +426,16 @@ def test_a_cast_puts_every_element_in_its_place(tmp_path: Path, name: str) -> No
     tensors([BY_NAME[name] for name in ("float64", "float32", "float16", "bfloat16")]),
     st.sampled_from(["float32", "float16", "bfloat16"]),
     st.integers(1, 200),
+    st.sampled_from([1, 24, 256 * 1024]),
 )
 def test_casts_of_any_chunks_in_small_tiles_are_torchs(
-    tensor: Tensor, to: str, tile_bytes: int
+    tensor: Tensor, to: str, tile_bytes: int, block: int
 ) -> None:
     count = prod(tensor.shape)
     numbers = np.linspace(-9, 60_000, num=count, dtype=np.float32).reshape(tensor.shape)
     values = numbers.astype(numpy_dtype(tensor.dtype))
-    with tempfile.TemporaryDirectory() as directory, Knobs(tile_bytes=tile_bytes).turned():
+    knobs = Knobs(tile_bytes=tile_bytes, block=block)
+    with tempfile.TemporaryDirectory() as directory, knobs.turned():
         sources = Sources(Path(directory))
         sources.add("w", tensor, values)
         data = tensors_in(merged(sources.plan(to)))["w"]

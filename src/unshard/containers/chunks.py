@@ -1,6 +1,8 @@
 """Reading parts of stored chunks, and boxes of the tensors that they make."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -13,6 +15,17 @@ from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 
 _COMPARED = 1 << 20
+_BLOCK = 256 * 1024  # bytes; stays in the cache from when it is read until it is converted
+
+
+class _Reused(threading.local):
+    """A block of memory for each thread: page faults in fresh memory cost more than filling it."""
+
+    def __init__(self) -> None:
+        self.block = np.empty(_BLOCK, np.uint8)
+
+
+_reused = _Reused()
 
 
 def chunk_part(
@@ -78,6 +91,26 @@ def fill_box(
         all_at_once(gets)
 
 
+def box_blocks(
+    out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
+) -> Iterator[tuple[Elements, Elements]]:
+    """Yield views of `out` and the stored elements that belong there, as `StoredPart.blocks` does.
+
+    `out` has the shape of the box, and is not written to.
+
+    Raises:
+        CorruptError: a file is gone or ends early.
+    """
+    parts = list(stored_parts(out, box, table, dtype, files))
+    if any(isinstance(part.file, RemoteFile) for part in parts):
+        whole = np.empty(box.sizes, dtype)
+        fill_box(whole, box, table, dtype, files)  # all at once
+        yield out, whole
+        return
+    for part in parts:
+        yield from part.blocks()
+
+
 class StoredPart(NamedTuple):
     """What one chunk has of a box of a tensor.
 
@@ -108,11 +141,33 @@ class StoredPart(NamedTuple):
         if run is not None:  # it is read straight to where it goes
             read_exactly(self.file, self.start, run)
             return
-        part = read_strided(self.file, self.start, self.strides, self.place.shape, self.dtype)
         with np.errstate(all="ignore"):
-            if part.dtype == np.float64 and self.place.itemsize == 2:
-                part = part.astype(np.float32)  # as torch does it
-            np.copyto(self.place, part, casting="unsafe")
+            for place, part in self.blocks():
+                if part.dtype == np.float64 and place.itemsize == 2:
+                    part = part.astype(np.float32)  # noqa: PLW2901 (as torch does it)
+                np.copyto(place, part, casting="unsafe")
+
+    def blocks(self) -> Iterator[tuple[Elements, Elements]]:
+        """Yield views of the place, and the elements that go there, valid until the next ones.
+
+        Elements that follow one another in a local file come in blocks that fit into the cache.
+        """
+        whole = self.place.reshape(-1) if self.place.flags.c_contiguous else self.place
+        steps = row_major_strides(self.place.shape)
+        row, itemsize = prod(whole.shape[1:]), self.dtype.itemsize
+        count = _BLOCK // (row * itemsize)
+        is_run = self.strides == tuple(step * itemsize for step in steps)
+        if not is_run or not count or isinstance(self.file, RemoteFile):
+            yield (
+                self.place,
+                read_strided(self.file, self.start, self.strides, self.place.shape, self.dtype),
+            )
+            return
+        for first in range(0, len(whole), count):
+            place = whole[first : first + count]
+            data = _reused.block[: place.size * itemsize]
+            read_exactly(self.file, self.start + first * row * itemsize, data.data)
+            yield place, data.view(self.dtype).reshape(place.shape)
 
 
 def stored_parts(

@@ -7,16 +7,16 @@ through one tile of memory. Knows byte ranges and boxes, not names, recipes or f
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.containers.chunks import fill_box
+from unshard.containers.chunks import box_blocks, fill_box
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements, raw_dtype, read_exactly
 from unshard.errors import ConversionError
@@ -170,11 +170,22 @@ class Executor:
 
     def _count_lost_sums(self, tile: Tile, mean: Reduce, out: Elements) -> None:
         """Count the values of a tile that are not finite, though all those that made them are."""
+        if _are_finite(out):
+            return
         lost = ~np.isfinite(out)
-        if lost.any():
-            for _, source in mean.terms:
-                lost &= np.isfinite(_float32(source, tile.box, self._sources))
-            self._overflows[mean.target.file, mean.target.start] += int(lost.sum())
+        for _, source in mean.terms:
+            lost &= np.isfinite(_float32(source, tile.box, self._sources))
+        self._overflows[mean.target.file, mean.target.start] += int(lost.sum())
+
+
+def _are_finite(values: Elements) -> bool:
+    """Return whether no value is infinite or NaN: as integers, these are the largest of each sign.
+
+    For bfloat16 that takes a tenth of the time of `numpy.isfinite`.
+    """
+    signed, unsigned = f"i{values.itemsize}", f"u{values.itemsize}"
+    least, negative = np.array([np.inf, -np.inf], values.dtype).view(unsigned).tolist()
+    return bool(values.view(signed).max() < least and values.view(unsigned).max() < negative)
 
 
 def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -211,15 +222,7 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             fill_box(out, tile.box, source.chunks, numpy_dtype(source.dtype), files)
             return out
         case Reduce(_, terms, to):
-            total = np.zeros(tile.box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
-            with np.errstate(all="ignore"):
-                for weight, source in terms:
-                    values = _float32(source, tile.box, files)
-                    if weight != 1:
-                        values *= np.float32(weight)
-                    total += values
-                total /= np.float32(sum(weight for weight, _ in terms))
-                return _rounded(total, to)
+            return _rounded(_mean(terms, tile.box, files), to)
         case Fuse(_, base, a, b, rank, scale, to):  # base + scale * (b @ a)
             *batch, row, column = tile.box.offsets
             *batch_sizes, rows, columns = tile.box.sizes
@@ -235,6 +238,24 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
             return _rounded(total, to)
         case _:
             return _make_blocks(tile.operation, tile.box, files)
+
+
+def _mean(
+    terms: Sequence[tuple[float, StoredTensor]], box: Box, files: OpenFiles
+) -> NDArray[np.float32]:
+    """Return a box of (sum of weight * term) / (sum of weights)."""
+    total = np.zeros(box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
+    as_float32: Any = {"dtype": np.float32, "casting": "unsafe"}
+    with np.errstate(all="ignore"):
+        for weight, source in terms:
+            dtype = numpy_dtype(source.dtype)
+            for place, values in box_blocks(total, box, source.chunks, dtype, files):
+                term = values  # numpy converts a few thousand at a time
+                if weight != 1:
+                    term = np.multiply(values, np.float32(weight), **as_float32)
+                np.add(place, term, out=place, **as_float32)
+        total /= np.float32(sum(weight for weight, _ in terms))
+    return total
 
 
 def _make_blocks(
@@ -313,8 +334,10 @@ def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
     Of two NaNs that are added, the processor keeps the sign and payload of either, as the loop was
     compiled for that place in the array: the bytes would depend on the size of the tiles.
     """
-    np.copyto(computed, np.nan, where=np.isnan(computed))
-    return computed.astype(numpy_dtype(to), copy=False)
+    if np.isnan(computed.max(initial=-np.inf)):
+        np.copyto(computed, np.nan, where=np.isnan(computed))
+    with np.errstate(all="ignore"):
+        return computed.astype(numpy_dtype(to), copy=False)
 
 
 def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.float32]:

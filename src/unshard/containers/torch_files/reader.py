@@ -96,7 +96,6 @@ def unpickled_metadata(path: Path) -> Value:
         CorruptError: it is not valid.
         UnsafeError: it refers to code that runs commands.
     """
-
     from unshard.containers.torch_files.metadata_rows import unpickle_metadata
 
     data = read_metadata_file(path)
