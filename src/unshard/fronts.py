@@ -36,6 +36,7 @@ MERGE_OPTIONS = {
 } | {"all-steps": ""}
 """The options of `unshard merge` that messages may name, each with a placeholder for its value."""
 OTHER_OPTIONS = {"load": "", "against": "PATH", "coefficients": "X,Y", "last": "N", "every": "N"}
+OTHER_OPTIONS |= {"schedule": "NAME"}
 OTHER_OPTIONS |= dict.fromkeys(("atol", "rtol", "ema-decay"), "X")
 OTHER_OPTIONS |= {"follow": "", "keep": "N", "exec": "CMD", "retry": "N", "idle": "TIME"}
 OTHER_OPTIONS |= {"interval": "SECONDS"}

@@ -303,7 +303,7 @@ MOST_USED = (
         "follow",
         "quiet",
         "coefficients",
-        "ema_decay",
+        "schedule",
         "last",
         "every",
     ),

@@ -129,6 +129,49 @@ def test_an_ema_moves_with_every_checkpoint(tmp_path: Path) -> None:
     assert bits_of(tmp_path / "out") == mean_of(several, weights)
 
 
+DECAYS = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + np.cos(np.pi * done)) / 2,
+    "1-sqrt": lambda done: 1 - np.sqrt(done),
+}
+
+
+@pytest.mark.parametrize("schedule", DECAYS)
+def test_a_schedule_gives_what_training_with_that_decay_would_have_given(
+    tmp_path: Path, schedule: str
+) -> None:
+    """The same updates, each times the learning rate at the end of its part of the decay."""
+    count, random = 5, np.random.default_rng(0)
+    updates = random.standard_normal((count, 33))
+    several = [{"w": torch.tensor(updates[: at + 1].sum(axis=0)).float()} for at in range(count)]
+    run = save_run(tmp_path / "run", several)
+    unshard.average(run, tmp_path / "out", schedule=schedule, config="none")
+    rates = [1.0, *(DECAYS[schedule](done / count) for done in range(1, count))]
+    decayed = sum(rate * update for rate, update in zip(rates, updates, strict=True))
+    np.testing.assert_allclose(merged(tmp_path / "out")["w"], decayed, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weights"),
+    [
+        ("linear", [1.0, 1.0, 1.0, 1.0]),
+        ("1-sqrt", [1 / 2, 2**0.5 / 2 - 1 / 2, 3**0.5 / 2 - 2**0.5 / 2, 1 - 3**0.5 / 2]),
+        ("cosine", [1 / 2 - 2**0.5 / 4, 2**0.5 / 4, 2**0.5 / 4, 1 / 2 - 2**0.5 / 4]),
+        ("ema:0.75", [0.75**3, 0.25 * 0.75**2, 0.25 * 0.75, 0.25]),
+    ],
+)
+def test_the_coefficients_of_a_schedule_are_recorded(
+    tmp_path: Path, schedule: str, weights: list[float]
+) -> None:
+    several = models(4)
+    run = save_run(tmp_path / "run", several)
+    unshard.average(run, tmp_path / "out", schedule=schedule, config="none")
+    record = json.loads((tmp_path / "out" / "unshard.json").read_bytes())
+    assert [one["weight"] for one in record["average_of"]] == pytest.approx(weights, rel=1e-12)
+    if schedule == "linear":
+        assert bits_of(tmp_path / "out") == mean_of(several)
+
+
 def save_dcp(directory: Path, tensors: Tensors, *, compressed: bool = False) -> Path:
     extensions = [ZStandard()] if compressed else []
     writer = FileSystemWriter(directory, sync_files=False, _extensions=extensions)
@@ -356,6 +399,9 @@ def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
         ({"coefficients": [1.0, float("nan")]}, "must be numbers"),
         ({"ema_decay": 1.0}, "between 0 and 1"),
         ({"ema_decay": 0.5, "coefficients": [1.0, 2.0]}, "exclude each other"),
+        ({"schedule": "cosine", "coefficients": [1.0, 2.0]}, "exclude each other"),
+        ({"schedule": "ema:1.0"}, "between 0 and 1"),
+        ({"schedule": "sqrt"}, "linear, cosine, 1-sqrt or ema:0.99"),
         ({"last": 0}, "at least 1"),
         ({"every": -1}, "at least 1"),
         ({"options": MergeOptions(lora="both")}, "lora=… and step=… do not apply"),

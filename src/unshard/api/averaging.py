@@ -1,10 +1,12 @@
 """`average`: several checkpoints in, their mean out, in one pass over all of them."""
 
+import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
+from itertools import pairwise
+from math import cos, isfinite, pi, sqrt
 from pathlib import Path
 from typing import Unpack
 
@@ -23,6 +25,11 @@ from unshard.write.report import Report
 
 _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "cosine": lambda done: (1 + cos(pi * done)) / 2,
+    "1-sqrt": lambda done: 1 - sqrt(done),
+}
+"""The learning rate of a decay, as a part of the one before it, when a part of it is done."""
 
 
 @accepting(MergeKeywords)
@@ -33,6 +40,7 @@ def average(
     *,
     coefficients: Sequence[float] | None = None,
     ema_decay: float | None = None,
+    schedule: str | None = None,
     last: int | None = None,
     every: int | None = None,
     options: MergeOptions | None = None,
@@ -54,6 +62,9 @@ def average(
         coefficients: the weight of each checkpoint, in their order; default: all the same.
         ema_decay: use the coefficients of an exponential moving average: it starts with the first
             checkpoint, and each later one moves it by 1 - decay.
+        schedule: "linear", "cosine" or "1-sqrt": use the coefficients that emulate such a decay of
+            the learning rate, from the first checkpoint on, where it was constant and they are
+            evenly spaced (https://arxiv.org/abs/2507.17634); or "ema:0.99", as `ema_decay`.
         last: use only the N highest steps of a run.
         every: use every Nth step of a run, counting back from the highest.
         options: those of `merge` as one value.
@@ -72,6 +83,7 @@ def average(
             heard,
             coefficients=coefficients,
             ema_decay=ema_decay,
+            schedule=schedule,
             last=last,
             every=every,
         )
@@ -85,6 +97,7 @@ def open_sources(
     *,
     coefficients: Sequence[float] | None = None,
     ema_decay: float | None = None,
+    schedule: str | None = None,
     last: int | None = None,
     every: int | None = None,
     pass_over: bool = True,
@@ -92,7 +105,7 @@ def open_sources(
     """Open the checkpoints of an average.
 
     Args:
-        checkpoints, coefficients, ema_decay, last, every: as for `average`.
+        checkpoints, coefficients, ema_decay, schedule, last, every: as for `average`.
         options: those of `merge_with`.
         listener: is told which are averaged.
         pass_over: whether steps of a run that are not complete are left out, with a warning, or
@@ -100,7 +113,7 @@ def open_sources(
     """
     opening = time.monotonic()
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
-    _check(options, coefficients, ema_decay, (last, every), are_several=len(paths) > 1)
+    _check(options, (coefficients, ema_decay, schedule), (last, every), are_several=len(paths) > 1)
     places = [given_path(path, "a checkpoint") for path in paths]
     if not paths:
         raise UsageError("no checkpoint to average")
@@ -109,7 +122,7 @@ def open_sources(
         found = _open_steps(places[0], options, (last, every or 1), pass_over=pass_over)
     else:
         found = [read_checkpoint(place, options) for place in places]
-    weights = _choose_weights(coefficients, ema_decay, len(found))
+    weights = _choose_weights(coefficients, ema_decay, schedule, len(found))
     titles = ", ".join(one.title for one in found)
     listener(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
     return Sources(tuple(found), weights, opening=opening)
@@ -117,8 +130,7 @@ def open_sources(
 
 def _check(
     options: MergeOptions,
-    coefficients: Sequence[float] | None,
-    ema_decay: float | None,
+    weighing: tuple[object, ...],
     counts: tuple[int | None, int | None],
     *,
     are_several: bool,
@@ -129,10 +141,10 @@ def _check(
         raise UsageError(
             "an average of several steps is one whole model: ⟦--lora⟧ and ⟦--step⟧ do not apply"
         )
-    if coefficients is not None and ema_decay is not None:
-        raise UsageError(
-            "⟦--coefficients⟧ and ⟦--ema-decay⟧ exclude each other: both weigh the checkpoints"
-        )
+    ways = ("⟦--coefficients⟧", "⟦--ema-decay⟧", "⟦--schedule⟧")
+    chosen = [way for way, value in zip(ways, weighing, strict=True) if value is not None]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} exclude each other: each weighs the checkpoints")
     for name, count in zip(("last", "every"), counts, strict=True):
         if count is not None and count < 1:
             raise UsageError(f"⟦--{name} {count}⟧: at least 1 is needed")
@@ -203,16 +215,16 @@ def _without_weights(run: Path, steps: Sequence[Location], above: int | None) ->
 
 
 def _choose_weights(
-    coefficients: Sequence[float] | None, ema_decay: float | None, count: int
+    coefficients: Sequence[float] | None,
+    ema_decay: float | None,
+    schedule: str | None,
+    count: int,
 ) -> tuple[float, ...]:
     """Return the weights of `count` sources."""
     if ema_decay is not None:
-        if not 0 < ema_decay < 1:
-            raise UsageError(f"⟦--ema-decay {ema_decay}⟧: must be between 0 and 1, both excluded")
-        # The average starts as the first model; every later one moves it: average =
-        # decay * average + (1 - decay) * model. These weights sum to 1.
-        later = ((1 - ema_decay) * ema_decay ** (count - 1 - at) for at in range(1, count))
-        return (ema_decay ** (count - 1), *later)
+        return _ema_weights(ema_decay, f"⟦--ema-decay {ema_decay}⟧", count)
+    if schedule is not None:
+        return _scheduled_weights(schedule, count)
     if coefficients is None:
         return (1.0,) * count
     if len(coefficients) != count:
@@ -228,3 +240,32 @@ def _choose_weights(
             "⟦--coefficients⟧: too small or too large for float32", expected="numbers like 1,2,3"
         )
     return tuple(map(float, coefficients))
+
+
+def _ema_weights(decay: float, option: str, count: int) -> tuple[float, ...]:
+    if not 0 < decay < 1:
+        raise UsageError(f"{option}: must be between 0 and 1, both excluded")
+    # The average starts as the first model; every later one moves it: average =
+    # decay * average + (1 - decay) * model. These weights sum to 1.
+    later = ((1 - decay) * decay ** (count - 1 - at) for at in range(1, count))
+    return (decay ** (count - 1), *later)
+
+
+def _scheduled_weights(schedule: str, count: int) -> tuple[float, ...]:
+    """Return the weights by which an average emulates a decay of the learning rate.
+
+    A checkpoint is the first one plus the updates since then, so an average has update i times the
+    sum of the weights of checkpoint i and all later ones. That is to be the learning rate r(i) of
+    a decay with r(0) = 1 that would reach 0 with the next checkpoint: the weights are its steps,
+    r(i) - r(i + 1), and sum to 1. Source: WSM, https://arxiv.org/abs/2507.17634; Megatron-LM's
+    weighted_merge.py takes the same points of a decay.
+    """
+    if match := re.fullmatch(r"ema:(\d*\.\d+)", schedule):
+        return _ema_weights(float(match[1]), f"⟦--schedule {schedule}⟧", count)
+    if schedule == "linear":
+        return (1.0,) * count  # its steps are equal; rounded, they would differ
+    if schedule not in _DECAYS:
+        expected = f"linear, {', '.join(_DECAYS)} or ema:0.99"
+        raise UsageError(f"⟦--schedule {schedule}⟧: unknown", expected=expected)
+    rates = [_DECAYS[schedule](done / count) for done in range(count)]
+    return tuple(before - after for before, after in pairwise([*rates, 0.0]))

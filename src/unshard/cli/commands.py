@@ -169,6 +169,15 @@ def average(
             "DECAY", "Exponential moving average: each checkpoint moves it by 1 - DECAY.", _AVERAGE
         ),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        option(
+            "NAME",
+            "Coefficients that emulate a decay of the learning rate (WSM): linear, cosine or "
+            "1-sqrt; or ema:DECAY.",
+            _AVERAGE,
+        ),
+    ] = None,
     last: Annotated[
         int | None, option("N", "Use only the last N steps of a run.", _AVERAGE)
     ] = None,
@@ -190,6 +199,7 @@ def average(
             *_split_paths(checkpoints, output),
             coefficients=_parse_numbers(coefficients),
             ema_decay=ema_decay,
+            schedule=schedule,
             last=last,
             every=every,
             listener=listener,

@@ -8,7 +8,7 @@ unshard inspect checkpoints/my-run
 unshard inspect s3://bucket/my-run/global_step_100
 unshard hint checkpoints/my-run
 unshard verify my-model --against checkpoints/my-run/global_step_100
-unshard average checkpoints/my-run averaged --last 3
+unshard average checkpoints/my-run averaged --last 3 --schedule 1-sqrt
 unshard average outputs averaged --base Qwen/Qwen3-8B --ema-decay 0.9
 unshard reshard checkpoints/my-run/global_step_100 resharded --world-size 8
 unshard push checkpoints/my-run/global_step_100 my-name/my-model --private
