@@ -359,6 +359,8 @@ SERVER = "about a server's jobs or a run that it evaluates: see tests/evaluation
 PARSES = "of what no small checkpoint has; that its line parses is checked in test_fronts"
 HINT = "a line of `unshard hint`: pasted in oracle/test_hints"
 NOT_PASTED = {
+    "write it with unshard average  OUTPUT, ": "tests/api/test_named_averages",
+    "write the average with unshard average": SERVER,
     "unshard eval submit": HINT,
     "unshard eval watch": HINT,
     "on a server (`unshard eval serve`)": HINT,

@@ -97,6 +97,8 @@ def test_average_takes_steps_of_a_run(run: str, local: Path, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     remote, truth = contents(tmp_path / "remote"), contents(tmp_path / "local")
     assert remote["model.safetensors"] == truth["model.safetensors"]
+    with unshard.virtual(f"{run}@last=2") as files:
+        assert files["model.safetensors"].read() == truth["model.safetensors"]
 
 
 def test_inspect_states_what_the_files_on_disk_have(run: str, local: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Unpack
 from unshard.api.completing import make_once, make_output, refuse_other, stage_for
 from unshard.api.converting import convert
 from unshard.api.making import Prepared, fingerprint_of, make_report, plan_output, push_output
+from unshard.api.opening import open_source
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Sources, open_source, refuse_unloadable
+from unshard.api.sources import Sources, refuse_unloadable
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -47,7 +48,9 @@ def merge(
     Args:
         checkpoint: a checkpoint, a directory of several (the highest complete step is taken), or
             any directory inside one. node:///path is what all nodes of a Ray cluster have together
-            under that path on their own disks.
+            under that path on their own disks. RUN@last=5 is the average of the last 5 complete
+            steps of a run, RUN@last=5,schedule=cosine with a schedule of `average`; they have no
+            default output.
         output: must not exist unless `overwrite`; default `merged/<step directory>[-critic][-ema]`
             next to the step directory. An address such as s3://bucket/model is one in an object
             store, where `overwrite` and `push_to_hub` are refused.
@@ -148,6 +151,8 @@ def merge_checkpoint(
     """
     target = check_output(output, options)
     sources = open_source(checkpoint, options, listener, pass_over=pass_over)
+    if target is None and len(sources.checkpoints) > 1:
+        raise UsageError("an average of steps has no default output", hint="give an output")
     return merge_with(sources, target, options, listener, before=before)
 
 

@@ -9,20 +9,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unshard.api.options import MergeOptions, given_path
-from unshard.containers.file_states import noting
+from unshard.api.options import MergeOptions
+from unshard.containers.file_states import FileStates, noting
 from unshard.convert.expected.ignored import lost_mtp
 from unshard.convert.lora.names import split_adapter
 from unshard.convert.recipes import take
-from unshard.errors import ChangedError, ConversionError, NoConfigError, UnshardError
+from unshard.errors import (
+    ChangedError,
+    ConversionError,
+    NoConfigError,
+    UnshardError,
+    UsageError,
+)
 from unshard.fronts import Text
-from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.adapter_config import find_adapter, lora_names
 from unshard.read.beside.companions import completed
 from unshard.read.format import ReadOptions
 from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
-from unshard.read.training_state.reader import TrainingState, read_training_state
+from unshard.read.step_names import named_average
+from unshard.read.training_state.reader import TrainingState
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory
@@ -56,6 +62,14 @@ class Sources:
     def catalogs(self) -> list[Catalog]:
         """The tensors of all checkpoints, and those of their optimizers' states."""
         return [catalog for one in self.checkpoints for catalog in one.catalogs]
+
+    @property
+    def states(self) -> FileStates:
+        """The files of all checkpoints, as they were when they were opened first."""
+        states = FileStates()
+        for one in self.checkpoints:
+            states.include(one.states)
+        return states
 
     @property
     def notes(self) -> list[str]:
@@ -144,30 +158,16 @@ class Sources:
         return replace(self, checkpoints=checkpoints)
 
 
-def open_source(
-    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
-) -> Sources:
-    """Open the checkpoint that a given path means, with its training state.
-
-    `pass_over` is whether an older step may be taken, with a warning, for one that is not complete,
-    or that is an error, as it is for the tools that `unshard.compat` replaces.
-    """
-    opening = time.monotonic()
-    path = given_path(given, "the checkpoint")
-    listener(Stage("reading"))
-    checkpoint = read_checkpoint(path, options, pass_over=pass_over)
-    if options.optimizer:
-        checkpoint = with_optimizer(checkpoint, options)
-    listener(Chosen(f"merging {checkpoint.title}"))
-    if not options.extra_state or options.lora == "adapter":
-        return Sources((checkpoint,), opening=opening)
-    with noting(checkpoint.states):
-        state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
-    return Sources((checkpoint,), training=state, opening=opening)
-
-
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
     """Read the checkpoint that a path means, and the base model."""
+    if (average := named_average(path)) is not None:
+        run, last, schedule = average
+        how = f"⟦--last {last}⟧" + (f" and ⟦--schedule {schedule}⟧" if schedule else "")
+        raise UsageError(
+            f"{path}: is an average of steps, not a checkpoint on disk",
+            expected="a checkpoint; merge, push, virtual and from_pretrained take averages",
+            hint=f"write it with unshard average {shlex.quote(str(run))} OUTPUT, {how}",
+        )
     base = None
     if options.base is not None:
         from unshard.read.base import read_base

@@ -72,8 +72,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Merge or average as the arguments say."""
     from unshard.api import MergeOptions
-    from unshard.api.averaging import open_sources
     from unshard.api.merging import check_output, merge_checkpoint, merge_with
+    from unshard.api.opening import open_sources
 
     arguments = _arguments()
     paths = _checkpoints(arguments.input_dir, arguments.state_dict_dirname, arguments.step)

@@ -57,6 +57,7 @@ _STATE = re.compile(
     r"|extra|trainer|training|client)(?:_states?|_args)?)(?:_\d+|_merged)?"
 )
 _VERSION = re.compile(r"-v(\d+)(?=\.|$)")  # Lightning's, of a name that was there already
+_AVERAGE = re.compile(r"(.*)@last=(\d+)(?:,schedule=([\w.:-]+))?")
 _HOLDS_STEPS = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 _UPWARD = 4
 _MANY_STEPS, _SAVED_EVERY = 100, 10
@@ -70,6 +71,18 @@ def is_state(name: str) -> bool:
 def is_unfinished(name: str) -> bool:
     """Return whether a trainer gives a directory this name until it is complete, or replaced."""
     return _UNFINISHED.fullmatch(name) is not None
+
+
+def named_average(path: Path) -> tuple[Path, int, str | None] | None:
+    """Return the run, the number of its last steps and the schedule that a path names, or None.
+
+    That is RUN@last=5 or RUN@last=5,schedule=cosine, unless there is a file of this name.
+    """
+    match = _AVERAGE.fullmatch(path.name)
+    if match is None or path.exists():
+        return None
+    run = path.with_name(match[1]) if match[1] else path.parent
+    return run, int(match[2]), match[3]
 
 
 def step_of(name: str) -> int | None:

@@ -358,6 +358,15 @@ def test_a_checkpoint_under_a_root_is_resolved(tmp_path: Path) -> None:
     assert resolve_checkpoint(str(root / "gone"), [root]) == root / "gone"
 
 
+def test_an_average_that_is_not_written_is_refused(tmp_path: Path) -> None:
+    """Nothing would keep its steps until it is evaluated."""
+    with pytest.raises(UsageError, match="cannot be accepted") as error:
+        resolve_checkpoint(f"{tmp_path}/run@last=5", [tmp_path])
+    assert "unshard average" in error.value.hint
+    (tmp_path / "run@last=5").mkdir()
+    assert resolve_checkpoint(f"{tmp_path}/run@last=5", [tmp_path]) == tmp_path / "run@last=5"
+
+
 def test_a_checkpoint_elsewhere_is_refused(tmp_path: Path) -> None:
     root, other = tmp_path / "runs", tmp_path / "runs-of-others"
     root.mkdir()

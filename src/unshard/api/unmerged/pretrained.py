@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, cast
 
 from unshard.api.converting import Conversion, convert
 from unshard.api.making import kept_dtype
+from unshard.api.opening import open_source
 from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import Sources, no_config
-from unshard.api.unmerged.opening import LazyTensor, read_unmerged
+from unshard.api.unmerged.opening import LazyTensor
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.engines.arrays import TensorReader
 from unshard.engines.into_torch import StoredTensor, torch_memory
@@ -29,7 +30,7 @@ from unshard.engines.into_transformers import (
 from unshard.errors import UnshardError, UsageError
 from unshard.keywords import MergeKeywords, PretrainedKeywords
 from unshard.plan.operations import Tiled
-from unshard.progress import Warned
+from unshard.progress import Warned, ignore, warn
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
@@ -38,6 +39,7 @@ from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.selection import Selection
 from unshard.write.companions import write_files
+from unshard.write.stage import scratch_directory
 
 if TYPE_CHECKING:
     from unshard.engines.into_transformers import PreTrainedConfig, PreTrainedModel
@@ -67,7 +69,8 @@ def from_pretrained(
     with `trust_remote_code=True`. Notes (adapters that were fused) are `UnshardWarning`s.
 
     Args:
-        checkpoint: at any level of its tree; any format that `merge` reads.
+        checkpoint: at any level of its tree; any format that `merge` reads. RUN@last=5 is the
+            average of the last 5 steps of a run, as for `merge`.
         auto_class: a class of transformers with `from_pretrained`: a model class or an Auto class.
             The default is the class that the config names (`architectures`), or else
             `AutoModelForCausalLM`.
@@ -98,18 +101,20 @@ def from_pretrained(
         if given is not None:
             ours["config"] = _saved(given, stack)
         options = MergeOptions(**cast("MergeKeywords", ours))
-        source = _with_local_config(read_unmerged(checkpoint, options, stack), stack)
-        made = convert(Sources((source,)), options, all_shapes=False)  # transformers compares them
+        sources = _with_local_config(_read_sources(checkpoint, options, stack), stack)
+        source = sources.last
+        made = convert(sources, options, all_shapes=False)  # transformers compares them
         config = _choose_config(source, made, given, kwargs)
         loader, built, rest = choose_loader(auto_class, config, kwargs)
-        with _reading(source, made.tensors) as tensors:
+        with _reading(sources, made.tensors) as tensors:
             model, found = load_pretrained(loader, tensors, built, rest)
         refuse_differences(model, found, **options.allowed)
         files = source.companions.files
         generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
         if kwargs.get("generation_config") is None and generation is not None:
             set_generation(model, generation)
-    model.name_or_path = model.config.name_or_path = str(source.location.place)
+    place = source.location.place if len(sources.checkpoints) == 1 else checkpoint
+    model.name_or_path = model.config.name_or_path = str(place)
     return model
 
 
@@ -120,16 +125,27 @@ def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
     return folder / "config.json"
 
 
-def _with_local_config(source: Checkpoint, stack: ExitStack) -> Checkpoint:
-    """Return a checkpoint whose companions are on disk: transformers reads them by itself."""
+def _read_sources(path: str | Path, options: MergeOptions, stack: ExitStack) -> Sources:
+    """Read a checkpoint, or an average, warn of its notes, and decompress it until the end."""
+    sources = open_source(path, replace(options, extra_state=False), ignore)
+    with hearing(None) as heard:
+        warn(heard, sources.notes)
+    if not sources.compressed_bytes:
+        return sources
+    return sources.decompressed(scratch_directory(stack))
+
+
+def _with_local_config(sources: Sources, stack: ExitStack) -> Sources:
+    """Return the sources with companions on disk: transformers reads them by itself."""
+    *others, source = sources.checkpoints
     file, files = source.companions.config_file, source.companions.files
     if file is None or (file.made is None and not isinstance(file.path, RemotePath)):
-        return source
+        return sources
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
     config = file.path if file.made is None else json.dumps(dict(file.made.fields)).encode()
     write_files({**files, "config.json": config}, folder)
     local = Companions(ConfigFile(folder / "config.json"), {name: folder / name for name in files})
-    return replace(source, companions=local)
+    return replace(sources, checkpoints=(*others, replace(source, companions=local)))
 
 
 def _choose_config(
@@ -161,13 +177,13 @@ def _choose_config(
 
 @contextmanager
 def _reading(
-    source: Checkpoint, tensors: Sequence[Converted]
+    sources: Sources, tensors: Sequence[Converted]
 ) -> Iterator[dict[str, LazyTensor[Unread]]]:
     """Yield tensors by name, of which nothing is read before transformers moves a part of them.
 
     What reading raises is raised at the end: transformers makes a problem of conversion of it.
     """
-    reader = TensorReader(source.location.weights_dir, torch_memory, source.states)
+    reader = TensorReader(sources.last.location.weights_dir, torch_memory, sources.states)
     failures: list[UnshardError] = []
 
     def take(operation: Tiled, selection: Selection) -> Unread:

@@ -14,8 +14,9 @@ from unshard.api.making import (
     plan_output,
     small_files,
 )
+from unshard.api.opening import open_source
 from unshard.api.options import MergeOptions, accepting, given_path
-from unshard.api.sources import open_source, refuse_unloadable
+from unshard.api.sources import refuse_unloadable
 from unshard.containers.file_states import FileStates
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
@@ -102,7 +103,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
 
     @property
     def overflows(self) -> dict[str, int]:
-        """How many finite values became infinite as float16 in what was read, by tensor."""
+        """How many finite values of each tensor became infinite, in float16 or in a sum."""
         return named_overflows(self._reader.overflows, self._plan)
 
     def __getitem__(self, name: str) -> PlannedFile:
@@ -176,8 +177,7 @@ def plan_files(
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge, weights first; closing them closes what the stack has."""
     files = _contents_of_output(prepared, options.recorded, stack)
-    checkpoint = prepared.checkpoint
-    reader = PieceReader(checkpoint.location.weights_dir, checkpoint.states)
+    reader = PieceReader(prepared.checkpoint.location.weights_dir, prepared.sources.states)
     stack.callback(reader.close)
     return VirtualFiles(prepared, files, reader, stack.pop_all())
 
@@ -189,7 +189,7 @@ def _contents_of_output(
 
     The stack removes what is temporary.
     """
-    files, states = dict(contents_of(prepared.plan)), prepared.checkpoint.states
+    files, states = dict(contents_of(prepared.plan)), prepared.sources.states
     weights = set(files)
     for name, source in small_files(prepared, lambda: scratch_directory(stack)).items():
         files[name] = _as_contents(source, states)

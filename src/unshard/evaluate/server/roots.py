@@ -9,7 +9,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.pins.files import list_checkpoint
 from unshard.evaluate.run_folder import RunFolder
 from unshard.read.beside.companions import companions_in
-from unshard.read.step_names import step_of
+from unshard.read.step_names import named_average, step_of
 from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 _LONGEST_PATH = 4096
@@ -42,6 +42,9 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError) as error:
         raise not_accepted("checkpoint", path, expected="a path that can be followed") from error
     if any(resolved.is_relative_to(place) for place in places):
+        if named_average(resolved) is not None:  # no pin keeps steps from which it can be made
+            what, hint = "a checkpoint on a disk", "write the average with unshard average"
+            raise not_accepted("checkpoint", path, expected=what, hint=hint)
         return resolved
     raise UsageError(
         "checkpoint: not under a directory that this server may read",
