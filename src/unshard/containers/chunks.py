@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from operator import add, sub
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -181,10 +182,12 @@ def stored_parts(
     starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
     ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
     for row in np.flatnonzero((starts & ends).all(axis=1)).tolist():
-        lo = np.maximum(table.offsets[row], box.offsets)
-        hi = np.minimum(table.offsets[row] + table.sizes[row], box.ends)
-        inside = Box(tuple((lo - table.offsets[row]).tolist()), tuple((hi - lo).tolist()))
-        place = view(out, Box(tuple((lo - box.offsets).tolist()), inside.sizes))
+        # In plain integers, which take a quarter of the time of arrays that are so small.
+        first, sizes = table.offsets[row].tolist(), table.sizes[row].tolist()
+        lo = tuple(map(max, first, box.offsets))
+        hi = tuple(map(min, map(add, first, sizes), box.ends))
+        inside = Box(tuple(map(sub, lo, first)), tuple(map(sub, hi, lo)))
+        place = view(out, Box(tuple(map(sub, lo, box.offsets)), inside.sizes))
         yield StoredPart(place, *_place(table, row, inside, dtype, files), dtype)
 
 
