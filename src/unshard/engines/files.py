@@ -7,7 +7,7 @@ thread that makes one.
 import io
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -19,8 +19,9 @@ from unshard.containers.chunks import StoredPart, stored_parts, view
 from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import AT_ONCE, LentFiles, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
-from unshard.plan.operations import Gather, stored_tensors
-from unshard.plan.pieces import Contents, Run, Slab, slab_tiles
+from unshard.convert.outputs import Converted
+from unshard.plan.operations import Gather, Tiled, stored_tensors
+from unshard.plan.pieces import Contents, Run, Slab, contents_of_tensor, slab_tiles
 from unshard.stores.at_once import all_at_once
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
@@ -56,7 +57,7 @@ class PieceReader:
         self._sources = LentFiles(what, at_once=at_once, states=states)
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._lock = Lock()  # of the two that follow
-        self._made: OrderedDict[tuple[int, tuple[int, ...]], memoryview] = OrderedDict()
+        self._made: OrderedDict[tuple[Tiled, tuple[int, ...]], memoryview] = OrderedDict()
         self._lost: dict[tuple[int, int, tuple[int, ...]], int] = {}
 
     def close(self) -> None:
@@ -108,6 +109,22 @@ class PieceReader:
             at, out = at + len(block), out[len(block) :]
         waiting.finish()
 
+    def blocks(self, tensor: Converted, block_bytes: int = _BLOCK) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor in blocks, as an output file has them: row-major.
+
+        The bytes of a block change when the next one is asked for. A tensor without elements has
+        no block. Every block but the last has `block_bytes`.
+
+        Raises:
+            CorruptError, UsageError: as by `read`.
+        """
+        contents = contents_of_tensor(tensor)
+        buffer = memoryview(bytearray(min(block_bytes, contents.size)))
+        for start in range(0, contents.size, block_bytes):
+            block = buffer[: contents.size - start]
+            self.read(contents, start, block)
+            yield block
+
     def _read_slab(self, slab: Slab, skip: int, out: memoryview, waiting: "_Waiting") -> None:
         """Read a part of a slab; if it is made of what is in a bucket, `waiting` reads it later."""
         tables = (one.chunks for one in stored_tensors(slab.operation))
@@ -131,7 +148,7 @@ class PieceReader:
 
         Threads that want the same slab at the same time each make it.
         """
-        key = id(slab.operation), slab.box.offsets
+        key = slab.operation, slab.box.offsets  # itself: what is made later may get its identity
         with self._lock:
             found = self._made.get(key)
             if found is not None:

@@ -6,11 +6,15 @@ are made in memory: whole rows, so that the bytes of a slab follow one another i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.plan.layout import Layout, OutputFile, OutputTensor
 from unshard.plan.operations import (
     COPY_ROW,
     FindScales,
@@ -20,6 +24,7 @@ from unshard.plan.operations import (
     Tiled,
     stored_tensors,
 )
+from unshard.plan.planner import make_plan
 from unshard.plan.work import Tile, tile_shape
 from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
 
@@ -125,6 +130,16 @@ def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
         copies = plan.copies[plan.copies["file"] == number]
         tiled = [one for one in plan.tiled if one.target.file == number]
         yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)
+
+
+def contents_of_tensor(tensor: Converted) -> Contents:
+    """Return what the bytes of a tensor consist of: row-major, as an output file has them."""
+    shape = shape_of(tensor.recipe)
+    size = prod(shape) * tensor.dtype.itemsize
+    alone = OutputTensor(tensor.name, tensor.dtype, shape, tensor.recipe, (0, size))
+    plan = make_plan(Layout((OutputFile(tensor.name, b"", (alone,)),), {}, size))
+    ((_, contents),) = contents_of(plan)
+    return contents
 
 
 def blocks_of(contents: Contents, block_bytes: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""Checkpoints compared with one another, without a merge of any."""
