@@ -113,6 +113,7 @@ def test_the_differences_are_those_of_numpy(tmp_path: Path) -> None:
         nans_theirs=0,
         all_zero_ours=False,
         all_zero_theirs=False,
+        rms_diff=math.sqrt(1.25) / 2,
     )
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from math import prod
 from typing import Protocol
 
+import numpy as np
+
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
@@ -117,6 +119,7 @@ class _Comparer:
         self._lock = lock
         self._tolerances = tolerances
         self._files = OpenFiles(os.O_RDONLY, limit=open_files)
+        self._memory = [np.empty(PAIR_BYTES // 4, np.uint8) for _ in range(2)]  # of each side
 
     def close(self) -> None:
         """Close all files."""
@@ -125,15 +128,15 @@ class _Comparer:
     def do(self, job: _TilePair) -> int:
         """Compare two tiles; return the bytes of ours."""
         name, *tiles = job
-        ours, theirs = map(self._elements, tiles)
+        ours, theirs = map(self._elements, tiles, self._memory)
         found = measure(ours, theirs, self._tolerances)
         with self._lock:
             self._measured[name] += found
         return ours.nbytes
 
-    def _elements(self, tile: Tile) -> Elements:
+    def _elements(self, tile: Tile, memory: Elements) -> Elements:
         """Return a tile's elements in their dtype: a tile that is not cast comes as raw bits."""
-        return make_tile(tile, self._files).view(numpy_dtype(tile.operation.to))
+        return make_tile(tile, self._files, memory).view(numpy_dtype(tile.operation.to))
 
 
 def _compared(ours: Converted, theirs: Converted, found: Measures | None) -> TensorComparison:

@@ -20,6 +20,7 @@ from unshard.plan.operations import (
     Dequantize,
     FindScales,
     Fuse,
+    Gather,
     Plan,
     Quantize,
     Reduce,
@@ -34,10 +35,10 @@ from unshard.tensors.catalog import Catalog
 if TYPE_CHECKING:
     from unshard.tensors.selection import Selection
 
-PAIR_BYTES = 4 * 1024 * 1024
+PAIR_BYTES = 8 * 1024 * 1024
 """How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
 
-_MAKING = 3 * 1024 * 1024  # of it; the rest is for arithmetic
+_MAKING = 6 * 1024 * 1024  # of it; the rest is for arithmetic
 _COPY_UNIT = 16 * 1024 * 1024
 _MAX_TILE = 4 * 1024 * 1024
 _FLOAT32 = 4
@@ -189,8 +190,10 @@ def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
     """Yield tiles of the same boxes of both tensors; they depend on nothing but the pair."""
     per_element = 0
     for one in (pair.ours, pair.theirs):  # reading it, arithmetic in float32, the result
-        read = max(source.dtype.itemsize for source in stored_tensors(one))
-        per_element += SLACK * read + 2 * _FLOAT32 + one.to.itemsize
+        sources = stored_tensors(one)
+        slack = SLACK if any(source.chunks.strides is not None for source in sources) else 1
+        per_element += slack * max(source.dtype.itemsize for source in sources) + one.to.itemsize
+        per_element += 0 if isinstance(one, Gather) else 2 * _FLOAT32
     tile = _tile_of_elements([pair.ours, pair.theirs], _MAKING // per_element)
     for box in tiles(pair.ours.target.shape, tile):
         yield Tile(pair.ours, box), Tile(pair.theirs, box)

@@ -184,8 +184,11 @@ def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int
         yield offset, data[number * size : (number + 1) * size]
 
 
-def make_tile(tile: Tile, files: OpenFiles) -> Elements:
+def make_tile(tile: Tile, files: OpenFiles, memory: Elements | None = None) -> Elements:
     """Return a tile's elements, as they are to be written.
+
+    Elements that are stored as they are go into `memory`, bytes, if it is given and large enough:
+    pages that are new to the process take longer than reading into them.
 
     Raises:
         CorruptError: a source file ends early or is gone.
@@ -193,8 +196,12 @@ def make_tile(tile: Tile, files: OpenFiles) -> Elements:
     """
     match tile.operation:
         case Gather(_, source):
-            out = np.empty(tile.box.sizes, raw_dtype(source.dtype))
-            fill_box(out, tile.box, source.chunks, out.dtype, files)
+            raw = raw_dtype(source.dtype)
+            size = tile.box.volume * raw.itemsize
+            if memory is None or memory.nbytes < size:
+                memory = np.empty(size, np.uint8)
+            out = memory[:size].view(raw).reshape(tile.box.sizes)
+            fill_box(out, tile.box, source.chunks, raw, files)
             return out
         case Cast(_, source, to):
             out = np.empty(tile.box.sizes, numpy_dtype(to))

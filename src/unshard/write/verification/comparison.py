@@ -11,10 +11,15 @@ class Tolerances:
 
     Both 0 means exact: every bit must be equal, those of NaN and the sign of zero too. Otherwise
     NaN equals NaN, and an infinity equals itself only.
+
+    Attributes:
+        atol, rtol: as above.
+        norms: whether equal values are measured, too: for norms and zeros, which takes longest.
     """
 
     atol: float = 0.0
     rtol: float = 0.0
+    norms: bool = True
 
     @property
     def exact(self) -> bool:
@@ -32,9 +37,14 @@ class Values:
         different_values: how many are not the same number; NaN is NaN here, and -0 is 0.
         max_abs_diff: largest |ours - theirs| where neither is NaN.
         max_rel_diff: largest |ours - theirs| / |theirs| there; infinite where theirs is 0.
-        norm_ours, norm_theirs: Euclidean norms; NaN or infinite if any element is.
+        rms_diff: root of the mean square of ours - theirs, 0 where either is NaN.
+        norm_ours, norm_theirs: Euclidean norms; NaN or infinite if any element is. `diff` has NaN.
         nans_ours, nans_theirs: how many elements are NaN.
-        all_zero_ours, all_zero_theirs: whether every element is 0; False for an empty tensor.
+        infs_ours, infs_theirs: how many are infinite.
+        all_zero_ours, all_zero_theirs: whether every element is 0; False for an empty tensor, and
+            in `diff`.
+        delta_bytes: about what the XOR of both takes, compressed by zstd, which is estimated from
+            even samples; in `diff` alone, and None without a zstd library.
     """
 
     elements: int
@@ -48,6 +58,10 @@ class Values:
     nans_theirs: int
     all_zero_ours: bool
     all_zero_theirs: bool
+    rms_diff: float = 0.0
+    infs_ours: int = 0
+    infs_theirs: int = 0
+    delta_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
