@@ -94,6 +94,16 @@ class VerifyKeywords(ReadKeywords, total=False):
     engine: Engine | None
 
 
+class DiffKeywords(OpenKeywords, total=False):
+    """How to read two checkpoints, which tensors are compared, and how to work."""
+
+    include: str | None
+    exclude: str | None
+    workers: int | None
+    memory: str | int
+    engine: Engine | None
+
+
 class PushKeywords(OpenKeywords, total=False):
     """Everything that shapes the model that a merge writes."""
 
@@ -106,6 +116,13 @@ class PushKeywords(OpenKeywords, total=False):
     allow_missing: bool
     allow_unexpected: bool
     max_shard_size: str | int | None
+
+
+class ChecksumKeywords(PushKeywords, total=False):
+    """Everything that shapes the model, and how to work."""
+
+    workers: int | None
+    memory: str | int
 
 
 class VirtualKeywords(PushKeywords, total=False):
@@ -125,6 +142,7 @@ class MergeKeywords(VirtualKeywords, total=False):
     private: bool
     dry_run: bool
     verify: Verify
+    checksums: bool
     workers: int | None
     memory: str | int
     engine: Engine | None
@@ -281,6 +299,10 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             "How the output is checked. light: it is reopened; full: also every byte, replicas and "
             "checksums are compared.",
             choices=get_args(Verify),
+        ),
+        "checksums": Option(
+            "Read the output again, and write the SHA-256 of each tensor into unshard.json.",
+            kind=bool,
         ),
         "workers": Option("Number of threads.  [default: one per core, at most 8]", "N", kind=int),
         "memory": Option("Total size of all buffers, at most.", "SIZE"),

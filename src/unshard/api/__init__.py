@@ -23,6 +23,8 @@ from unshard.errors import UsageError as UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from unshard.api.averaging import average as average
+    from unshard.api.comparing.checksums import checksums as checksums
+    from unshard.api.comparing.diffing import diff as diff
     from unshard.api.following.following import follow as follow
     from unshard.api.inspecting import Inspection as Inspection
     from unshard.api.inspecting import inspect as inspect
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "average": "api.averaging",
+    "checksums": "api.comparing.checksums",
+    "diff": "api.comparing.diffing",
     "follow": "api.following.following",
     "Inspection": "api.inspecting",
     "inspect": "api.inspecting",

@@ -14,6 +14,7 @@ from unshard.api.making import (
     Prepared,
     compare_with_base,
     decompressed,
+    digest_output,
     fingerprint_of,
     late_notes,
     make_record,
@@ -30,7 +31,7 @@ from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, warn
 from unshard.progress import Stage as Progress
 from unshard.stores.remote_path import RemotePath
-from unshard.write.record import describe_made, has_sizes, is_made_by
+from unshard.write.record import add_checksums, describe_made, has_sizes, is_made_by
 from unshard.write.stage import BusyError, Stage, named_overflows, scratch_directory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
@@ -104,8 +105,11 @@ def make_output(
         with prepared.sources.steady():
             verify_output(prepared, stage.readable(), options.verify, engine)
             changed = compare_with_base(prepared, listener)
-        listener(Progress("committing"))
         record = make_record(prepared, options.recorded)
+        if options.checksums:
+            sums = digest_output(prepared, stage.readable(), options.resources, listener)
+            record = add_checksums(record, sums)
+        listener(Progress("committing"))
         committed = stage.commit(record, replaced=named_companions(prepared, options.config))
     overflows = named_overflows(written.overflows, prepared.plan)
     late = late_notes(prepared, changed, overflows, written.refused)

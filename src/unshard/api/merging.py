@@ -104,6 +104,8 @@ def merge(
             `memory` are those of each node then. Default: threads of this process.
         verify: "light" (the output is reopened: headers, names, shapes, dtypes, sizes, index),
             "full" (also checksums of the sources, replicas, and every byte read back), or "off".
+        checksums: read the output again, and write the SHA-256 of each tensor of the model into
+            `unshard.json`, as `unshard.checksums` returns them.
         extra_state: write scheduler and random state of all ranks next to the weights, if the
             checkpoint has them: `extra_state_merged.pt`, `lr_scheduler_state.json`.
         optimizer: write the state of the optimizer too, under the names of the output's tensors:

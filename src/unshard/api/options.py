@@ -94,6 +94,7 @@ class MergeOptions:
     allow_globals: Sequence[str] = ()
     engine: Engine | None = None
     verify: Verify = DEFAULTS["verify"]
+    checksums: bool = False
     extra_state: bool = True
     optimizer: bool = False
     overwrite: bool | Literal["all"] = False
@@ -123,6 +124,12 @@ class MergeOptions:
         if self.overwrite not in (False, True, "all"):
             raise UsageError(
                 f"⟦--overwrite={self.overwrite}⟧: unknown", expected="no value, or all"
+            )
+        if self.checksums and self.reuse:
+            raise UsageError(
+                "⟦--checksums⟧ and ⟦--reuse⟧ exclude each other: an output that is used keeps its "
+                "record",
+                hint="leave ⟦--checksums⟧ out, and print them: unshard checksums OUTPUT",
             )
         if self.private and self.push_to_hub is None:
             raise UsageError("⟦--private⟧ applies to ⟦--push-to-hub⟧, which was not given")

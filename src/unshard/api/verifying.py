@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Unpack, cast
 
+from unshard.api.comparing.checksums import compare_checksums
 from unshard.api.converting import convert, expected_names, find_stored_ties
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
@@ -38,8 +39,9 @@ _AS_MERGED = [name for name, one in OPTIONS.items() if one.shapes and name not i
 @disconnecting()
 def verify(
     output: str | Path,
-    against: str | Path,
+    against: str | Path | None = None,
     *,
+    checksums: str | Path | None = None,
     atol: float = 0.0,
     rtol: float = 0.0,
     dtype: DtypeLike | None = None,
@@ -48,7 +50,7 @@ def verify(
     listener: Listener | None = None,
     **options: Unpack[VerifyKeywords],
 ) -> Comparison:
-    """Compare every tensor of a merged model with a checkpoint, or with another model.
+    """Compare every tensor of a merged model with a checkpoint, another model, or checksums.
 
     The output's names are also compared with those that its config implies, if it determines them.
     Memory is bounded. If the dtypes differ and `merge` may cast between them, the values of
@@ -57,6 +59,9 @@ def verify(
     Args:
         output: a directory with whole weights, or one file; shards next to them are ignored.
         against: a checkpoint or a model, converted as by `merge`, without a cast.
+        checksums: instead, a file with the SHA-256 of each tensor: lines of `sha256sum`, or JSON:
+            `unshard.json`, what `unshard checksums --json` prints, or the answer of vLLM's weight
+            checker, if each rank has whole tensors.
         atol: allowed |ours - theirs|; `rtol` adds to it.
         rtol: allowed |ours - theirs| / |theirs|. If both are 0, the comparison is bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
@@ -72,9 +77,9 @@ def verify(
     Raises:
         UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
     """
-    if not (0 <= atol < inf and 0 <= rtol < inf):
-        raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
-    place, other = given_path(output, "the output"), given_path(against, "⟦--against⟧")
+    _check(against, checksums, (atol, rtol), load=load)
+    place = given_path(output, "the output")
+    other = given_path("." if against is None else against, "⟦--against⟧")
     with blaming(place):
         chosen = _as_merged(place, names, options)
     with ExitStack() as stack:
@@ -82,6 +87,10 @@ def verify(
         heard(Stage("reading"))
         ours = open_whole(place, chosen.reading)
         mine = _cast(as_stored(ours.catalog), dtype)
+        if checksums is not None:
+            file = given_path(checksums, "⟦--checksums⟧")
+            with Sources((ours,)).steady():
+                return compare_checksums(mine, file, chosen.resources, heard)
         theirs = read_checkpoint(other, chosen)
         heard(Chosen(f"comparing {ours.location.place} with {theirs.title}"))
         for note in theirs.catalog.notes:
@@ -104,6 +113,21 @@ def verify(
             loading = verify_load(ours.location.weights_dir, forms_of(mine))
             found = replace(found, loading=loading)
         return found
+
+
+def _check(
+    against: str | Path | None,
+    checksums: str | Path | None,
+    tolerances: tuple[float, float],
+    *,
+    load: bool,
+) -> None:
+    if not all(0 <= one < inf for one in tolerances):
+        raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
+    if (against is None) is (checksums is None):
+        raise UsageError("verify needs either ⟦--against⟧ or ⟦--checksums⟧")
+    if checksums is not None and (any(tolerances) or load):
+        raise UsageError("⟦--checksums⟧ excludes ⟦--atol⟧, ⟦--rtol⟧ and ⟦--load⟧")
 
 
 def _has_scales(checkpoint: Checkpoint) -> bool:

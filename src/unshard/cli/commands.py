@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _DIFFERENT = 1
 _AVERAGE = "Average"
 _MERGED = "How it was merged"
+_SUMS = "Or a file with the SHA-256 of each tensor, as `unshard checksums` prints them."
 _AS_MERGE = "As given to merge.  [default: from unshard.json]"
 
 _log = logging.getLogger(__name__)
@@ -247,8 +248,9 @@ def _parse_numbers(text: str | None) -> list[float] | None:
 def verify(
     output: Annotated[Path, argument("OUTPUT", "A merged model: a directory, or one file.")],
     against: Annotated[
-        Path, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
-    ],
+        Path | None, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
+    ] = None,
+    checksums: Annotated[Path | None, option("FILE", _SUMS)] = None,
     atol: Annotated[float, option("A", "Allowed: |ours - theirs| <= A + R x |theirs|.")] = 0.0,
     rtol: Annotated[float, option("R", "See --atol.")] = 0.0,
     load: Annotated[
@@ -260,7 +262,7 @@ def verify(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Compare a merged model with a checkpoint or another model.
+    """Compare a merged model with a checkpoint, a model, or checksums.
 
     Every tensor is compared bit by bit, unless --atol or --rtol is given. Exit code 1 means that
     the models differ.
@@ -271,6 +273,7 @@ def verify(
         found = api.verify(
             output,
             against,
+            checksums=checksums,
             atol=atol,
             rtol=rtol,
             load=load,

@@ -18,7 +18,12 @@ _COMMANDS = {
     "merge": ("commands", "Merge a sharded checkpoint into a Hugging Face directory."),
     "inspect": ("commands", "Describe a checkpoint, and what merge would write."),
     "hint": ("hinting", "Print the lines to paste that merge and evaluate this run."),
-    "verify": ("commands", "Compare a merged model with a checkpoint or another model."),
+    "verify": (
+        "commands",
+        "Compare a merged model with a checkpoint, a model, or checksums.",
+    ),
+    "diff": ("comparing", "Show what changed between two checkpoints, merged models or steps."),
+    "checksums": ("comparing", "Print the SHA-256 of each tensor that merge would write."),
     "average": ("commands", "Average checkpoints into a Hugging Face directory, in one pass."),
     "reshard": ("commands", "Write a checkpoint for other ranks or in another format."),
     "push": ("commands", "Upload the model of a merge to the hub, without a local copy."),

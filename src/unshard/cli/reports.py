@@ -252,7 +252,7 @@ def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
             "compared": len(found.tensors),
             "different": len(found.different),
         }
-        print(json.dumps(_make_finite(counts | asdict(found))))
+        print(json.dumps(make_finite(counts | asdict(found))))
         return
     how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
     equal = len(found.tensors) - len(found.different)
@@ -260,7 +260,7 @@ def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
     print(f"compared    {counted(len(found.tensors), 'tensor')}, {how}")
     print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
     print(f"different   {len(found.different)}")
-    _print_some([_describe(one) for one in found.different])
+    list_some([_describe(one) for one in found.different])
     for title, names in (
         ("missing", found.missing),
         ("unexpected", found.unexpected),
@@ -269,7 +269,7 @@ def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
     ):
         if names:
             print(f"{title:<11} {len(names)}")
-            _print_some(list(names))
+            list_some(list(names))
     if found.by_config is not None:
         _print_by_config(found.by_config)
     if found.loading is not None:
@@ -283,7 +283,7 @@ def _print_by_config(names: "ByConfig") -> None:
         return
     print("names       not as the config says:")
     missing = [f"{name}: missing" for name in names.missing]
-    _print_some([*missing, *(f"{name}: unexpected" for name in names.unexpected)])
+    list_some([*missing, *(f"{name}: unexpected" for name in names.unexpected)])
 
 
 def _print_loading(loading: "Loading") -> None:
@@ -292,24 +292,26 @@ def _print_loading(loading: "Loading") -> None:
         return
     print(f"loads       as {loading.model_class}, but:")
     mismatched = (
-        f"{one.name}: shape {_write_shape(one.found)}, not {_write_shape(one.expected)}"
+        f"{one.name}: shape {write_shape(one.found)}, not {write_shape(one.expected)}"
         for one in loading.mismatched
     )
     missing = (f"{name}: missing" for name in loading.missing)
     unexpected = (f"{name}: unexpected" for name in loading.unexpected)
-    _print_some([*missing, *unexpected, *mismatched])
+    list_some([*missing, *unexpected, *mismatched])
 
 
-def _print_some(lines: list[str]) -> None:
-    for line in lines[:_SHOWN]:
+def list_some(lines: list[str], most: int = _SHOWN) -> None:
+    for line in lines[:most]:
         print(f"  {line}")
-    if len(lines) > _SHOWN:
-        print(f"  and {len(lines) - _SHOWN} more")
+    if len(lines) > most:
+        print(f"  and {len(lines) - most} more")
 
 
 def _describe(one: "TensorComparison") -> str:
+    if one.values is None and one.shape_ours == one.shape_theirs:
+        return f"{one.name}: another checksum"
     if one.values is None:
-        shapes = _write_shape(one.shape_ours), _write_shape(one.shape_theirs)
+        shapes = write_shape(one.shape_ours), write_shape(one.shape_theirs)
         return f"{one.name}: shape {', not '.join(shapes)}"
     values = one.values
     parts = [f"{values.different:,} of {counted(values.elements, 'element')}"]
@@ -325,14 +327,14 @@ def _describe(one: "TensorComparison") -> str:
     return f"{one.name}: {', '.join(parts)}"
 
 
-def _write_shape(sizes: tuple[int, ...]) -> str:
+def write_shape(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes)) or "()"
 
 
-def _make_finite(value: object) -> object:
+def make_finite(value: object) -> object:
     """Return a value in which NaN and infinity, for which JSON has no numbers, are text."""
     if isinstance(value, dict):
-        return {key: _make_finite(inner) for key, inner in value.items()}
+        return {key: make_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_make_finite(inner) for inner in value]
+        return [make_finite(inner) for inner in value]
     return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -109,7 +109,9 @@ class PieceReader:
             at, out = at + len(block), out[len(block) :]
         waiting.finish()
 
-    def blocks(self, tensor: Converted, block_bytes: int = _BLOCK) -> Iterator[memoryview]:
+    def blocks(
+        self, tensor: Converted | Contents, block_bytes: int = _BLOCK
+    ) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in blocks, as an output file has them: row-major.
 
         The bytes of a block change when the next one is asked for. A tensor without elements has
@@ -118,7 +120,7 @@ class PieceReader:
         Raises:
             CorruptError, UsageError: as by `read`.
         """
-        contents = contents_of_tensor(tensor)
+        contents = tensor if isinstance(tensor, Contents) else contents_of_tensor(tensor)
         buffer = memoryview(bytearray(min(block_bytes, contents.size)))
         for start in range(0, contents.size, block_bytes):
             block = buffer[: contents.size - start]

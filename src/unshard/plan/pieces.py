@@ -97,9 +97,9 @@ class Contents:
         return cls(len(data), data, np.empty(0, COPY_ROW), (), ())
 
     @classmethod
-    def of_file(cls, path: Path, size: int) -> "Contents":
-        """Return the contents of a copy of a file."""
-        return cls(size, b"", np.array([(0, 0, 0, 0, size, 1, size)], COPY_ROW), (path,), ())
+    def of_file(cls, path: Path, size: int, start: int = 0) -> "Contents":
+        """Return the contents of a copy of `size` bytes of a file, from `start` on."""
+        return cls(size, b"", np.array([(0, 0, 0, start, size, 1, size)], COPY_ROW), (path,), ())
 
     def find(self, at: int) -> tuple[Piece, int]:
         """Return the piece that has the byte `at` of the file, and how many of its own are before.

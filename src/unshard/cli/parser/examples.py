@@ -8,6 +8,10 @@ unshard inspect checkpoints/my-run
 unshard inspect s3://bucket/my-run/global_step_100
 unshard hint checkpoints/my-run
 unshard verify my-model --against checkpoints/my-run/global_step_100
+unshard verify my-model --checksums sums.txt
+unshard diff checkpoints/my-run/global_step_100 checkpoints/my-run/global_step_200
+unshard diff my-model checkpoints/my-run --layers
+unshard checksums checkpoints/my-run/global_step_100 > sums.txt
 unshard average checkpoints/my-run averaged --last 3 --schedule 1-sqrt
 unshard average outputs averaged --base Qwen/Qwen3-8B --ema-decay 0.9
 unshard reshard checkpoints/my-run/global_step_100 resharded --world-size 8

@@ -1,0 +1,158 @@
+"""`checksums`: the SHA-256 of each tensor as the hub has it, without a merge; and reading them.
+
+The schema is that of vLLM's weight checker, `POST /weight_checker` (vllm-project/vllm#51350, still
+open in November 2026): {"checksums": {name: hex}} answers {"action": "checksum"}, and the same
+mapping is the "baseline" of {"action": "compare"}. It is the SHA-256 of the contiguous bytes of a
+parameter. There, each name has the ranks before it ("dp0:pp0:pcp0:tp0:ep0:"), and the projections
+that vLLM fuses are one parameter.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Unpack
+
+from unshard.api.comparing.models import open_models, size_of
+from unshard.api.options import MergeOptions, accepting
+from unshard.containers.json_file import json_object
+from unshard.containers.open_files import read_whole
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.engines.checksums import digest_contents
+from unshard.engines.threads import Resources
+from unshard.errors import UsageError
+from unshard.keywords import ChecksumKeywords
+from unshard.plan.pieces import contents_of_tensor
+from unshard.progress import Listener, Stage
+from unshard.showing import hearing
+from unshard.stores.nodes.connection import disconnecting
+from unshard.write.verification.comparison import Comparison, TensorComparison
+
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_RANKS = re.compile(r"dp\d+:pp\d+:(?:pcp\d+:)?tp(\d+):ep(\d+):")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Parameters of vLLM, and the tensors that they consist of, along dimension 0."""
+
+
+@accepting(ChecksumKeywords)
+@disconnecting()
+def checksums(
+    checkpoint: str | Path,
+    *,
+    listener: Listener | None = None,
+    **options: Unpack[ChecksumKeywords],
+) -> dict[str, str]:
+    """Return the SHA-256 of each tensor that a merge would write, by name; nothing is written.
+
+    Args:
+        checkpoint: as for `merge`; also a merged model.
+        listener: as for `merge`.
+        options: as for `merge`.
+
+    Returns:
+        Hexadecimal digests of the bytes of each tensor, row-major and little-endian, sorted by
+        name.
+
+    Raises:
+        UnshardError: as `merge` raises it before it writes; or a file has changed meanwhile.
+    """
+    chosen = MergeOptions(**options)
+    with hearing(listener) as heard, open_models([checkpoint], chosen, heard) as (model,):
+        tensors = {name: [one] for name, one in model.tensors.items()}
+        place = model.checkpoint.location.weights_dir
+        return _digest(tensors, place, chosen.resources, heard)
+
+
+def compare_checksums(
+    tensors: Sequence[Converted], file: Path, resources: Resources, listener: Listener
+) -> Comparison:
+    """Compare tensors with the checksums in a file.
+
+    Raises:
+        UsageError: the file has no checksums, or those of parts of tensors.
+        CorruptError: the file is damaged JSON; or one with tensors is gone, or ends early.
+    """
+    wanted = read_checksums(file)
+    parts = _fused({one.name: one for one in tensors}, wanted)
+    digests = _digest(parts, file, resources, listener)
+    compared = (
+        TensorComparison(
+            name,
+            *(parts[name][0].dtype.name,) * 2,
+            *(shape_of(parts[name][0].recipe),) * 2,
+            cast=False,
+            equal=digest == wanted[name],
+            values=None,
+        )
+        for name, digest in digests.items()
+        if name in wanted
+    )
+    missing, unexpected = wanted.keys() - digests.keys(), digests.keys() - wanted.keys()
+    return Comparison(0.0, 0.0, tuple(compared), tuple(sorted(missing)), tuple(sorted(unexpected)))
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Return the checksums in a file, by the names of the tensors.
+
+    They are lines of `sha256sum`, or JSON: `unshard.json`, what `unshard checksums --json` prints,
+    or the answer of vLLM's weight checker.
+
+    Raises:
+        UsageError, CorruptError: as by `compare_checksums`.
+    """
+    try:
+        text = read_whole(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = text.decode(errors="replace").splitlines()
+    if text.lstrip().startswith(b"{"):
+        sums = json_object(path).get("checksums")
+        sums = sums if isinstance(sums, dict) else {}
+        lines = [f"{digest}  {name}" for name, digest in sums.items()]
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines or [""], 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise UsageError(
+                f"{path}, line {number}: is not a checksum of a tensor",
+                expected='lines of a SHA-256 and a name, or JSON: {"checksums": {name: SHA-256}}',
+                hint="`unshard checksums CHECKPOINT` prints them",
+            )
+        ranks = _RANKS.match(match[2])
+        if ranks is not None and ranks.groups() != ("0", "0"):
+            raise UsageError(
+                f"{path}: {match[2]} is a part of a tensor, which no checkpoint has",
+                hint="ask an engine without tensor and expert parallelism",
+            )
+        name = match[2] if ranks is None else match[2][ranks.end() :]
+        if found.setdefault(name, match[1]) != match[1]:
+            raise UsageError(f"{path}: two ranks have other values of {name}")
+    return found
+
+
+def _digest(
+    tensors: Mapping[str, Sequence[Converted]],
+    place: Path,
+    resources: Resources,
+    listener: Listener,
+) -> dict[str, str]:
+    """Return the checksums of tensors, or of several one after another, sorted by name."""
+    listener(Stage("hashing", sum(map(size_of, chain.from_iterable(tensors.values())))))
+    contents = ((name, [*map(contents_of_tensor, parts)]) for name, parts in tensors.items())
+    return dict(sorted(digest_contents(contents, place, resources, listener).items()))
+
+
+def _fused(
+    tensors: Mapping[str, Converted], wanted: Collection[str]
+) -> Mapping[str, Sequence[Converted]]:
+    """Return tensors by name; those that are one in `wanted` are together, by its name."""
+    found: dict[str, Sequence[Converted]] = {name: [one] for name, one in tensors.items()}
+    for name in wanted:
+        whole = next((one for one in _FUSED if f".{one}." in name), "")
+        parts = [name.replace(whole, part) for part in _FUSED.get(whole, ())]
+        if parts and name not in tensors and all(part in tensors for part in parts):
+            found[name] = [tensors[part] for part in parts]
+            for part in parts:
+                del found[part]
+    return found
