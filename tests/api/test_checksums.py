@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 import unshard
+from adapters import adapted
 from bucket_server import BUCKET, serving
 from ranks import bits, made, merged, save_ranks, some_tensors
 from tiny_models import tiny_config, tiny_model
@@ -54,6 +55,13 @@ def test_they_are_those_of_the_tensors_that_merge_writes(
     assert any("experts.0." in name for name in found)
     again = unshard.checksums(tmp_path / "out")
     assert list(again.items()) == list(found.items())  # in the same order
+
+
+def test_fused_adapters_are_hashed_as_merge_writes_them(tmp_path: Path) -> None:
+    adapted(tmp_path / "run")
+    unshard.merge(tmp_path / "run", tmp_path / "out", allow_missing=True)
+    found = unshard.checksums(tmp_path / "run", allow_missing=True)
+    assert found == digests(merged(tmp_path / "out"))
 
 
 def test_layouts_workers_and_memory_do_not_change_them(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ class _Commands(click.Group):
             place = self.table[cmd_name][0]
             function = getattr(import_module(f"unshard.cli.{place}"), cmd_name)
             settings = {"context_settings": _ENGINE} if place == "engines" else {}
-            function = guarded(function, import_numpy if place == "commands" else None)
+            needs_numpy = place in ("commands", "comparing")
+            function = guarded(function, import_numpy if needs_numpy else None)
             self.commands[cmd_name] = command(function, Grouped, **settings)
         return self.commands.get(cmd_name)
 
