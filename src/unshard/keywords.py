@@ -148,6 +148,19 @@ class MergeKeywords(VirtualKeywords, total=False):
     engine: Engine | None
 
 
+class DeltaKeywords(OpenKeywords, total=False):
+    """How to read a model that a delta changes, how it is merged, and how to work."""
+
+    dtype: DtypeLike
+    keep_fp32: str | None
+    include: str | None
+    exclude: str | None
+    max_shard_size: str | int | None
+    overwrite: bool | Literal["all"]
+    workers: int | None
+    memory: str | int
+
+
 class ReshardKeywords(TypedDict, total=False):
     """Which checkpoint is resharded, and how to work."""
 

@@ -23,7 +23,10 @@ from unshard.errors import UsageError as UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from unshard.api.averaging import average as average
+    from unshard.api.comparing.applying import apply_delta as apply_delta
+    from unshard.api.comparing.archiving import archive as archive
     from unshard.api.comparing.checksums import checksums as checksums
+    from unshard.api.comparing.deltas import delta as delta
     from unshard.api.comparing.diffing import diff as diff
     from unshard.api.following.following import follow as follow
     from unshard.api.inspecting import Inspection as Inspection
@@ -49,7 +52,10 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "average": "api.averaging",
+    "apply_delta": "api.comparing.applying",
+    "archive": "api.comparing.archiving",
     "checksums": "api.comparing.checksums",
+    "delta": "api.comparing.deltas",
     "diff": "api.comparing.diffing",
     "follow": "api.following.following",
     "Inspection": "api.inspecting",

@@ -5,6 +5,7 @@ With `reuse` an output is made once, by whichever process is the first to have i
 
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -93,13 +94,22 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
 
 
 def make_output(
-    prepared: Prepared, stage: Stage, options: MergeOptions, listener: Listener
+    prepared: Prepared,
+    stage: Stage,
+    options: MergeOptions,
+    listener: Listener,
+    change: Callable[[Prepared, Path], Prepared] | None = None,
 ) -> Made:
-    """Make an output on its stage."""
+    """Make an output on its stage.
+
+    `change` is called when nothing is compressed any more, with a directory for temporary files. It
+    returns another output, or raises to end the merge.
+    """
     work = work_of(prepared)
     with engine_for(options.engine, options.resources, listener) as engine, stage:
         with prepared.sources.steady():
             prepared = decompressed(prepared, lambda: stage.scratch, options, listener)
+            prepared = change(prepared, stage.scratch) if change else prepared
             written = stage.write(prepared.plan, engine, work)
             stage.add(small_files(prepared, lambda: stage.scratch))
         with prepared.sources.steady():

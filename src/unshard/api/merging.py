@@ -181,6 +181,7 @@ def merge_with(
     listener: Listener,
     *,
     before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
+    change: Callable[[Prepared, Path], Prepared] | None = None,
 ) -> Report:
     """Merge what was opened: one checkpoint, or several that are averaged.
 
@@ -188,6 +189,7 @@ def merge_with(
         sources: what to merge.
         output: what `check_output` returned; options, listener: as for `merge`.
         before: called with the plan before writing; may add small files, or raise to end the merge.
+        change: as for `make_output`.
     """
     target = output or sources.last.location.default_output
     refuse_unloadable(sources, options)
@@ -203,7 +205,7 @@ def merge_with(
     if options.reuse:
         made = make_once(prepared, target, options, listener)
     else:
-        made = make_output(prepared, stage, options, listener)
+        made = make_output(prepared, stage, options, listener, change)
     url, repo = None, options.push_to_hub
     if repo is not None:
         url = push_output(made.prepared, target, repo, listener, private=options.private)

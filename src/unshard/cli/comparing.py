@@ -1,4 +1,4 @@
-"""`unshard diff` and `checksums`, and how they print what they found."""
+"""`unshard diff`, `checksums`, `delta` and `apply`, and how they print what they found."""
 
 import json
 import re
@@ -8,11 +8,21 @@ from math import prod, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from unshard.cli.options import CheckpointArgument, Json, Quiet, flag, keywords_of, taking
+from unshard.cli.options import (
+    OUTPUT,
+    CheckpointArgument,
+    Json,
+    Quiet,
+    flag,
+    keywords_of,
+    option,
+    taking,
+)
 from unshard.cli.parser.parameters import argument
-from unshard.cli.reports import list_some, make_finite, write_shape
+from unshard.cli.reports import fields_of, list_some, make_finite, print_report, write_shape
 from unshard.cli.running import front_of
-from unshard.keywords import ChecksumKeywords, DiffKeywords
+from unshard.errors import UsageError
+from unshard.keywords import ChecksumKeywords, DeltaKeywords, DiffKeywords
 from unshard.showing import counted, human_size, listening
 from unshard.tensors.dtypes import BY_NAME
 
@@ -81,6 +91,92 @@ def diff(
         _print_difference(found, total, layers=layers)
     if not found.equal:
         raise SystemExit(_DIFFERENT)
+
+
+@taking(DeltaKeywords)
+def delta(
+    paths: Annotated[
+        list[Path],
+        argument(
+            "BEFORE AFTER OUTPUT",
+            "Two checkpoints, steps or merged models, and the directory or address to write; "
+            "with --run OUTPUT alone.",
+        ),
+    ],
+    run: Annotated[
+        Path | None,
+        option(
+            "RUN",
+            "Add the steps of a run that OUTPUT does not have: a whole model, and what changed "
+            "from step to step.",
+        ),
+    ] = None,
+    version: Annotated[
+        str | None, option("ID", "What the index calls AFTER.  [default: its step]", OUTPUT)
+    ] = None,
+    base_version: Annotated[
+        str | None, option("ID", "What the index calls BEFORE.  [default: its step]", OUTPUT)
+    ] = None,
+    *,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Write what changed between two checkpoints, for engines to apply.
+
+    The format is the XOR delta of ModelExpress, slime, miles and SGLang.
+    """
+    from unshard import api
+
+    if len(paths) != (3 if run is None else 1) or (run and (version or base_version)):
+        raise UsageError(
+            "the arguments do not fit",
+            expected="BEFORE AFTER OUTPUT [--version ID --base-version ID], or --run RUN OUTPUT",
+        )
+    keywords = keywords_of(DeltaKeywords, given)
+    with listening(quiet=quiet, front=front_of(delta, locals())) as listener:
+        if run is None:
+            before, after, output = paths
+            names: dict[str, Any] = {"version": version, "base_version": base_version}
+            reports = [api.delta(before, after, output, **names, listener=listener, **keywords)]
+        else:
+            reports = api.archive(run, *paths, listener=listener, **keywords)
+    for one in reports:
+        if as_json:
+            print(json.dumps(fields_of(one)))
+        elif not quiet:
+            size = human_size(sum(one.files.values()))
+            print(f"saved {size} to {one.output}, {one.seconds:.2f} s")
+
+
+@taking(DeltaKeywords)
+def apply(
+    paths: Annotated[
+        list[Path],
+        argument(
+            "CHECKPOINT DELTA... OUTPUT",
+            "A checkpoint or merged model, the deltas in their order, and the directory or "
+            "address to write. Without a delta, what delta --run wrote.",
+        ),
+    ],
+    *,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    **given: object,
+) -> None:
+    """Apply deltas to a checkpoint, and write the model.
+
+    All is checked before that: files, order, and what every tensor becomes.
+    """
+    from unshard import api
+
+    checkpoint, *deltas = paths
+    if not deltas:
+        raise UsageError("the output is missing", expected="CHECKPOINT DELTA... OUTPUT")
+    output, keywords = deltas.pop(), keywords_of(DeltaKeywords, given)
+    with listening(quiet=quiet, front=front_of(apply, locals())) as listener:
+        report = api.apply_delta(checkpoint, deltas, output, listener=listener, **keywords)
+    print_report(report, as_json=as_json, quiet=quiet)
 
 
 def _layers(found: "Comparison") -> "list[tuple[str, Tensors]]":

@@ -27,6 +27,8 @@ _COMMANDS = {
     "average": ("commands", "Average checkpoints into a Hugging Face directory, in one pass."),
     "reshard": ("commands", "Write a checkpoint for other ranks or in another format."),
     "push": ("commands", "Upload the model of a merge to the hub, without a local copy."),
+    "delta": ("comparing", "Write what changed between two checkpoints, for engines to apply."),
+    "apply": ("comparing", "Apply deltas to a checkpoint, and write the model."),
     "vllm": ("engines", "Serve a checkpoint with this environment's vLLM, unmerged."),
     "sglang": ("engines", "Serve a checkpoint with this environment's SGLang, unmerged."),
     "env": ("environment", "Print versions and the machine's features, for bug reports."),

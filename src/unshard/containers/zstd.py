@@ -3,7 +3,8 @@
 Needs Python 3.14's own `compression.zstd`, or the package `zstandard` (the extra `zstd`).
 """
 
-from typing import IO, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any, Protocol
 
 from unshard.containers.open_files import Opened
 from unshard.containers.strided import read_exactly
@@ -74,19 +75,61 @@ def _followed(source: str, offset: int) -> CorruptError:
     )
 
 
+def frame_of(blocks: Iterable[memoryview], size: int) -> Iterator[bytes]:
+    """Yield a frame of blocks, `size` bytes in all, at the level of ModelExpress and slime.
+
+    Raises:
+        UsageError: no zstd library is installed.
+    """
+    own, package = _libraries("a delta")
+    engine = own.ZstdCompressor(1) if own else package.ZstdCompressor(1).compressobj(size)
+    for block in blocks:
+        yield engine.compress(block)
+    yield engine.flush()
+
+
+def frame_reader(source: str, file: IO[bytes]) -> Callable[[int], bytes]:
+    """Return a function that reads so many bytes of what a frame in a file contains.
+
+    A frame of zeros is thousands of times smaller than they are, so `decompress`, which takes a
+    number of compressed bytes at a time, would not be bounded.
+
+    Raises:
+        UsageError: no zstd library is installed.
+    """
+    own, package = _libraries("a delta")
+    errors = (own.ZstdError, EOFError) if own else package.ZstdError
+    stream = own.ZstdFile(file) if own else package.ZstdDecompressor().stream_reader(file)
+
+    def read(size: int) -> bytes:
+        try:
+            data: bytes = stream.read(size)
+        except errors as error:
+            raise CorruptError(f"{source}: cannot be decompressed: {error}") from error
+        return data
+
+    return read
+
+
 def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
     """Return what decompresses one frame, and the errors it raises."""
+    own, package = _libraries("this checkpoint")
+    if own:
+        return own.ZstdDecompressor(), (own.ZstdError, EOFError)
+    return package.ZstdDecompressor().decompressobj(), (package.ZstdError, EOFError)
+
+
+def _libraries(what: str) -> tuple[Any, Any]:
+    """Return Python's own library, or else the package."""
     try:
         from compression import zstd
     except ImportError:
-        pass
-    else:
-        return zstd.ZstdDecompressor(), (zstd.ZstdError, EOFError)
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UsageError(
-            "this checkpoint is compressed (zstd), and no library for it is installed",
-            hint=how_to_install("zstandard", "zstd"),
-        ) from error
-    return zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError, EOFError)
+        try:
+            import zstandard
+        except ImportError as error:
+            raise UsageError(
+                f"{what} is compressed (zstd), and no library for it is installed",
+                hint=how_to_install("zstandard", "zstd"),
+            ) from error
+        return None, zstandard
+    return zstd, None

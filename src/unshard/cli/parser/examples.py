@@ -15,6 +15,10 @@ unshard checksums checkpoints/my-run/global_step_100 > sums.txt
 unshard average checkpoints/my-run averaged --last 3 --schedule 1-sqrt
 unshard average outputs averaged --base Qwen/Qwen3-8B --ema-decay 0.9
 unshard reshard checkpoints/my-run/global_step_100 resharded --world-size 8
+unshard delta my-run/global_step_100 my-run/global_step_110 changes --dtype bfloat16
+unshard delta --run checkpoints/my-run s3://bucket/my-run-archive
+unshard apply my-model changes my-newer-model
+unshard apply s3://bucket/my-run-archive my-model --step 110
 unshard push checkpoints/my-run/global_step_100 my-name/my-model --private
 unshard vllm checkpoints/my-run/global_step_100 --tensor-parallel-size 2
 unshard sglang checkpoints/my-run/global_step_100 --tp-size 2

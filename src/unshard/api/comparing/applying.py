@@ -1,0 +1,183 @@
+"""`apply`: a checkpoint and what changed since, as the model that its own merge would have made."""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+
+from unshard.api.comparing.models import Model, block_reader
+from unshard.api.converting import convert
+from unshard.api.making import Prepared, fingerprint_of, plan_output
+from unshard.api.merging import check_output, merge_with
+from unshard.api.opening import open_source
+from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.containers.file_states import noting
+from unshard.containers.zstd import frame_reader
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of
+from unshard.engines.files import PieceReader
+from unshard.engines.spooling import size_of, spool, spooled
+from unshard.errors import CorruptError, UsageError
+from unshard.keywords import DeltaKeywords
+from unshard.progress import Listener, Stage
+from unshard.read.delta import Delta, is_delta, read_delta, versions_in
+from unshard.showing import hearing
+from unshard.write.report import Report
+from unshard.write.staging.targets import check_space
+
+MOST_DELTAS = 32
+"""How many are applied at once: each takes 2 MiB of memory for each thread."""
+
+
+@accepting(DeltaKeywords)
+def apply_delta(
+    checkpoint: str | Path,
+    deltas: Sequence[str | Path],
+    output: str | Path,
+    *,
+    listener: Listener | None = None,
+    **options: Unpack[DeltaKeywords],
+) -> Report:
+    """Apply deltas to a checkpoint, and write the model whose merge writes the same weights.
+
+    Before the output is begun, all is checked: files, order, and what every tensor becomes. The
+    small files (config, tokenizer) are those of the checkpoint.
+
+    Args:
+        checkpoint: a checkpoint, run or merged model; without deltas, what `archive` wrote.
+        deltas: directories of deltas, each of which changes what the one before it makes.
+        output, listener: as for `merge`.
+
+    Keyword Args:
+        step: which step of the run, or of the archive.
+        options: as for `merge`; those that the delta was made with.
+
+    Raises:
+        CorruptError: a delta is damaged, or one of another checkpoint.
+        UsageError: the deltas are not in order, or not deltas.
+        UnshardError: as `merge` raises it. Nothing is left in any case.
+    """
+    with hearing(listener) as heard:
+        chosen = MergeOptions(**options, extra_state=False)
+        place = given_path(checkpoint, "the checkpoint")
+        paths = [given_path(one, "a delta") for one in deltas]
+        if not paths:
+            place, *paths = _versions_to(place, chosen.step)
+            chosen = replace(chosen, step=None)
+        target = check_output(output, chosen)
+        sources = open_source(place, chosen, heard)
+        with noting(sources.last.states):
+            chain = [read_delta(path) for path in paths]
+        _check_order(chain)
+        change = partial(_changed, chain, chosen, heard) if chain else None
+        return merge_with(sources, target, chosen, heard, change=change)
+
+
+def _check_order(chain: Sequence[Delta]) -> None:
+    if len(chain) > MOST_DELTAS:
+        what = f"{len(chain)} deltas: at most {MOST_DELTAS} are applied at once"
+        raise UsageError(what, hint="apply the first ones, and the others to their output")
+    for before, delta in pairwise(chain):
+        if delta.base_version != before.version:
+            raise UsageError(
+                f"{delta.path}: changes version {delta.base_version}, and not {before.version}, "
+                f"which {before.path} makes",
+                hint="give all deltas from the checkpoint on, in the order of their versions",
+            )
+
+
+def _versions_to(archive: Path, step: int | None) -> list[Path]:
+    """Return the last whole version of an archive up to a step, and the deltas from there on."""
+    versions = versions_in(archive) if archive.is_dir() else []
+    steps = [one for _, one, _ in versions]
+    if not versions or step not in (None, *steps):
+        what = f"{archive}: has no version" + f" of step {step}" * (step is not None)
+        expected = "the archive of a run, or a checkpoint and its deltas"
+        raise UsageError(what, expected=expected, found=", ".join(map(str, steps)))
+    paths = [path for _, at, path in versions if step is None or at <= step]
+    return paths[max(at for at, one in enumerate(paths) if not is_delta(one)) :]
+
+
+def _changed(
+    chain: Sequence[Delta],
+    options: MergeOptions,
+    listener: Listener,
+    prepared: Prepared,
+    scratch: Path,
+) -> Prepared:
+    """Return an output with deltas applied to its tensors, which are then in `scratch`."""
+    last, tensors = chain[-1], {one.name: one for one in prepared.tensors}
+    named = {name for delta in chain for name in delta.checksums}
+    only = (named - tensors.keys()) | (tensors.keys() - named if last.is_ours else set())
+    if only:
+        what = f"{last.path}: is not of this checkpoint: only one of them has {min(only)}"
+        raise UsageError(what, hint=_hint(last))
+    jobs = {
+        name: (size_of(one), partial(_blocks, chain, one))
+        for name, one in tensors.items()
+        if name in named
+    }
+    total = sum(size for size, _ in jobs.values())
+    check_space(scratch, total + prepared.plan.bytes_written)
+    listener(Stage("applying", total))
+    models = [Model(one, {}) for one in prepared.sources.checkpoints]
+    paths = spool(jobs, partial(block_reader, models), scratch, options.resources, listener)
+    changed = {name for delta in chain for name in delta.frames}
+    made = [
+        spooled(name, one.dtype, shape_of(one.recipe), paths[name]) if name in changed else one
+        for name, one in tensors.items()
+    ]
+    converted = replace(convert(prepared.sources, options), tensors=made)
+    fingerprint = f"{fingerprint_of(prepared)} {last.version}"  # it is not that of its base
+    return replace(plan_output(prepared.sources, converted, options), fingerprint=fingerprint)
+
+
+def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> Iterator[memoryview]:
+    """Yield the blocks of a tensor if a delta changes it; check it in any case."""
+    blocks, changed = reader.blocks(tensor), False
+    with ExitStack() as stack:
+        for delta in chain:
+            if (frame := delta.frames.get(tensor.name)) is not None:
+                file = stack.enter_context(frame.path.open("rb"))
+                file.seek(frame.offset)
+                read = frame_reader(f"{frame.path}: tensor {tensor.name}", file)
+                blocks, changed = _xored(blocks, read), True
+            if tensor.name in delta.checksums and (frame is not None or delta is chain[-1]):
+                blocks = _checked(blocks, delta, tensor.name)
+        for block in blocks:
+            if changed:
+                yield block
+
+
+def _xored(blocks: Iterator[memoryview], read: Callable[[int], bytes]) -> Iterator[memoryview]:
+    """Yield blocks, changed where they are."""
+    for block in blocks:
+        array, change = np.frombuffer(block, np.uint8), np.frombuffer(read(len(block)), np.uint8)
+        array[: len(change)] ^= change  # one that is too short makes the checksum another
+        yield block
+
+
+def _checked(blocks: Iterator[memoryview], delta: Delta, name: str) -> Iterator[memoryview]:
+    """Yield blocks; raise a CorruptError after the last if they are not what a delta makes."""
+    checksum = 1
+    for block in blocks:
+        checksum = zlib.adler32(block, checksum)
+        yield block
+    if f"{checksum:08x}" != delta.checksums[name]:
+        raise CorruptError(
+            f"{delta.path}: tensor {name}: is damaged, or the checkpoint is not version "
+            f"{delta.base_version}",
+            expected=f"Adler-32 {delta.checksums[name]} of version {delta.version}",
+            found=f"{checksum:08x}",
+            hint=_hint(delta),
+        )
+
+
+def _hint(delta: Delta) -> str:
+    return f"apply it to version {delta.base_version}, with the options it was made with"

@@ -1,0 +1,66 @@
+"""Make tensors from their start to their end, as frames of zstd are, in files to copy them from."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from unshard.convert.outputs import Converted
+from unshard.convert.recipes import shape_of, take
+from unshard.engines.files import PieceReader
+from unshard.engines.threads import Resources, one_by_one, work_off
+from unshard.progress import Listener
+from unshard.tensors.chunk_rows import TensorDraft
+from unshard.tensors.dtypes import DType
+
+_PER_THREAD = 16 << 20
+
+Blocks = Callable[[PieceReader], Iterator[bytes | memoryview]]
+"""Yields the blocks of what a tensor becomes; called by a thread, with its reader."""
+
+
+def size_of(tensor: Converted) -> int:
+    """Return the bytes of a tensor."""
+    return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
+
+
+def spool(
+    jobs: Mapping[str, tuple[int, Blocks]],
+    make_reader: Callable[[], PieceReader],
+    directory: Path,
+    resources: Resources,
+    listener: Listener,
+) -> Mapping[str, Path]:
+    """Write what each job yields into a file of its own; return the files, by the jobs' names.
+
+    Args:
+        jobs: with the bytes of progress that each makes.
+        make_reader: called by every thread.
+        directory: for the files.
+        resources: workers, and 16 MiB of memory for each.
+        listener: is told of the progress.
+    """
+    paths = {name: directory / f"spool-{number}" for number, name in enumerate(jobs)}
+
+    class Spooler:
+        def __init__(self) -> None:
+            self.reader = make_reader()
+
+        def do(self, name: str) -> int:
+            size, blocks = jobs[name]
+            with paths[name].open("wb") as file:
+                file.writelines(blocks(self.reader))
+            return size
+
+        def close(self) -> None:
+            self.reader.close()
+
+    threads = max(1, min(resources.workers, resources.memory_bytes // _PER_THREAD))
+    work_off(one_by_one(jobs), listener, threads, Spooler)
+    return paths
+
+
+def spooled(name: str, dtype: DType, shape: tuple[int, ...], path: Path) -> Converted:
+    """Return a tensor that was written into a file."""
+    draft = TensorDraft(name, dtype, shape)
+    draft.add(rank=0, file=0, start=0)
+    return Converted(name, dtype, take(draft.entry((path,))))

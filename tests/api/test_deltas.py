@@ -1,0 +1,374 @@
+"""`unshard.delta` and `apply_delta`: the merge of a checkpoint again, bit for bit, or an error."""
+
+import json
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import Shard
+
+import unshard
+from command import unshard as command
+from damage import change_byte, places_to_flip
+from properties import examples
+from ranks import bits, contents, merged, save_ranks, snapshot
+from unshard import ConversionError, CorruptError, NotMergeableError, UnshardError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
+
+Tensors = Mapping[str, torch.Tensor]
+DTYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn),
+    *(torch.int64, torch.uint8, torch.bool),
+)
+INDEX = "model.safetensors.index.json"
+FILE = "model-00000-of-00001.safetensors"
+
+
+def save_whole(place: Path, tensors: Tensors) -> None:
+    place.mkdir(parents=True)
+    save_file(dict(tensors), place / "model.safetensors")
+
+
+def save_dcp(place: Path, tensors: Tensors) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        save(dict(tensors), checkpoint_id=place, no_dist=True)
+
+
+def save_columns(place: Path, tensors: Tensors) -> None:
+    cut = {name: one for name, one in tensors.items() if one.ndim > 1}
+    plain = {name: one for name, one in tensors.items() if one.ndim <= 1}
+    save_ranks(place, cut, 2, placements=[Shard(1)], extra=plain)
+
+
+LAYOUTS: Mapping[str, Callable[[Path, Tensors], object]] = {
+    "whole": save_whole,
+    "dcp": save_dcp,
+    "columns": save_columns,
+    "1 rank": lambda place, tensors: save_ranks(place, tensors, 1),
+    "3 ranks": lambda place, tensors: save_ranks(place, tensors, 3),
+}
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Two models: tensors that changed in places, or whole, or in more than values, or are gone."""
+    before: dict[str, torch.Tensor] = {}
+    after: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    kinds = ["same", "some", "all"] * 4 + ["kind", "shape", "gone", "new"]
+    for number in range(draw(st.integers(1, 4))):
+        name = f"model.layers.{number % 2}.w{number}"
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.sampled_from([(), (5,), (0, 3), (7, 9), (40, 64), (2, 3, 4), (1, 16)]))
+        tensor = (torch.randn(shape, generator=generator) * 5).to(dtype)
+        other, what = tensor.clone(), draw(st.sampled_from(kinds))
+        if what == "some" and other.numel():
+            other.view(-1)[:: 1 + other.numel() // 3] = 1
+        elif what == "all":
+            other = (torch.randn(shape, generator=generator) * 5).to(dtype)
+        elif what == "kind":
+            other = other.to(torch.int32 if dtype.is_floating_point else torch.float32)
+        elif what == "shape":
+            other = torch.zeros((2, *shape), dtype=dtype)
+        if what != "new":
+            before[name] = tensor
+        if what != "gone":
+            after[name] = other
+    before["model.norm.weight"] = after["model.norm.weight"] = torch.ones(3)
+    return before, after
+
+
+def kinds(tensors: Tensors) -> dict[str, object]:
+    return {name: (one.dtype, one.shape) for name, one in tensors.items()}
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in output.glob("*.safetensors")}
+
+
+@settings(max_examples=examples(1000))
+@given(pairs(), st.sampled_from(sorted(LAYOUTS)), st.sampled_from(sorted(LAYOUTS)))
+def test_what_a_delta_makes_is_the_merge_or_there_is_no_delta(
+    models: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]], first: str, second: str
+) -> None:
+    before, after = models
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        LAYOUTS[first](top / "a", before)
+        LAYOUTS[second](top / "b", after)
+        if kinds(before) != kinds(after):
+            with pytest.raises(ConversionError, match="no delta leads here"):
+                unshard.delta(top / "a", top / "b", top / "delta")
+            assert {one.name for one in top.iterdir()} == {"a", "b"}
+            return
+        report = unshard.delta(top / "a", top / "b", top / "delta", config="none")
+        changed = {name for name, one in before.items() if bits(one) != bits(after[name])}
+        assert report.tensors == len(changed)
+        unshard.merge(top / "a", top / "base", config="none")
+        unshard.merge(top / "b", top / "merged", config="none")
+        for base in ("a", "base"):
+            unshard.apply_delta(top / base, [top / "delta"], top / f"{base}-out", config="none")
+            assert weights(top / f"{base}-out") == weights(top / "merged")
+        if changed:  # the delta again would undo itself
+            with pytest.raises(CorruptError, match="is damaged, or the checkpoint is not version"):
+                unshard.apply_delta(top / "merged", [top / "delta"], top / "no", config="none")
+
+
+def some(seed: int, *, like: Tensors | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors, or others of which a few values differ."""
+    generator = torch.Generator().manual_seed(seed)
+    if like is None:
+        shapes = {"a.weight": (300, 70), "b.weight": (64, 50), "norm.weight": (50,)}
+        return {name: torch.randn(one, generator=generator) for name, one in shapes.items()}
+    made = {name: one.clone() for name, one in like.items()}
+    for one in list(made.values())[: 1 + seed % 3]:
+        one.view(-1)[seed::37] += 0.5
+    return made
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    """Make versions 0 to 3 of a model, `v0` and so on, and the deltas `d1` to `d3` between them."""
+    tensors = some(0)
+    save_whole(tmp_path / "v0", tensors)
+    for number in range(1, 4):
+        tensors = some(number, like=tensors)
+        save_ranks(tmp_path / f"v{number}", tensors, 2)
+        paths = (tmp_path / f"v{number - 1}", tmp_path / f"v{number}", tmp_path / f"d{number}")
+        names = {"version": f"{number:06d}", "base_version": f"{number - 1:06d}"}
+        unshard.delta(*paths, **names, config="none")
+    return tmp_path
+
+
+def refused(chain: Path, base: str, *deltas: str) -> UnshardError:
+    """Apply deltas in vain, check that nothing was left, and return the error."""
+    before = snapshot(chain)
+    with pytest.raises(UnshardError) as told:
+        paths = [chain / one for one in deltas]
+        unshard.apply_delta(chain / base, paths, chain / "no" / "out", config="none")
+    assert snapshot(chain) == before
+    assert not (chain / "no").exists()
+    return told.value
+
+
+def test_a_chain_is_applied_at_once(chain: Path) -> None:
+    unshard.merge(chain / "v3", chain / "merged", config="none")
+    deltas = [chain / f"d{number}" for number in (1, 2, 3)]
+    report = unshard.apply_delta(chain / "v0", deltas, chain / "out", config="none")
+    assert weights(chain / "out") == weights(chain / "merged")
+    assert report.output == str(chain / "out")
+    with pytest.raises(unshard.OutputError, match="exists already"):  # not the merge of its base
+        unshard.merge(chain / "v0", chain / "out", config="none", reuse=True)
+    unshard.merge(chain / "v0", chain / "out", config="none", overwrite=True)
+    assert weights(chain / "out") != weights(chain / "merged")
+
+
+def test_deltas_in_the_wrong_order_are_refused(chain: Path) -> None:
+    assert "version 000001, and not 000003" in str(refused(chain, "v0", "d3", "d2"))
+    assert "version 000002, and not 000001" in str(refused(chain, "v0", "d1", "d3"))
+    assert isinstance(refused(chain, "v0", "d2"), CorruptError)  # in tensors that it leaves, too
+    assert isinstance(refused(chain, "v2", "d1", "d2"), CorruptError)
+
+
+def test_what_is_no_such_delta_is_refused(chain: Path) -> None:
+    assert isinstance(refused(chain, "v0", "v1"), UsageError)
+    for key, value in (("delta_encoding", "overwrite"), ("checksum_format", "xxh3-128")):
+        shutil.copytree(chain / "d1", chain / key)
+        index = json.loads((chain / key / INDEX).read_text())
+        index["metadata"][key] = value
+        (chain / key / INDEX).write_text(json.dumps(index))
+        error = refused(chain, "v0", key)
+        assert isinstance(error, NotMergeableError)
+        assert value in error.found
+    save_whole(chain / "other", {**some(0), "new.weight": torch.ones(3)})
+    assert "only one of them has new.weight" in str(refused(chain, "other", "d1"))
+
+
+def test_every_damage_is_noticed_or_makes_no_difference(chain: Path) -> None:
+    unshard.merge(chain / "v1", chain / "merged", config="none")
+    truth, random, noticed = weights(chain / "merged"), Random(1), 0
+    for name in (INDEX, FILE):
+        size = (chain / "d1" / name).stat().st_size
+        for place in places_to_flip(size, [], 40, random):
+            shutil.copytree(chain / "d1", chain / "damaged")
+            change_byte(chain / "damaged" / name, place, random)
+            try:
+                unshard.apply_delta(chain / "v0", [chain / "damaged"], chain / "out", config="none")
+            except UnshardError:
+                noticed += 1
+                assert not (chain / "out").exists()
+            else:
+                assert weights(chain / "out") == truth
+                shutil.rmtree(chain / "out")
+            shutil.rmtree(chain / "damaged")
+    assert noticed > 40
+    (chain / "d1" / FILE).unlink()
+    assert FILE in str(refused(chain, "v0", "d1"))
+
+
+def test_a_delta_that_foreign_code_reads(chain: Path) -> None:
+    """As the code of SGLang does: see `unshard.read.delta`."""
+    index = json.loads((chain / "d1" / INDEX).read_text())
+    form = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
+    assert index["metadata"] == {"version": "000001", "base_version": "000000", **form}
+    frames = load_file(chain / "d1" / FILE)
+    assert dict.fromkeys(frames, FILE) == index["weight_map"]
+    before, after = merged(chain / "v0"), some(1, like=some(0))
+    for name, frame in frames.items():
+        found = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame.tobytes()), np.uint8)
+        old, new = (np.frombuffer(bits(one[name]), np.uint8) for one in (before, after))
+        assert (found == old ^ new).all()
+    assert index["unchanged"].keys() == before.keys() - frames.keys()
+
+
+def test_both_are_merged_with_the_same_options(chain: Path) -> None:
+    how = {"dtype": "bfloat16", "config": "none"}
+    unshard.delta(chain / "v0", chain / "v1", chain / "half", **how)
+    unshard.merge(chain / "v1", chain / "merged", **how)
+    unshard.apply_delta(chain / "v0", [chain / "half"], chain / "out", **how)
+    assert weights(chain / "out") == weights(chain / "merged")
+    assert "with the options it was made with" in refused(chain, "v0", "half").hint
+
+
+def test_the_base_is_not_replaced_by_its_delta(chain: Path) -> None:
+    before = snapshot(chain / "v0")
+    with pytest.raises(unshard.OutputError):
+        unshard.delta(chain / "v0", chain / "v1", chain / "v0", config="none", overwrite=True)
+    assert snapshot(chain / "v0") == before
+
+
+def test_without_a_zstd_library_the_error_says_so(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.version_info >= (3, 14):
+        pytest.skip("Python has its own")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UsageError, match="is compressed") as told:
+        unshard.delta(chain / "v0", chain / "v1", chain / "out", config="none")
+    assert "zstandard" in told.value.hint
+    assert not (chain / "out").exists()
+    assert isinstance(refused(chain, "v0", "d1"), UsageError)
+
+
+def train(run: Path, *, dtype: torch.dtype) -> None:
+    """Train a small model for 20 steps, and save bfloat16 weights after some of them."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(256, 256, generator=generator) / 16 for _ in range(4)]
+    masters = [one.to(dtype).requires_grad_() for one in made]
+    optimizer = torch.optim.Adam(masters, lr=1e-5)
+    for step in range(1, 21):
+        values = torch.randn(32, 256, generator=generator).to(dtype)
+        target = values.roll(1, 1)
+        for one in masters:
+            values = torch.tanh(values @ one)
+        optimizer.zero_grad()
+        (values - target).square().mean().backward()
+        optimizer.step()
+        if step % 5 == 0 or step > 18:
+            tensors = {f"w{n}": one.detach().bfloat16() for n, one in enumerate(masters)}
+            save_ranks(run / f"global_step_{step}" / "actor", tensors, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_training_is_archived_and_every_step_comes_back(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    train(run, dtype=dtype)
+    shutil.move(run / "global_step_20", tmp_path / "later")
+    steps = [5, 10, 15, 19]
+    made = unshard.archive(run, archive, config="none")
+    assert [one.step for one in made] == steps
+    assert unshard.archive(run, archive, config="none") == []
+    shutil.move(tmp_path / "later", run / "global_step_20")
+    (last,) = unshard.archive(run, archive, config="none")
+    names = [f"weight_v{number:06d}" for number in range(5)]
+    assert sorted(one.name for one in archive.iterdir()) == names
+    for number, step in enumerate([*steps, 20]):
+        unshard.merge(run, tmp_path / "merged", config="none", step=step, overwrite=True)
+        truth, own = weights(tmp_path / "merged"), archive / names[number]
+        unshard.apply_delta(archive, [], tmp_path / str(step), config="none", step=step)
+        assert weights(tmp_path / str(step)) == truth
+        if number:
+            before = merged(tmp_path / str([*steps, 20][number - 1]))
+            after = merged(tmp_path / str(step))
+            xor = {n: np.frombuffer(bits(one), np.uint16) for n, one in after.items()}
+            xor = {n: one ^ np.frombuffer(bits(before[n]), np.uint16) for n, one in xor.items()}
+            by_hand = sum(len(zstandard.compress(one.tobytes(), 1)) for one in xor.values())
+            size = sum(one.stat().st_size for one in own.glob("*.safetensors"))
+            assert size <= 1.1 * by_hand
+            changed = sum(int(np.count_nonzero(one)) for one in xor.values())
+            assert 0 < changed < sum(map(len, xor.values())) / 2
+            assert json.loads((own / INDEX).read_text())["metadata"]["base_version"] == (
+                f"{number - 1:06d}"
+            )
+    assert last.step == 20
+
+
+def save_step(run: Path, step: int, tensors: Tensors) -> None:
+    save_ranks(run / f"global_step_{step}" / "actor", tensors, 2)
+
+
+def test_an_archive_goes_on_with_a_whole_model_where_no_delta_may_follow(tmp_path: Path) -> None:
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    truth = {1: some(0), 2: some(1, like=some(0)), 3: {**some(5), "new.weight": torch.ones(3)}}
+    truth |= {5: {**some(6), "new.weight": torch.zeros(3)}, 6: some(8), 7: some(7, like=some(8))}
+    for step in (1, 2, 3):
+        save_step(run, step, truth[step])
+    assert len(unshard.archive(run, archive, config="none")) == 3  # the third has another tensor
+    save_step(run, 4, some(2))
+    next((run / "global_step_4" / "actor").iterdir()).unlink()
+    shutil.rmtree(run / "global_step_3")
+    save_step(run, 5, truth[5])
+    assert [one.step for one in unshard.archive(run, archive, config="none")] == [5]
+    save_step(run, 5, some(9))  # a training that went back
+    save_step(run, 6, truth[6])
+    save_step(run, 7, truth[7])
+    assert [one.step for one in unshard.archive(run, archive, config="none")] == [6, 7]
+    whole = [one.name for one in sorted(archive.iterdir()) if not (one / INDEX).exists()]
+    assert whole == [f"weight_v00000{number}" for number in (0, 2, 3, 4)]
+    for step, tensors in truth.items():
+        unshard.apply_delta(archive, [], tmp_path / str(step), config="none", step=step)
+        found = merged(tmp_path / str(step))
+        assert {name: bits(one) for name, one in found.items()} == {
+            name: bits(one) for name, one in tensors.items()
+        }
+    with pytest.raises(UsageError, match="no version of step 4"):
+        unshard.apply_delta(archive, [], tmp_path / "4", config="none", step=4)
+    with pytest.raises(UsageError, match="none is replaced"):
+        unshard.archive(run, archive, config="none", overwrite=True)
+
+
+def test_the_commands(chain: Path) -> None:
+    save_step(chain / "run", 10, some(0))
+    save_step(chain / "run", 20, some(1, like=some(0)))
+    steps = [chain / "run" / f"global_step_{step}" for step in (10, 20)]
+    done = command("delta", *steps, chain / "new", "--config", "none", "--json")
+    assert json.loads(done.stdout)["tensors"] == 2
+    stated = json.loads((chain / "new" / INDEX).read_text())["metadata"]
+    assert (stated["base_version"], stated["version"]) == ("000010", "000020")
+    done = command("apply", steps[0], chain / "new", chain / "out", "--config", "none")
+    assert "saved to" in done.stdout
+    done = command("delta", "--run", chain / "run", chain / "archive", "--config", "none")
+    assert done.stdout.startswith("saved step 10, ")
+    again = chain / "again"
+    done = command("apply", chain / "archive", again, "--step", "20", "--config", "none")
+    assert weights(again) == weights(chain / "out")
+    for wrong in (("delta", *steps), ("delta", "--run", *steps, again), ("apply", again)):
+        assert command(*wrong).returncode == 2
+    assert contents(again)
