@@ -89,15 +89,21 @@ class Prepared:
         return self.config is not None or ADAPTER_CONFIG_NAME in self.files
 
 
-def plan_output(sources: Sources, made: Conversion, options: MergeOptions) -> Prepared:
-    """Lay out the output's files, and plan how they are made."""
+def plan_output(
+    sources: Sources,
+    made: Conversion,
+    options: MergeOptions,
+    like: Mapping[str, str] | None = None,
+) -> Prepared:
+    """Lay out the output's files, as `like` if no size is given, and plan how they are made."""
     read = (*sources.notes, *without_checksums(sources.catalogs, options.verify))
     if options.lora == "adapter":  # a directory that PEFT loads, without companions
         alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
         plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
         by, told = made.names_checked, (*read, *made.notes)
         return Prepared(alone, made.tensors, plan, None, told, made.files, names_checked=by)
-    base, size, like = sources.last.base, options.max_shard_size, None
+    base, size = sources.last.base, options.max_shard_size
+    like = like if size is None else None
     # The files are those of the base model, unless a size is given.
     if base is not None and size is None:
         is_safetensors = all(one.endswith(".safetensors") for one in base.files.values())

@@ -28,6 +28,7 @@ from unshard.keywords import DeltaKeywords
 from unshard.progress import Listener, Stage
 from unshard.read.delta import Delta, is_delta, read_delta, versions_in
 from unshard.showing import hearing
+from unshard.write.record import is_weight_file
 from unshard.write.report import Report
 from unshard.write.staging.targets import check_space
 
@@ -135,7 +136,12 @@ def _changed(
     ]
     converted = replace(convert(prepared.sources, options), tensors=made)
     fingerprint = f"{fingerprint_of(prepared)} {last.version}"  # it is not that of its base
-    return replace(plan_output(prepared.sources, converted, options), fingerprint=fingerprint)
+    files = {}  # those of a merged model stay, as its order of tensors may not be that of training
+    for name, one in prepared.checkpoint.catalog.tensors.items():
+        files[name] = one.chunks.paths[one.chunks.file[0]].name
+    is_merged = all(is_weight_file(one) and one.endswith(".safetensors") for one in files.values())
+    plan = plan_output(prepared.sources, converted, options, files if is_merged else None)
+    return replace(plan, fingerprint=fingerprint)
 
 
 def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> Iterator[memoryview]:
