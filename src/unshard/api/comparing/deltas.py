@@ -158,7 +158,8 @@ def _frame(old: Converted, new: Converted, change: _Change, reader: PieceReader)
         checksum, dtype = 1, raw_dtype(new.dtype)
         for before, after in zip(reader.blocks(old), reader.blocks(new), strict=True):
             checksum = zlib.adler32(after, checksum)
-            block = np.bitwise_xor(np.frombuffer(before, dtype), np.frombuffer(after, dtype))
+            block = np.frombuffer(before, dtype)
+            np.bitwise_xor(block, np.frombuffer(after, dtype), out=block)  # which are read once
             change.values += int(np.count_nonzero(block))
             yield block.view(np.uint8).data
         change.checksum = f"{checksum:08x}"
