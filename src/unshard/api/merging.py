@@ -9,9 +9,8 @@ from typing import Unpack
 from unshard.api.completing import make_once, make_output, refuse_other, stage_for
 from unshard.api.converting import convert
 from unshard.api.making import Prepared, fingerprint_of, make_report, plan_output, push_output
-from unshard.api.opening import open_source
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.api.sources import Sources, refuse_unloadable
+from unshard.api.sources import Sources, open_source, refuse_unloadable
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -24,6 +23,7 @@ from unshard.keywords import MergeKeywords
 from unshard.progress import Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
+from unshard.read.step_names import named_average
 from unshard.showing import hearing
 from unshard.stores.remote_path import RemotePath
 from unshard.write.record import is_made_by
@@ -152,10 +152,23 @@ def merge_checkpoint(
         pass_over: as for `open_source`.
     """
     target = check_output(output, options)
-    sources = open_source(checkpoint, options, listener, pass_over=pass_over)
+    sources = open_given(checkpoint, options, listener, pass_over=pass_over)
     if target is None and len(sources.checkpoints) > 1:
         raise UsageError("an average of steps has no default output", hint="give an output")
     return merge_with(sources, target, options, listener, before=before)
+
+
+def open_given(
+    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
+) -> Sources:
+    """Open the checkpoint that a path means, as by `open_source`, or the average that it names."""
+    path = given_path(given, "the checkpoint")
+    if (average := named_average(path)) is None:
+        return open_source(path, options, listener, pass_over=pass_over)
+    from unshard.api.opening import open_sources
+
+    run, last, schedule = average
+    return open_sources(run, options, listener, last=last, schedule=schedule, pass_over=pass_over)
 
 
 def check_output(output: str | Path | None, options: MergeOptions) -> Path | None:

@@ -1,4 +1,4 @@
-"""Open what an output is made from: a checkpoint, several, or the last steps of a run."""
+"""Open the checkpoints of an average: several, or steps of a run, with what each counts."""
 
 import re
 import shlex
@@ -10,15 +10,12 @@ from math import cos, isfinite, pi, sqrt
 from pathlib import Path
 
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.sources import Sources, read_checkpoint, with_optimizer
-from unshard.containers.file_states import noting
+from unshard.api.sources import Sources, read_checkpoint
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.finding.discover import all_steps, step_folders
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
-from unshard.read.step_names import named_average
-from unshard.read.training_state.reader import read_training_state
 
 _CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
 _FAR = 1e12
@@ -27,33 +24,6 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "1-sqrt": lambda done: 1 - sqrt(done),
 }
 """The learning rate of a decay, as a part of the one before it, when a part of it is done."""
-
-
-def open_source(
-    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
-) -> Sources:
-    """Open the checkpoint that a given path means, with its training state, or an average.
-
-    `pass_over` is whether an older step may be taken, with a warning, for one that is not complete,
-    or that is an error, as it is for the tools that `unshard.compat` replaces.
-    """
-    opening = time.monotonic()
-    path = given_path(given, "the checkpoint")
-    if (average := named_average(path)) is not None:
-        run, last, schedule = average
-        return open_sources(
-            run, options, listener, last=last, schedule=schedule, pass_over=pass_over
-        )
-    listener(Stage("reading"))
-    checkpoint = read_checkpoint(path, options, pass_over=pass_over)
-    if options.optimizer:
-        checkpoint = with_optimizer(checkpoint, options)
-    listener(Chosen(f"merging {checkpoint.title}"))
-    if not options.extra_state or options.lora == "adapter":
-        return Sources((checkpoint,), opening=opening)
-    with noting(checkpoint.states):
-        state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
-    return Sources((checkpoint,), training=state, opening=opening)
 
 
 def open_sources(

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unshard.api.options import MergeOptions
+from unshard.api.options import MergeOptions, given_path
 from unshard.containers.file_states import FileStates, noting
 from unshard.convert.expected.ignored import lost_mtp
 from unshard.convert.lora.names import split_adapter
@@ -22,13 +22,14 @@ from unshard.errors import (
     UsageError,
 )
 from unshard.fronts import Text
+from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.adapter_config import find_adapter, lora_names
 from unshard.read.beside.companions import completed
 from unshard.read.format import ReadOptions
 from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
 from unshard.read.step_names import named_average
-from unshard.read.training_state.reader import TrainingState
+from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import Catalog, weight_files
 from unshard.write.stage import scratch_directory
@@ -156,6 +157,28 @@ class Sources:
             for number, one in enumerate(self.checkpoints)
         )
         return replace(self, checkpoints=checkpoints)
+
+
+def open_source(
+    given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
+) -> Sources:
+    """Open the checkpoint that a given path means, with its training state.
+
+    `pass_over` is whether an older step may be taken, with a warning, for one that is not complete,
+    or that is an error, as it is for the tools that `unshard.compat` replaces.
+    """
+    opening = time.monotonic()
+    path = given_path(given, "the checkpoint")
+    listener(Stage("reading"))
+    checkpoint = read_checkpoint(path, options, pass_over=pass_over)
+    if options.optimizer:
+        checkpoint = with_optimizer(checkpoint, options)
+    listener(Chosen(f"merging {checkpoint.title}"))
+    if not options.extra_state or options.lora == "adapter":
+        return Sources((checkpoint,), opening=opening)
+    with noting(checkpoint.states):
+        state = read_training_state(checkpoint.location, checkpoint.catalog.world_size)
+    return Sources((checkpoint,), training=state, opening=opening)
 
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:

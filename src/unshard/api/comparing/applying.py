@@ -14,8 +14,7 @@ import numpy as np
 from unshard.api.comparing.models import Model, block_reader
 from unshard.api.converting import convert
 from unshard.api.making import Prepared, fingerprint_of, plan_output
-from unshard.api.merging import check_output, merge_with
-from unshard.api.opening import open_source
+from unshard.api.merging import check_output, merge_with, open_given
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.containers.file_states import noting
 from unshard.containers.zstd import frame_reader
@@ -72,7 +71,7 @@ def apply_delta(
             place, *paths = _versions_to(place, chosen.step)
             chosen = replace(chosen, step=None)
         target = check_output(output, chosen)
-        sources = open_source(place, chosen, heard)
+        sources = open_given(place, chosen, heard)
         with noting(sources.last.states):
             chain = [read_delta(path) for path in paths]
         _check_order(chain)

@@ -180,6 +180,6 @@ def _lay_out(
         entries = [HeaderEntry(t.name, t.dtype, t.shape, *t.data_offsets) for t in file.tensors]
         header = encode_header(entries, {one.name: changes[one.name].checksum for one in entries})
         renamed[file.filename] = _FILE.format(number, len(layout.files))
-        files.append(replace(file, filename=renamed[file.filename], header=header))
+        files.append(file._replace(filename=renamed[file.filename], header=header))
     weight_map = {name: renamed[file] for name, file in layout.weight_map.items()}
-    return replace(layout, files=tuple(files), weight_map=weight_map)
+    return layout._replace(files=tuple(files), weight_map=weight_map)

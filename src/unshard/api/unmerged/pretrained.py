@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from unshard.api.converting import Conversion, convert
 from unshard.api.making import kept_dtype
-from unshard.api.opening import open_source
+from unshard.api.merging import open_given
 from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import Sources, no_config
 from unshard.api.unmerged.opening import LazyTensor
@@ -127,7 +127,7 @@ def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
 
 def _read_sources(path: str | Path, options: MergeOptions, stack: ExitStack) -> Sources:
     """Read a checkpoint, or an average, warn of its notes, and decompress it until the end."""
-    sources = open_source(path, replace(options, extra_state=False), ignore)
+    sources = open_given(path, replace(options, extra_state=False), ignore)
     with hearing(None) as heard:
         warn(heard, sources.notes)
     if not sources.compressed_bytes:

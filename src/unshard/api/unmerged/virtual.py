@@ -14,7 +14,7 @@ from unshard.api.making import (
     plan_output,
     small_files,
 )
-from unshard.api.opening import open_source
+from unshard.api.merging import open_given
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import refuse_unloadable
 from unshard.containers.file_states import FileStates
@@ -167,7 +167,7 @@ def plan_files(
 
     Its notes are given to the listener.
     """
-    sources = open_source(checkpoint, options, listener)
+    sources = open_given(checkpoint, options, listener)
     refuse_unloadable(sources, options)
     prepared = plan_output(sources, convert(sources, options), options)
     warn(listener, prepared.warnings)

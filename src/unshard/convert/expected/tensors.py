@@ -9,6 +9,7 @@ from unshard.convert.experts import lost_experts
 from unshard.convert.heads import EMBEDDINGS
 from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
+from unshard.read.rank_files.buffers import settle
 from unshard.showing import counted, having
 from unshard.tensors.dtypes import DTypeKind
 
@@ -101,13 +102,8 @@ def check_plain(
     Raises:
         NotMergeableError: ranks have different values of plain tensors that are no buffers.
     """
-    taken = ((name, one.entry) for name, recipe in tensors.items() for one in takes(recipe))
-    doubtful = [(name, entry) for name, entry in taken if entry.doubt is not None]
-    if not doubtful:
-        return ()
-    from unshard.read.rank_files.buffers import settle
-
-    note = settle(doubtful, listed)
+    entries = ((name, one.entry) for name, recipe in tensors.items() for one in takes(recipe))
+    note = settle(entries, listed)
     return note if selects else ()
 
 

@@ -39,6 +39,7 @@ from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_al
 from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
+from unshard.read.rank_files.buffers import find_buffers, is_of_experts, settle
 from unshard.read.torch_save.gathering import Gathering
 from unshard.showing import counted
 from unshard.tensors.boxes import Box, row_tile, tiles
@@ -73,12 +74,8 @@ def catalog_of(  # noqa: PLR0913, PLR0917 (what was read, and where)
     known = None if trained is None else partial(trained, location, world)
     plain = _resolve_plain(tensors, gathered.plain, known, options)
     decided = () if options.selects else plain.value.items()
-    buffers: tuple[str, ...] = ()
-    if plain.value or gathered.problems:
-        from unshard.read.rank_files.buffers import settle
-
-        summary = f"{location.weights_dir}: the rank files cannot be merged"
-        buffers = settle(decided, (), gathered.problems, summary)
+    summary = f"{location.weights_dir}: the rank files cannot be merged"
+    buffers = settle(decided, (), gathered.problems, summary)
     missing = tuple(rank for rank in range(world) if rank not in files)
     ranks = ", ".join(map(str, missing))
     note = f"the file of rank {ranks} is missing; replicas have what it contained"
@@ -113,10 +110,6 @@ def _resolve_plain(
     Each chunk of a plain tensor is one rank's whole tensor. What cannot be decided has a doubt, as
     buffers have; of these, `trained` returns those that are parameters.
     """
-    if not plain:
-        return Noted({})
-    from unshard.read.rank_files.buffers import find_buffers, is_of_experts
-
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name in plain if _differ(tensors[name], files)}
     is_mixed = trained is not None and len(plain) < len(tensors)

@@ -139,8 +139,7 @@ def _describe(order: MergeOrder) -> None:
     """
     from unshard.api.converting import convert
     from unshard.api.making import plan_output
-    from unshard.api.opening import open_source
-    from unshard.api.sources import refuse_unloadable
+    from unshard.api.sources import open_source, refuse_unloadable
     from unshard.progress import ignore
     from unshard.write.companions import companion_files
 
