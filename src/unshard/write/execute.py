@@ -187,8 +187,7 @@ def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int
 def make_tile(tile: Tile, files: OpenFiles, memory: Elements | None = None) -> Elements:
     """Return a tile's elements, as they are to be written.
 
-    Elements that are stored as they are go into `memory`, bytes, if it is given and large enough:
-    pages that are new to the process take longer than reading into them.
+    Stored elements go into `memory`, bytes with room for them: new pages take longer than reading.
 
     Raises:
         CorruptError: a source file ends early or is gone.
