@@ -15,7 +15,6 @@ from unshard.api.making import (
     Prepared,
     compare_with_base,
     decompressed,
-    digest_output,
     fingerprint_of,
     late_notes,
     make_record,
@@ -27,6 +26,7 @@ from unshard.api.making import (
 )
 from unshard.api.options import MergeOptions
 from unshard.engines.crew import engine_for
+from unshard.engines.threads import Resources
 from unshard.errors import OutputError, UsageError
 from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, warn
@@ -117,7 +117,7 @@ def make_output(
             changed = compare_with_base(prepared, listener)
         record = make_record(prepared, options.recorded)
         if options.checksums:
-            sums = digest_output(prepared, stage.readable(), options.resources, listener)
+            sums = _digest_output(prepared, stage.readable(), options.resources, listener)
             record = add_checksums(record, sums)
         listener(Progress("committing"))
         committed = stage.commit(record, replaced=named_companions(prepared, options.config))
@@ -184,3 +184,22 @@ def _check_made(
         verify_output(prepared, target, options.verify, engine)
     listener(Chosen(f"using {target}, which was made from this checkpoint already"))
     return Made(prepared, reused=True)
+
+
+def _digest_output(
+    prepared: Prepared, directory: Path, resources: Resources, listener: Listener
+) -> dict[str, str]:
+    """Return the SHA-256 of each tensor of the model, sorted by name, as the output has it."""
+    from unshard.engines.checksums import digest_contents
+    from unshard.plan.pieces import Contents
+
+    layout = prepared.plan.layout
+    listener(Progress("hashing", layout.total_size))
+    contents = (
+        (one.name, [Contents.of_file(directory / file.filename, end - start, at + start)])
+        for file in layout.model_files
+        for at in [len(file.header)]
+        for one in file.tensors
+        for start, end in [one.data_offsets]
+    )
+    return dict(sorted(digest_contents(contents, directory, resources, listener).items()))

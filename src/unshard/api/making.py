@@ -17,7 +17,6 @@ from unshard.containers.open_files import OpenFiles
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.crew import Crew
-from unshard.engines.threads import Resources
 from unshard.fronts import Text
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.identity import digest_of
@@ -227,25 +226,6 @@ def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
         output["config_of"] = Path(model.name).name if "/" in model.name[:1] else model.name
     checkpoints, layout = sources.checkpoints, prepared.plan.layout
     return record_json(checkpoints, sources.weights, layout, options, output)
-
-
-def digest_output(
-    prepared: Prepared, directory: Path, resources: Resources, listener: Listener
-) -> dict[str, str]:
-    """Return the SHA-256 of each tensor of the model, sorted by name, as the output has it."""
-    from unshard.engines.checksums import digest_contents
-    from unshard.plan.pieces import Contents
-
-    layout = prepared.plan.layout
-    listener(Progress("hashing", layout.total_size))
-    contents = (
-        (one.name, [Contents.of_file(directory / file.filename, end - start, at + start)])
-        for file in layout.model_files
-        for at in [len(file.header)]
-        for one in file.tensors
-        for start, end in [one.data_offsets]
-    )
-    return dict(sorted(digest_contents(contents, directory, resources, listener).items()))
 
 
 def verify_output(prepared: Prepared, directory: Path, verify: str, engine: Crew) -> None:
