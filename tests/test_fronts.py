@@ -224,6 +224,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "cli/commands": set.union(
             *map(options_of, ("merge", "average", "verify", "inspect", "reshard"))
         ),
+        "cli/comparing": options_of("delta"),
         "cli/engines": VLLM | SGLANG,
         "cli/options": {"--help"},
         "plugins/vllm": VLLM,

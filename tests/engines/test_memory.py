@@ -222,3 +222,20 @@ def test_five_checkpoints_of_a_gigabyte_are_averaged_in_128_mb(
     report = run("average", *copies, "-o", tmp_path / "out", "--config", "none")
     assert report["bytes_read"] == 5 * ROWS * COLUMNS * COUNT * 4
     assert report["peak_memory_bytes"] < LIMIT
+
+
+def test_deltas_of_tensors_of_320_mb_are_made_and_applied_in_128_mb(
+    large: Path, tmp_path: Path
+) -> None:
+    """Frames of what is the same everywhere are thousands of times smaller than that."""
+    save_ranks(tmp_path / "after", {"large": torch.ones(80_000, 1000)}, 3)
+    how = ("--workers", "8", "--config", "none")
+    for number, pair in enumerate([(large, tmp_path / "after"), (tmp_path / "after", large)], 1):
+        names = ("--version", f"{number}", "--base-version", f"{number - 1}")
+        report = run("delta", *pair, tmp_path / f"d{number}", *names, *how)
+        assert report["bytes_written"] < 100_000
+        assert report["peak_memory_bytes"] < LIMIT
+    report = run("apply", large, tmp_path / "d1", tmp_path / "d2", tmp_path / "out", *how)
+    assert report["bytes_written"] > 320_000_000
+    assert report["peak_memory_bytes"] < LIMIT
+    run("verify", tmp_path / "out", "--against", large)

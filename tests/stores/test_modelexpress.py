@@ -110,7 +110,8 @@ def receive(store: Store, cache: Path, known: dict[str, Any]) -> Path:
 
 def test_its_receiver_makes_the_merge_of_the_last_step(store: Store, tmp_path: Path) -> None:
     """Of fused experts the merge makes single ones, so the delta is of single ones, too."""
-    run, how = tmp_path / "run", {"max_shard_size": "8KB"}
+    run = tmp_path / "run"
+    how: Any = {"max_shard_size": "8KB"}
     save_steps(run)
     archive = f"s3://{BUCKET}/archive"
     assert len(unshard.archive(run, archive, **how)) == 4

@@ -89,10 +89,7 @@ class Prepared:
 
 
 def plan_output(
-    sources: Sources,
-    made: Conversion,
-    options: MergeOptions,
-    like: Mapping[str, str] | None = None,
+    sources: Sources, made: Conversion, options: MergeOptions, like: Mapping[str, str] | None = None
 ) -> Prepared:
     """Lay out the output's files, as `like` if no size is given, and plan how they are made."""
     read = (*sources.notes, *without_checksums(sources.catalogs, options.verify))

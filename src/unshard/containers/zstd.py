@@ -13,6 +13,8 @@ from unshard.errors import CorruptError, UsageError, how_to_install
 _BLOCK = 1 << 20
 _PIECE = 2048  # bytes fed at a time; each may become 32 KiB
 
+_NO_DELTA = "a delta is compressed (zstd), and no library for it is installed"
+
 
 class _Engine(Protocol):
     """What both libraries have: fed piece by piece, it knows when the frame is complete."""
@@ -81,7 +83,7 @@ def frame_of(blocks: Iterable[memoryview], size: int) -> Iterator[bytes]:
     Raises:
         UsageError: no zstd library is installed.
     """
-    own, package = _libraries("a delta")
+    own, package = _libraries(_NO_DELTA)
     engine = own.ZstdCompressor(1) if own else package.ZstdCompressor(1).compressobj(size)
     for block in blocks:
         yield engine.compress(block)
@@ -97,7 +99,7 @@ def frame_reader(source: str, file: IO[bytes]) -> Callable[[int], bytes]:
     Raises:
         UsageError: no zstd library is installed.
     """
-    own, package = _libraries("a delta")
+    own, package = _libraries(_NO_DELTA)
     errors = (own.ZstdError, EOFError) if own else package.ZstdError
     stream = own.ZstdFile(file) if own else package.ZstdDecompressor().stream_reader(file)
 
@@ -113,23 +115,22 @@ def frame_reader(source: str, file: IO[bytes]) -> Callable[[int], bytes]:
 
 def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
     """Return what decompresses one frame, and the errors it raises."""
-    own, package = _libraries("this checkpoint")
+    own, package = _libraries(
+        "this checkpoint is compressed (zstd), and no library for it is installed"
+    )
     if own:
         return own.ZstdDecompressor(), (own.ZstdError, EOFError)
     return package.ZstdDecompressor().decompressobj(), (package.ZstdError, EOFError)
 
 
-def _libraries(what: str) -> tuple[Any, Any]:
-    """Return Python's own library, or else the package."""
+def _libraries(missing: str) -> tuple[Any, Any]:
+    """Return Python's own library, or else the package; `missing` is the error without both."""
     try:
         from compression import zstd
     except ImportError:
         try:
             import zstandard
         except ImportError as error:
-            raise UsageError(
-                f"{what} is compressed (zstd), and no library for it is installed",
-                hint=how_to_install("zstandard", "zstd"),
-            ) from error
+            raise UsageError(missing, hint=how_to_install("zstandard", "zstd")) from error
         return None, zstandard
     return zstd, None

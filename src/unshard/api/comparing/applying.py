@@ -101,7 +101,7 @@ def _versions_to(archive: Path, step: int | None) -> list[Path]:
         expected = "the archive of a run, or a checkpoint and its deltas"
         raise UsageError(what, expected=expected, found=", ".join(map(str, steps)))
     paths = [path for _, at, path in versions if step is None or at <= step]
-    return paths[max(at for at, one in enumerate(paths) if not is_delta(one)) :]
+    return paths[max((at for at, one in enumerate(paths) if not is_delta(one)), default=0) :]
 
 
 def _changed(
@@ -135,10 +135,10 @@ def _changed(
     ]
     converted = replace(convert(prepared.sources, options), tensors=made)
     fingerprint = f"{fingerprint_of(prepared)} {last.version}"  # it is not that of its base
-    files = {}  # those of a merged model stay, as its order of tensors may not be that of training
-    for name, one in prepared.checkpoint.catalog.tensors.items():
-        files[name] = one.chunks.paths[one.chunks.file[0]].name
+    tables = ((name, one.chunks) for name, one in prepared.checkpoint.catalog.tensors.items())
+    files = {name: one.paths[one.file[0]].name for name, one in tables if len(one)}
     is_merged = all(is_weight_file(one) and one.endswith(".safetensors") for one in files.values())
+    # Those of a merged model stay, as its tensors may have another order than training has.
     plan = plan_output(prepared.sources, converted, options, files if is_merged else None)
     return replace(plan, fingerprint=fingerprint)
 

@@ -114,7 +114,8 @@ def _set_of(file: Path) -> WholeSet:
 def _delta(directory: Path, fields: Mapping[str, object]) -> DeltaError:
     return DeltaError(
         f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}",
-        hint="give a version that is whole, or the checkpoint that the engine has updated",
+        hint="give a version that is whole, or the checkpoint that the engine has updated, or make "
+        "a model with unshard apply",
     )
 
 
