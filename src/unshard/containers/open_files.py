@@ -18,6 +18,8 @@ from unshard.stores.remote_path import RemotePath
 AT_ONCE = 8
 """How many threads read from `LentFiles` at the same time by default."""
 _OPEN_FILES = 32  # for each of them
+_AHEAD = 2048  # reads that are announced before the first of them
+_CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
 _BLOCK = 1 << 30  # Linux reads up to 2 GiB at a time
 
 Opened = int | RemoteFile
@@ -88,7 +90,14 @@ def pread_many(file: Opened, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """Return the bytes of many ranges (count, place); a bucket sends neighbours together."""
     if isinstance(file, RemoteFile):
         return file.pread_many(ranges)
-    return [os.pread(file, count, at) for count, at in ranges]
+    found: list[bytes] = []
+    for start in range(0, len(ranges), _AHEAD):
+        part = ranges[start : start + _AHEAD]
+        # A cold disk gets all of them at once, in place of one after another.
+        for count, at in part if len(part) > 1 and _CAN_ADVISE else ():
+            os.posix_fadvise(file, at, count, os.POSIX_FADV_WILLNEED)
+        found += [os.pread(file, count, at) for count, at in part]
+    return found
 
 
 def name_of(file: Opened) -> str:
