@@ -12,7 +12,7 @@ from unshard.progress import Listener
 from unshard.tensors.chunk_rows import TensorDraft
 from unshard.tensors.dtypes import DType
 
-_PER_THREAD = 16 << 20
+_PER_THREAD, _PER_STREAM = 16 << 20, 2 << 20
 
 Blocks = Callable[[PieceReader], Iterator[bytes | memoryview]]
 """Yields the blocks of what a tensor becomes; called by a thread, with its reader."""
@@ -23,21 +23,19 @@ def size_of(tensor: Converted) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
-def spool(
+def spool(  # noqa: PLR0913 (what is made, with what, and where)
     jobs: Mapping[str, tuple[int, Blocks]],
     make_reader: Callable[[], PieceReader],
     directory: Path,
     resources: Resources,
     listener: Listener,
+    *,
+    streams: int,
 ) -> Mapping[str, Path]:
-    """Write what each job yields into a file of its own; return the files, by the jobs' names.
+    """Write what each job yields into a file of a directory; return the files, by the jobs' names.
 
-    Args:
-        jobs: with the bytes of progress that each makes.
-        make_reader: called by every thread.
-        directory: for the files.
-        resources: workers, and 16 MiB of memory for each.
-        listener: is told of the progress.
+    A job also has its bytes of progress. A thread has its own reader, and of the memory 16 MiB, and
+    2 MiB for each of the zstd `streams` that its job has open.
     """
     paths = {name: directory / f"spool-{number}" for number, name in enumerate(jobs)}
 
@@ -54,7 +52,8 @@ def spool(
         def close(self) -> None:
             self.reader.close()
 
-    threads = max(1, min(resources.workers, resources.memory_bytes // _PER_THREAD))
+    each = _PER_THREAD + _PER_STREAM * streams
+    threads = max(1, min(resources.workers, resources.memory_bytes // each))
     work_off(one_by_one(jobs), listener, threads, Spooler)
     return paths
 

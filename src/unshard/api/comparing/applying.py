@@ -127,7 +127,8 @@ def _changed(
     check_space(scratch, total + prepared.plan.bytes_written)
     listener(Stage("applying", total))
     models = [Model(one, {}) for one in prepared.sources.checkpoints]
-    paths = spool(jobs, partial(block_reader, models), scratch, options.resources, listener)
+    make_reader, resources = partial(block_reader, models), options.resources
+    paths = spool(jobs, make_reader, scratch, resources, listener, streams=len(chain))
     changed = {name for delta in chain for name in delta.frames}
     made = [
         spooled(name, one.dtype, shape_of(one.recipe), paths[name]) if name in changed else one
@@ -145,33 +146,31 @@ def _changed(
 
 def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> Iterator[memoryview]:
     """Yield the blocks of a tensor if a delta changes it; check it in any case."""
-    blocks, changed = reader.blocks(tensor), False
+    name, blocks, changed = tensor.name, reader.blocks(tensor), False
     with ExitStack() as stack:
         for delta in chain:
-            if (frame := delta.frames.get(tensor.name)) is not None:
+            frame, read = delta.frames.get(name), None
+            if frame is not None:
                 file = stack.enter_context(frame.path.open("rb"))
                 file.seek(frame.offset)
-                read = frame_reader(f"{frame.path}: tensor {tensor.name}", file)
-                blocks, changed = _xored(blocks, read), True
-            if tensor.name in delta.checksums and (frame is not None or delta is chain[-1]):
-                blocks = _checked(blocks, delta, tensor.name)
+                read, changed = frame_reader(f"{frame.path}: tensor {name}", file), True
+            if read is not None or (delta is chain[-1] and name in delta.checksums):
+                blocks = _applied(blocks, read, delta, name)
         for block in blocks:
             if changed:
                 yield block
 
 
-def _xored(blocks: Iterator[memoryview], read: Callable[[int], bytes]) -> Iterator[memoryview]:
-    """Yield blocks, changed where they are."""
-    for block in blocks:
-        array, change = np.frombuffer(block, np.uint8), np.frombuffer(read(len(block)), np.uint8)
-        array[: len(change)] ^= change  # one that is too short makes the checksum another
-        yield block
-
-
-def _checked(blocks: Iterator[memoryview], delta: Delta, name: str) -> Iterator[memoryview]:
-    """Yield blocks; raise a CorruptError after the last if they are not what a delta makes."""
+def _applied(
+    blocks: Iterator[memoryview], read: Callable[[int], bytes] | None, delta: Delta, name: str
+) -> Iterator[memoryview]:
+    """Yield blocks, changed where they are; after the last, check what they are now."""
     checksum = 1
     for block in blocks:
+        if read is not None:
+            array = np.frombuffer(block, np.uint8)
+            change = np.frombuffer(read(len(block)), np.uint8)
+            array[: len(change)] ^= change  # one that ends early makes another checksum
         checksum = zlib.adler32(block, checksum)
         yield block
     if f"{checksum:08x}" != delta.checksums[name]:

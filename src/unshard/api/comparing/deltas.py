@@ -137,7 +137,9 @@ def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
     }
     total = sum(size for size, _ in jobs.values())
     listener(Stage("comparing", total))
-    paths = spool(jobs, partial(block_reader, [old, new]), scratch, options.resources, listener)
+    paths = spool(
+        jobs, partial(block_reader, [old, new]), scratch, options.resources, listener, streams=1
+    )
     changed = {name: one for name, one in found.items() if one.values}
     values = sum(one.values for one in changed.values())
     listener(Chosen(f"changed: {counted(values, 'value')} of {counted(len(changed), 'tensor')}"))
