@@ -13,8 +13,9 @@ Orders are a JSON list of steps, done in this order; answers are a list of what 
     {"do": "forbid_files"} and "allow_files"      whether files can have more than 4 KiB
     {"do": "change_interface"}                    what is used of vLLM is not there any more
 
-An answer has "error", if there was one, and "written": how many bytes this process and those that
-it started, the engine's, gave to the kernel to write since the step before.
+An answer has "error", if there was one, "read": how many bytes this process read from files, and
+"written": how many this process and those that it started, the engine's, gave to the kernel to
+write since the step before.
 """
 
 import json
@@ -48,6 +49,12 @@ def written_bytes(process: str) -> int:
     except OSError:
         pass  # it has ended, and its parent has counted what it wrote
     return total
+
+
+def read_bytes() -> int:
+    """Return what this process has read."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 class Child:
@@ -157,7 +164,7 @@ class Child:
 def main() -> None:
     orders = json.loads(Path(sys.argv[1]).read_text())
     child, answers = Child(), []
-    before = written_bytes("self")
+    before, read_before = written_bytes("self"), read_bytes()
     for order in orders:
         answer: dict[str, object] = {}
         try:
@@ -166,8 +173,9 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 (the test decides)
             answer["error"] = f"{type(error).__name__}: {error}"
         now = written_bytes("self")
-        answers.append({**answer, "written": now - before})
-        before = now
+        read = read_bytes()
+        answers.append({**answer, "written": now - before, "read": read - read_before})
+        before, read_before = now, read
     child.allow_files()
     Path(sys.argv[2]).write_text(json.dumps(answers))
     child.stack.close()

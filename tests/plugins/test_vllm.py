@@ -221,6 +221,12 @@ def test_twenty_checkpoints_go_through_one_engine(talk: Talk) -> None:
             assert checked["unchecked"] == []
 
 
+def test_a_reload_reads_each_byte_once_although_it_compares(talk: Talk, runs: Path) -> None:
+    step = runs / "many" / "global_step_9" / "actor"
+    size = sum(path.stat().st_size for path in step.glob("model_*.pt"))
+    assert size < talk["reload 9"]["read"] < 1.3 * size  # and metadata
+
+
 def test_a_reload_that_lost_something_is_always_noticed(talk: Talk) -> None:
     """Twenty times at random: all of it, or a layer."""
     errors = [talk[f"skip {number}"].get("error", "") for number in range(CHECKPOINTS)]

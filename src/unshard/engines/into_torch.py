@@ -4,9 +4,11 @@ This module, `engines.into_transformers` and `write.verification.load` are the o
 torch (the extra `torch`), inside functions, when they are used.
 """
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor as Tensor
     from torch.distributed.tensor import DTensor
     from torch.nn import Module as Module
+
+
+_RECYCLED = 1024 * 1024  # bytes; malloc keeps the memory of what is smaller
 
 
 def need_torch() -> None:
@@ -66,6 +71,40 @@ def torch_memory(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Element
     memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
     bits: Elements = memory.numpy().view(dtype).reshape(shape)
     return bits
+
+
+class RecycledMemory:
+    """Makes arrays as `torch_memory` does, large ones in memory that is no longer used.
+
+    Fresh memory costs a fault for each page, which takes longer than reading what is in the page
+    cache. When all that is unused is too small, it is given back. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        # An array of all the memory is alive as long as any array or tensor that is made of it.
+        self._blocks: dict[Tensor, weakref.ref[Elements]] = {}
+        self._lock = Lock()
+
+    def __call__(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Elements:
+        """Return an array, its values whatever they are."""
+        import torch
+
+        size = prod(shape) * dtype.itemsize
+        if size < _RECYCLED:
+            return torch_memory(shape, dtype)
+        with self._lock:
+            unused = [memory for memory, array in self._blocks.items() if array() is None]
+            fitting = [memory for memory in unused if len(memory) >= size]
+            if fitting:
+                memory = min(fitting, key=len)
+            else:
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+                for unfit in unused:
+                    del self._blocks[unfit]
+            whole: Elements = memory.numpy()
+            self._blocks[memory] = weakref.ref(whole)
+        bits: Elements = whole[:size].view(dtype).reshape(shape)
+        return bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,19 +57,26 @@ def packing(model: Any) -> Iterator[None]:
                 method.moe_kernel = kernel
 
 
-def compare_experts(
-    module: Any, loaded: Mapping[str, Tensor]
+def experts_of(module: Any) -> Any:
+    """Return what packs the experts of a module for their kernel; None if their order is not known.
+
+    During a reload it may not be in place.
+    """
+    method = module.quant_method
+    return method.moe_kernel.fused_experts if method.unquantized_backend in _COMPARED else None
+
+
+def packed_experts(
+    module: Any, experts: Any, loaded: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield names of parameters, what they must be and what they are; nothing if that is not known.
+    """Yield names of parameters, what they must be, and in which rows.
 
     Args:
         module: with experts.
+        experts: what `experts_of` returned.
         loaded: what the model's loaders made of a checkpoint, by the names of the parameters; NaN
             where nothing was loaded. What is not in it counts as NaN.
     """
-    method = module.quant_method
-    if method.unquantized_backend not in _COMPARED:
-        return
     touched = torch.stack([~one.isnan().flatten(1).all(1) for one in loaded.values()]).any(0)
     rows = touched.nonzero().flatten()
     recorded, _ = get_layerwise_info(module).restore_metadata
@@ -80,17 +87,15 @@ def compare_experts(
         else:
             values = torch.full((len(rows), *one.shape[1:]), torch.nan, dtype=one.dtype)
         made.register_parameter(name, nn.Parameter(values, requires_grad=False))
-    _store(method, made)
+    _store(module.quant_method, experts, made)
     for name in loaded:
-        live = getattr(module, name).detach()
-        yield name, getattr(made, name), live[rows.to(live.device)].to("cpu")
+        yield name, getattr(made, name).detach(), rows
 
 
-def _store(method: Any, made: Any) -> None:
+def _store(method: Any, experts: Any, made: Any) -> None:
     """Put experts into the order of their kernel, as vLLM does."""
     made.w13_weight.data, made.w2_weight.data = convert_to_unquantized_kernel_format(
         method.unquantized_backend, method.moe, made.w13_weight.data, made.w2_weight.data
     )
-    experts = method.moe_kernel.fused_experts
     if method.unquantized_backend is _CPU and not getattr(experts, "_use_zentorch", False):
         experts.process_weights_after_loading(made)

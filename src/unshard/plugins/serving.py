@@ -18,7 +18,7 @@ from unshard.api.sources import Sources, no_config, read_checkpoint
 from unshard.api.unmerged.loading import Opened
 from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
 from unshard.engines.arrays import TensorReader
-from unshard.engines.into_torch import as_tensor, need_torch, torch_memory
+from unshard.engines.into_torch import RecycledMemory, as_tensor, need_torch
 from unshard.errors import ConversionError, UsageError
 from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
@@ -75,11 +75,13 @@ class Weights:
         tensors: by their names on the hub; each is read when it is looked up.
         config: what a merge would write as config.json, but for the dtype; None without one.
         step: the step that was found, if it has one.
+        memory: in which tensors are made; others of similar sizes may be made there as well.
     """
 
     tensors: "OpenCheckpoint[Tensor]"
     config: ModelConfig | None
     step: int | None
+    memory: RecycledMemory
 
     @property
     def path(self) -> str:
@@ -121,11 +123,12 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weig
         with hearing(None) as heard:
             for note in made.notes:
                 heard(Warned(note))
-        reader = TensorReader(read.location.weights_dir, torch_memory, read.states)
+        memory = RecycledMemory()
+        reader = TensorReader(read.location.weights_dir, memory, read.states)
         stack.callback(reader.close)
         opened = Opened(read, chosen, {one.name: one for one in made.tensors}, reader)
         with OpenCheckpoint(opened, as_tensor, stack.pop_all()) as tensors:
-            yield Weights(tensors, made.config, read.location.step)
+            yield Weights(tensors, made.config, read.location.step, memory)
 
 
 def check_config(weights: Weights, stated: ModelConfig, *, hint: str) -> None:

@@ -30,6 +30,8 @@ if not hasattr(DefaultModelLoader, "get_all_weights"):
     raise ImportError("vLLM's DefaultModelLoader has no get_all_weights")
 
 _loaded: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()
+fed: WeakKeyDictionary[nn.Module, Iterator[tuple[str, Tensor]]] = WeakKeyDictionary()
+"""What a reload takes, of a checkpoint that was opened and checked before it."""
 
 
 class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no types where mypy runs
@@ -65,6 +67,9 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM has no ty
         self, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors with their names on the hub, at a start and at a reload."""
+        if model in fed:
+            yield from fed.pop(model)
+            return
         self.counter_before_loading_weights = time.perf_counter()
         with weights_of(*self._meant(model_config)) as weights:
             check_config(weights, model_config)

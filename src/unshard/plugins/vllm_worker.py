@@ -1,18 +1,20 @@
 """What workers of vLLM do for us: a reload that is checked, against the checkpoint itself.
 
-The check reads some tensors of the checkpoint again and passes them to the model's own
-`load_weights`, while scratch tensors on the CPU take the place of its parameters. So the loaders of
-the model decide what becomes of a tensor: which part this rank has, and where it is in a fused
-parameter. What they wrote must be equal, bit by bit, to what the engine computes with. Where the
-CPU backend of vLLM has packed a matrix and dropped it, the packed one is read by multiplying it
-with one-hot rows, which is exact.
+Each tensor is read once. While vLLM loads it, some tensors are also loaded into scratch memory, by
+the model's own loaders, and of what comes out a checksum is kept. After the reload, what the engine
+computes with must have the same one; once in 2^32 times a difference has. Where the CPU backend of
+vLLM has packed a matrix and dropped it, the packed one is read by multiplying it with one-hot rows,
+which is exact.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -23,11 +25,12 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from unshard.engines.into_torch import RecycledMemory
 from unshard.errors import UnshardError, UsageError
-from unshard.plugins.fused_experts import compare_experts, has_experts, packing
+from unshard.plugins.fused_experts import experts_of, has_experts, packed_experts, packing
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import Weights, check_shapes, weights_of
-from unshard.plugins.vllm_loader import check_config, options_of_reload, point_to, shapes_in
+from unshard.plugins.vllm_loader import check_config, fed, options_of_reload, point_to, shapes_in
 from unshard.showing import counted
 
 _SHOWN = 5
@@ -87,11 +90,15 @@ class WorkerExtension:
             if weights.step is not None:  # a run may have a newer one by now
                 given["step"] = weights.step
             point_to(extra, checkpoint, given)
-            with packing(model):
-                self.reload_weights(weights_path=checkpoint)
+            comparison = _Comparison(weights, model, config)
+            fed[model] = comparison.tensors()
+            try:
+                with packing(model):
+                    self.reload_weights(weights_path=checkpoint)
+            finally:
+                fed.pop(model, None)
             _refresh_tied(model)
-            with set_current_vllm_config(config), torch.no_grad():
-                return _verify(weights, model)
+            return comparison.finish()
 
 
 def _refuse(config: VllmConfig) -> None:
@@ -127,145 +134,248 @@ def _refresh_tied(model: _Model) -> None:
             method.process_weights_after_loading(module)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, eq=False)
 class _Scratch:
-    """What the model's loaders make of a tensor, in place of a parameter."""
+    """What the loaders made of a parameter.
+
+    Attributes:
+        live: the parameter when the `_ScratchModel` was made.
+        values: NaN where nothing was written.
+    """
 
     module: nn.Module
     name: str
-    shadow: Tensor
-    values: Tensor = field(init=False)
+    live: Tensor
+    values: Tensor
 
-    def __post_init__(self) -> None:
+
+class _ScratchModel:
+    """A model whose parameters are as they were before vLLM processed them, without memory.
+
+    Args:
+        model: of a running engine; not while it is loaded.
+        memory: for what the loaders write.
+    """
+
+    def __init__(self, model: Any, memory: RecycledMemory) -> None:
+        self._model, self._memory = model, memory
+        self._written: dict[tuple[int, str], _Scratch] = {}
+        self._shadows = [
+            (module, {name: self._shadow(module, name) for name in module._parameters})
+            for module in model.modules()
+        ]
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[_Scratch]:
+        """Return what the loaders make of tensors, for each parameter into which they write."""
+        saved = [(one, dict(one._parameters), dict(one._buffers)) for one, _ in self._shadows]
+        try:
+            for (module, shadows), (_, _, buffers) in zip(self._shadows, saved, strict=True):
+                # What is written into buffers is not compared.
+                lost = {n: None if b is None else b.to("meta") for n, b in buffers.items()}
+                _replace(module, shadows, lost)
+            self._model.load_weights(iter(tensors))
+        finally:
+            for before in saved:
+                _replace(*before)
+        written, self._written = self._written, {}
+        return list(written.values())
+
+    def _shadow(self, module: nn.Module, name: str) -> Tensor | None:
+        """Return a parameter on the meta device, whose loader writes into scratch memory."""
+        recorded, _ = get_layerwise_info(module).restore_metadata
+        live = module._parameters[name]
+        if live is None:
+            return None
+        shadow = restore_layer_refs(to_meta_tensor(recorded.get(name, live)), module)
+        load: Any = getattr(shadow, "weight_loader", default_weight_loader)
+        while load.__name__ == "online_process_loader":  # an earlier reload has left it there
+            load = load.__wrapped__
+        key, original = (id(module), name), to_meta_tensor(shadow)  # with the loader as it was
+
+        def load_scratch(*args: object, **given: object) -> object:
+            if key not in self._written:
+                self._written[key] = _Scratch(module, name, live, self._materialize(original))
+            values = self._written[key].values
+            if "param" in given:
+                return load(*args, **{**given, "param": values})
+            return load(values, *args[1:], **given)
+
+        shadow.weight_loader = load_scratch  # vLLM's attribute
+        return shadow
+
+    def _materialize(self, shadow: Tensor) -> Tensor:
         with torch.device("cpu"):
-            self.values = materialize_meta_tensor(self.shadow)
-        if self.values.is_floating_point():
-            self.values.data.fill_(torch.nan)  # what is not written is not compared
+            values: Tensor = materialize_meta_tensor(shadow)
+        memory = torch.from_numpy(self._memory((values.nbytes,), np.dtype(np.uint8)))
+        values.data = memory.view(values.dtype).reshape(values.shape)
+        if values.is_floating_point():
+            values.data.fill_(torch.nan)  # what is not written is not compared
+        return values
 
 
-def _verify(weights: Weights, model: _Model) -> dict[str, object]:
-    """Compare what the engine holds with the checkpoint; return what was compared."""
-    parameters, elements, problems, unchecked = 0, 0, list[str](), set[str]()
-    for group in choose_probes(weights.shapes):
-        with _shadowed(model) as written:
-            model.load_weights(weights.read(group))
-        compared = 0
-        for title, expected, held in _compared(model, written.values(), unchecked):
-            known, is_same = _count(expected, held)
-            compared, parameters = compared + known, parameters + 1
-            if not is_same:
-                problems.append(f"{title} for {group[0]}")
-        if written and not compared:
-            problems.append(f"nothing of {group[0]} can be compared")
-        elements += compared
-    if problems or not elements:
-        raise UnshardError(
-            f"{weights.path}: the engine does not hold this checkpoint after the reload",
-            found=f"{counted(len(problems), 'other parameter')}: {', '.join(problems[:_SHOWN])}",
-            hint="end the engine: what it holds is not known",
-        )
-    found = {"path": weights.path, "step": weights.step, "unchecked": sorted(unchecked)}
-    return {**found, "parameters": parameters, "elements": elements}
+def _replace(module: nn.Module, parameters: dict[str, Any], buffers: dict[str, Any]) -> None:
+    for present, other in ((module._parameters, parameters), (module._buffers, buffers)):
+        present.clear()
+        present.update(other)
 
 
-def _count(expected: Tensor, held: Tensor) -> tuple[int, bool]:
-    """Return how many values are expected, and whether they are held; NaN is not expected."""
-    if torch.equal(expected, held):  # the usual case, several times faster
-        return expected.numel(), True
-    known = ~expected.isnan()
-    return int(known.count_nonzero()), torch.equal(expected[known], held[known])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """How many values of a parameter are compared, and whether the engine has them."""
+
+    title: str
+    count: int
+    is_held: Callable[[], bool]
 
 
-@contextmanager
-def _shadowed(model: _Model) -> Iterator[dict[tuple[int, str], _Scratch]]:
-    """Let what is loaded go into scratch tensors; yield those that were written.
+def _kept(title: str, values: Tensor, held: Callable[[], Tensor]) -> _Part:
+    """Keep a digest of the values that are known, which are not NaN, for what the engine has."""
+    count, bits = values.numel(), None
+    if values.is_floating_point() and values.sum().isnan():  # several times faster than isnan
+        known = ~values.isnan()
+        count, bits = int(known.count_nonzero()), np.packbits(known.numpy())
+    digest = _digest(values, bits)
+    return _Part(title, count, lambda: _digest(held(), bits) == digest)
 
-    While it lasts, parameters are as they were before vLLM processed them, without memory.
+
+def _digest(values: Tensor, known: Any) -> tuple[object, ...]:
+    """Return dtype, shape, and the CRC-32 of those values for which there is a bit, or of all."""
+    shape, values = values.shape, values.detach().to("cpu").contiguous().flatten()
+    if known is not None:
+        values = values[torch.from_numpy(np.unpackbits(known, count=len(values)).view(np.bool_))]
+    return values.dtype, shape, zlib.crc32(values.view(torch.uint8).numpy().data)
+
+
+class _Comparison:
+    """Compares what an engine holds after a reload with the tensors that were loaded.
+
+    Args:
+        weights: of the checkpoint.
+        model: of the engine, before the reload.
+        config: of the engine.
     """
-    written: dict[tuple[int, str], _Scratch] = {}
-    saved = [(module, dict(module._parameters)) for module in model.modules()]
-    try:
-        for module, parameters in saved:
-            recorded, _ = get_layerwise_info(module).restore_metadata
-            for name, live in parameters.items():
-                if live is not None:
-                    shadow = to_meta_tensor(recorded.get(name, live))
-                    _record(written, module, name, restore_layer_refs(shadow, module))
-        yield written
-    finally:
-        for module, parameters in saved:
-            module._parameters.clear()
-            module._parameters.update(parameters)
+
+    def __init__(self, weights: Weights, model: Any, config: VllmConfig) -> None:
+        self._weights, self._config = weights, config
+        self._scratch = _ScratchModel(model, weights.memory)
+        self._groups = {group[0]: group for group in choose_probes(weights.shapes)}
+        self._keeper = ThreadPoolExecutor(1)
+        self._parts: dict[str, Future[list[_Part]]] = {}
+        self._written, self._unchecked = set[str](), set[str]()
+        # As they are now: a reload takes them out of their places for a while.
+        modules = list(model.modules())
+        self._experts = {one: experts_of(one) for one in modules if has_experts(one)}
+        self._users: dict[int, list[nn.Module]] = {}
+        for user in modules:
+            if hasattr(user, "cpu_linear"):  # a tied head has its own packed matrix
+                self._users.setdefault(id(user._parameters.get("weight")), []).append(user)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors with their names, and keep what some of them become."""
+        first_of = {name: first for first, group in self._groups.items() for name in group}
+        waiting: dict[str, dict[str, Tensor]] = {first: {} for first in self._groups}
+        for name, tensor in self._weights.read(self._weights.tensors):
+            if (first := first_of.get(name)) is not None:
+                waiting[first][name] = tensor
+                if len(waiting[first]) == len(self._groups[first]):
+                    self._keep(first, waiting.pop(first).items())
+            yield name, tensor
+
+    def _keep(self, first: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Keep what the tensors of a group become; another thread makes the digests."""
+        with set_current_vllm_config(self._config), torch.no_grad():
+            written = self._scratch.load(tensors)
+            expected = list(self._expected(written))
+        if written:
+            self._written.add(first)
+        for before in [*self._parts.values()][-1:]:
+            before.result()  # the scratch memory of one group is in use at a time, and of the next
+        self._parts[first] = self._keeper.submit(lambda: [_kept(*one) for one in expected])
+
+    def finish(self) -> dict[str, object]:
+        """Compare, after the reload; return what was compared.
+
+        Raises:
+            UnshardError: the engine holds other values, or nothing was compared.
+        """
+        for first in self._groups.keys() - self._parts.keys():  # vLLM did not ask for them
+            self._keep(first, self._weights.read(self._groups[first]))
+        parts = {first: self._parts[first].result() for first in self._groups}
+        path, found = self._weights.path, [(first, one) for first in parts for one in parts[first]]
+        problems = [f"{part.title} for {first}" for first, part in found if not part.is_held()]
+        problems += [
+            f"nothing of {first} can be compared"
+            for first in self._written
+            if not any(part.count for part in parts[first])
+        ]
+        elements = sum(part.count for _, part in found)
+        if problems or not elements:
+            shown = ", ".join(problems[:_SHOWN])
+            raise UnshardError(
+                f"{path}: the engine does not hold this checkpoint after the reload",
+                found=f"{counted(len(problems), 'other parameter')}: {shown}",
+                hint="end the engine: what it holds is not known",
+            )
+        known = {"path": path, "step": self._weights.step, "unchecked": sorted(self._unchecked)}
+        return {**known, "parameters": len(found), "elements": elements}
+
+    def _expected(
+        self, written: Iterable[_Scratch]
+    ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+        """Yield what a parameter is called, its values or a part of them, and how to get the same.
+
+        Parameters of which nothing is yielded are added to those that are not compared.
+        """
+        fused: dict[nn.Module, dict[str, Tensor]] = {}
+        for one in written:
+            if has_experts(one.module):
+                fused.setdefault(one.module, {})[one.name] = one.values
+                continue
+            title, found = f"{type(one.module).__name__}.{one.name}", False
+            for values, held in self._pairs(one):
+                found = True
+                yield title, values, held
+            if not found:
+                self._unchecked.add(title)
+        for module, loaded in fused.items():
+            titles = {name: f"{type(module).__name__}.{name}" for name in loaded}
+            experts = self._experts[module]
+            if experts is not None:
+                for name, values, rows in packed_experts(module, experts, loaded):
+                    yield titles.pop(name), values, partial(_held, module, name, rows)
+            self._unchecked.update(titles.values())
+
+    def _pairs(self, scratch: _Scratch) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+        """Yield the values of a scratch tensor, or a part of them, and how to get the same."""
+        module, name, values, live = scratch.module, scratch.name, scratch.values, scratch.live
+        method = getattr(module, "quant_method", None)
+        if not (method is None or isinstance(method, _UNQUANTIZED)):
+            return  # vLLM may have changed the order of the values
+        if live.shape == values.shape and live.dtype == values.dtype:
+            yield values, partial(_held, module, name)
+        if name == "weight" and values.ndim == 2:
+            for user in self._users.get(id(live), ()):
+                chosen = _columns(values.shape[1])
+                # The multiplication makes 0 of -0.
+                yield values[:, chosen] + 0, partial(_unpack, user, values.shape[1], values.dtype)
 
 
-def _record(
-    written: dict[tuple[int, str], _Scratch], module: nn.Module, name: str, shadow: Tensor
-) -> None:
-    """Put a shadow in the place of a parameter, whose loader writes into scratch memory."""
-    load: Any = getattr(shadow, "weight_loader", default_weight_loader)
-    while load.__name__ == "online_process_loader":  # an earlier reload has left it there
-        load = load.__wrapped__
-    key = (id(module), name)
-
-    def load_scratch(*args: object, **given: object) -> object:
-        if key not in written:
-            written[key] = _Scratch(module, name, original)
-        values = written[key].values
-        if "param" in given:
-            return load(*args, **{**given, "param": values})
-        return load(values, *args[1:], **given)
-
-    original = to_meta_tensor(shadow)  # with the loader as it was
-    shadow.weight_loader = load_scratch  # type: ignore[attr-defined]  # vLLM's attribute
-    module._parameters[name] = shadow  # type: ignore[assignment]  # of the class of a parameter
+def _held(module: nn.Module, name: str, rows: Tensor | None = None) -> Tensor:
+    """Return what a module computes with, or rows of it."""
+    live = module.get_parameter(name).detach()
+    return live if rows is None else live[rows.to(live.device)]
 
 
-def _compared(
-    model: _Model, written: Iterable[_Scratch], unchecked: set[str]
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what a parameter is called, its values or a part of them, and what the engine holds.
-
-    Parameters of which nothing is yielded are added to `unchecked`.
-    """
-    fused: dict[nn.Module, dict[str, Tensor]] = {}
-    for one in written:
-        title, found = f"{type(one.module).__name__}.{one.name}", False
-        if has_experts(one.module):
-            fused.setdefault(one.module, {})[one.name] = one.values
-            continue
-        for expected, held in _pairs(model, one):
-            found = True
-            yield title, expected, held
-        if not found:
-            unchecked.add(title)
-    for module, loaded in fused.items():
-        titles = {name: f"{type(module).__name__}.{name}" for name in loaded}
-        for name, expected, held in compare_experts(module, loaded):
-            yield titles.pop(name), expected, held
-        unchecked.update(titles.values())
+def _columns(columns: int) -> Tensor:
+    """Return which columns of a packed matrix are compared: all, or those at even distances."""
+    return torch.arange(0, columns, max(1, columns // _COLUMNS))
 
 
-def _pairs(model: _Model, scratch: _Scratch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the values of a scratch tensor, or a part of them, and what the engine holds."""
-    module, values = scratch.module, scratch.values
-    live = module._parameters[scratch.name]
-    method = getattr(module, "quant_method", None)
-    if live is None or not (method is None or isinstance(method, _UNQUANTIZED)):
-        return  # vLLM may have changed the order of the values
-    if live.shape == values.shape and live.dtype == values.dtype:
-        yield values, live.detach().to("cpu")
-    if scratch.name == "weight" and values.ndim == 2:
-        for user in model.modules():  # a tied head has its own packed matrix
-            if user._parameters.get("weight") is live and hasattr(user, "cpu_linear"):
-                yield _unpack(user, values)
-
-
-def _unpack(module: nn.Module, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return columns of a matrix, all or at even distances, and the same of the packed one."""
-    columns = values.shape[1]
-    chosen = torch.arange(0, columns, max(1, columns // _COLUMNS))
-    inputs = torch.zeros(len(chosen), columns, dtype=values.dtype)
+def _unpack(module: nn.Module, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return columns of a packed matrix."""
+    chosen = _columns(columns)
+    inputs = torch.zeros(len(chosen), columns, dtype=dtype)
     inputs[torch.arange(len(chosen)), chosen] = 1
     multiply: Any = module.cpu_linear
     found: Tensor = multiply(inputs, module.weight, None)
-    return values[:, chosen], found.T.to(values.dtype)
+    return found.T.to(dtype) + 0
