@@ -383,6 +383,7 @@ VALUES: dict[str, list[tuple[Options, Options]]] = {
     "private": [(BASE, {"push_to_hub": "a/b", "private": True})],
     "dry_run": [(BASE, {"dry_run": True})],
     "verify": [(BASE, {"verify": "off"})],
+    "checksums": [],  # which --reuse excludes
     "workers": [(BASE, {"workers": 5})],
     "memory": [(BASE, {"memory": "70MB"})],
     "engine": [(BASE, {"engine": "ray"})],

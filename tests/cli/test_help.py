@@ -137,7 +137,7 @@ MERGE, BASED, ROLES, AVERAGE, EMA = (
     line for line in LINES if line.split()[1] in {"merge", "average"}
 )
 (RESHARD,) = (line for line in LINES if line.startswith("unshard reshard"))
-(VERIFY,) = (line for line in LINES if line.startswith("unshard verify"))
+VERIFY, *_ = (line for line in LINES if line.startswith("unshard verify"))
 INSPECT, _STORE = (line for line in LINES if line.startswith("unshard inspect"))
 
 
