@@ -41,7 +41,7 @@ COMMANDS = dict(commands("", app))
 def shown(command: str, option: str = "--help") -> str:
     words = [*command.split(), option]
     done = CliRunner().invoke(app, words, prog_name="unshard", terminal_width=80)
-    assert done.exit_code == 0
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 

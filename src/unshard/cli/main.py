@@ -11,7 +11,7 @@ import click
 from unshard import __version__, signals
 
 _EMPTY_VALUE = re.compile(r"--[a-z0-9-]+=")
-_SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
+_HELP = {"help_option_names": ["-h", "--help"]}
 _ENGINE = {"allow_extra_args": True, "ignore_unknown_options": True}  # its options are its own
 # The module of each command, and what it does: `--help` imports none of them.
 _COMMANDS = {
@@ -76,10 +76,10 @@ class _Commands(click.Group):
 
             place = self.table[cmd_name][0]
             function = getattr(import_module(f"unshard.cli.{place}"), cmd_name)
-            settings = {"context_settings": _ENGINE} if place == "engines" else {}
+            settings = {**_HELP, **(_ENGINE if place == "engines" else {})}
             needs_numpy = place in ("commands", "comparing")
             function = guarded(function, import_numpy if needs_numpy else None)
-            self.commands[cmd_name] = command(function, Grouped, **settings)
+            self.commands[cmd_name] = command(function, Grouped, context_settings=settings)
         return self.commands.get(cmd_name)
 
     def format_commands(
@@ -129,7 +129,7 @@ app = _Commands(
             _complete,
         ),
     ],
-    **_SETTINGS,
+    context_settings=_HELP,
 )
 app.add_command(
     _Commands(

@@ -9,13 +9,13 @@ unshard inspect s3://bucket/my-run/global_step_100
 unshard hint checkpoints/my-run
 unshard verify my-model --against checkpoints/my-run/global_step_100
 unshard verify my-model --checksums sums.txt
-unshard diff checkpoints/my-run/global_step_100 checkpoints/my-run/global_step_200
+unshard diff my-run/global_step_100 my-run/global_step_200
 unshard diff my-model checkpoints/my-run --layers
-unshard checksums checkpoints/my-run/global_step_100 > sums.txt
+unshard checksums checkpoints/my-run/global_step_100
 unshard average checkpoints/my-run averaged --last 3 --schedule 1-sqrt
 unshard average outputs averaged --base Qwen/Qwen3-8B --ema-decay 0.9
 unshard reshard checkpoints/my-run/global_step_100 resharded --world-size 8
-unshard delta my-run/global_step_100 my-run/global_step_110 changes --dtype bfloat16
+unshard delta my-run/global_step_100 my-run/global_step_110 changes
 unshard delta --run checkpoints/my-run s3://bucket/my-run-archive
 unshard apply my-model changes my-newer-model
 unshard apply s3://bucket/my-run-archive my-model --step 110
