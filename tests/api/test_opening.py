@@ -173,12 +173,12 @@ def test_what_is_decompressed_is_there_until_it_is_closed(compressed: Path) -> N
 def test_what_is_decompressed_is_removed_if_opening_fails(
     compressed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unshard.api import sources
+    from unshard.read.dcp import items
 
     def failing(*_: object) -> None:
         raise CorruptError("broken")
 
-    monkeypatch.setattr(sources, "inflate", failing)
+    monkeypatch.setattr(items, "inflate", failing)
     with pytest.raises(CorruptError, match="broken"):
         unshard.open_checkpoint(compressed)
     assert left(compressed) == []

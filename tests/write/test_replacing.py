@@ -181,7 +181,7 @@ def test_where_both_were_saved_both_stay(tmp_path: Path, monkeypatch: pytest.Mon
         save(target / "notes.txt", "after")
         return real(*args)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(unshard.write.staging.commit, "settle", settle)
+    monkeypatch.setattr(unshard.write.staging.replacing, "settle", settle)
     (said,) = merge_over(target)
     found = read(target)
     assert found["notes.txt"] == "after"

@@ -74,7 +74,7 @@ def diff(
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Show what changed between two checkpoints, merged models or steps.
+    """Show what changed between two checkpoints, models or steps.
 
     Values are compared bit by bit, under the names that merge writes; nothing is merged. Exit code
     0 means that nothing differs, 1 that something does.

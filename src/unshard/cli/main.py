@@ -22,7 +22,7 @@ _COMMANDS = {
         "commands",
         "Compare a merged model with a checkpoint, a model, or checksums.",
     ),
-    "diff": ("comparing", "Show what changed between two checkpoints, merged models or steps."),
+    "diff": ("comparing", "Show what changed between two checkpoints, models or steps."),
     "checksums": ("comparing", "Print the SHA-256 of each tensor that merge would write."),
     "average": ("commands", "Average checkpoints into a Hugging Face directory, in one pass."),
     "reshard": ("commands", "Write a checkpoint for other ranks or in another format."),

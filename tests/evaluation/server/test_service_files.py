@@ -53,7 +53,7 @@ def test_the_unit_and_the_container_start_a_server() -> None:
         assert one["work_dir"] == Path("/var/lib/unshard-eval/work")
         assert one["log_format"] == "json"
     (looked,) = re.findall(r"unshard-eval (unshard eval doctor .*)$", container, re.MULTILINE)
-    assert parsed(shlex.split(looked))["root"] == [Path("/data/runs")]
+    assert parsed(shlex.split(looked))["root"] == (Path("/data/runs"),)
 
 
 def test_the_unit_stops_by_a_drain_and_leaves_evaluators_alone() -> None:
