@@ -53,7 +53,8 @@ class _Feeder:
             case tuple() if type(value) is tuple and value and isinstance(value[0], Path):
                 self._add("paths", self._digest_of_paths(value))
             case tuple():
-                self._add(type(value).__name__, b"%d" % len(value))
+                size = b"%d" % len(value) if type(value) is tuple else b""
+                self._add(type(value).__name__, size)
                 for one in value:
                     self.feed(one)
             case _ if is_dataclass(value):
