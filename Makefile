@@ -38,13 +38,15 @@ $(VENV)/.installed: pyproject.toml
 	$(VENV)/bin/$(INSTALL) -e .
 	touch $@
 
-# torch first and by exact version: a CPU build, and nothing that follows may replace it.
+# torch first and by exact version: a CPU build, and nothing that follows may replace it. vLLM, which
+# sees these packages, would load ModelExpress as a plugin, without what that needs.
 $(TEST_VENV)/.installed: pyproject.toml tests/requirements/test.txt tests/requirements/trainers.txt
 	@$(PYTHON) -c "$$NEED_PYTHON"
 	$(PYTHON) -m venv $(TEST_VENV)
 	$(TEST_VENV)/bin/$(INSTALL) $(TORCH)
 	$(TEST_VENV)/bin/$(INSTALL_LOCKED)test.txt
 	$(TEST_VENV)/bin/$(INSTALL_LOCKED)trainers.txt
+	rm -f `$(TEST_VENV)/bin/python $(PACKAGES)`/modelexpress-*.dist-info/entry_points.txt
 	$(TEST_VENV)/bin/$(INSTALL) --no-deps -e .
 	touch $@
 
