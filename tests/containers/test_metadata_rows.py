@@ -72,7 +72,7 @@ def metadata(
     return Metadata(described, None, storage)  # type: ignore[arg-type]  # as torch calls it
 
 
-class SmallBatches(pickle._Pickler):  # type: ignore[name-defined,misc]  # pickle has it
+class SmallBatches(pickle._Pickler):
     """Python's own pickler, with less than 1,000 entries in a batch."""
 
     _BATCHSIZE = 40

@@ -201,7 +201,8 @@ class _ScratchModel:
             return load(values, *args[1:], **given)
 
         shadow.weight_loader = load_scratch  # vLLM's attribute
-        return shadow
+        made: Tensor = shadow
+        return made
 
     def _materialize(self, shadow: Tensor) -> Tensor:
         with torch.device("cpu"):
