@@ -203,7 +203,7 @@ def test_a_database_of_a_later_version_is_refused_and_not_touched(tmp_path: Path
 def test_connections_that_open_an_old_database_at_once_migrate_it_once(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    applied = list[int]()
+    applied, version = list[int](), version_of(old)
     barrier = threading.Barrier(4)
 
     def counted(_connection: sqlite3.Connection) -> None:
@@ -220,13 +220,14 @@ def test_connections_that_open_an_old_database_at_once_migrate_it_once(
         list(pool.map(opens, range(4)))
     assert applied == [1]
     assert version_of(old) == LATEST + 1
-    assert len(list(old.parent.glob("jobs-v*.sqlite"))) == 1
+    (copy,) = old.parent.glob("jobs-v*.sqlite")
+    assert version_of(copy) == version
 
 
-def test_a_migration_that_fails_leaves_the_version_before_it(
+def test_a_migration_that_fails_leaves_everything_as_it_was(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = rows_of(old, "jobs")
+    version, jobs, results = version_of(old), rows_of(old, "jobs"), rows_of(old, "results")
 
     def fails(connection: sqlite3.Connection) -> None:
         connection.execute("DELETE FROM results")
@@ -239,9 +240,9 @@ def test_a_migration_that_fails_leaves_the_version_before_it(
         with pytest.raises(UsageError, match="cannot be opened") as error:
             Store(old)
     assert "disk is full" in error.value.found
-    assert version_of(old) == LATEST
-    assert len(rows_of(old, "jobs")) == len(before)
-    assert rows_of(old, "results")
+    assert version_of(old) == version
+    assert (rows_of(old, "jobs"), rows_of(old, "results")) == (jobs, results)
+    assert results
     Store(old).close()
 
 

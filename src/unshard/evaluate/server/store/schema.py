@@ -228,8 +228,8 @@ _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _add_deliveries,
     _say_more_of_numbers,
 )
-"""Each runs in a transaction of its own. What was released is never changed: a new one is appended,
-and the tests get a database of the version before it."""
+"""What was released is never changed: a new one is appended, and the tests get a database of the
+version before it."""
 
 LATEST = len(_MIGRATIONS)
 """The version of the tables that this module makes."""
@@ -238,22 +238,21 @@ LATEST = len(_MIGRATIONS)
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
     """Bring a database to the latest version; one with tables is copied next to it before.
 
-    Several processes may do it at once: each migration is applied once. A database that is up to
-    date is not written to.
+    All in one transaction: several processes may do it at once, none sees a version in between,
+    and what fails leaves everything as it was. A database that is up to date is not written to.
 
     Raises:
         UsageError: a later version of unshard made it, or the copy cannot be made; it is as it was.
     """
-    began_with = _checked_version(connection, path)
-    if 0 < began_with < LATEST:
-        with writing(connection):  # nobody else brings it up to date meanwhile
-            if (version := _checked_version(connection, path)) < LATEST:
-                _back_up(path, version)
-    for number, change in enumerate(_MIGRATIONS[began_with:], began_with + 1):
-        with writing(connection):
-            if _checked_version(connection, path) < number:  # another process may have been first
-                change(connection)
-                connection.execute(f"PRAGMA user_version = {number}")
+    if _checked_version(connection, path) == LATEST:
+        return
+    with writing(connection):
+        began_with = _checked_version(connection, path)  # another process may have been first
+        if 0 < began_with < LATEST:
+            _back_up(path, began_with)
+        for change in _MIGRATIONS[began_with:]:
+            change(connection)
+        connection.execute(f"PRAGMA user_version = {LATEST}")
     if 0 < began_with < LATEST:
         _log.info("%s: its tables are now of version %d", path, LATEST)
 
