@@ -78,6 +78,7 @@ EXIT_CODES = """## Exit codes
 | 4 | names or dtypes cannot be resolved |
 | 5 | the output: exists, no space, not writable |
 | 6 | an object store does not answer, or refuses a request |
+| 70 | no memory, no room for standard output, or a defect of unshard |
 | 130 | interrupted (Ctrl-C); 143 after SIGTERM, 129 after SIGHUP |
 
 With `--json` stdout has one JSON object: the report, or `{"error": {"type", "code", "message",

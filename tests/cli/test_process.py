@@ -144,7 +144,7 @@ def test_any_encoding_of_stdout_will_do(verl: Path, tmp_path: Path, encoding: st
 @pytest.mark.parametrize(
     ("shell", "code"),
     [
-        ('"$@" > /dev/full', 1),
+        ('"$@" > /dev/full', 70),
         ('"$@" >&-', 0),
         ('"$@" 2>&-', 0),
         ('"$@" 2> /dev/full', 0),
@@ -158,11 +158,11 @@ def test_what_cannot_be_printed_does_not_stop_the_work(
         out = tmp_path / f"out_{number}"
         arguments = [str(out)] if number == 0 else ["--output", str(out)]
         done = run(*command, str(verl), *arguments, shell=shell)
-        assert done.returncode == code, done.stderr
+        assert done.returncode == (min(code, 1) if number else code), done.stderr
         assert b"Traceback" not in done.stderr
         assert b"Exception" not in done.stderr
         assert (out / "model.safetensors").exists()
-        assert (b"standard output cannot be written: No space left" in done.stderr) == (code == 1)
+        assert (b"standard output cannot be written: No space left" in done.stderr) == (code > 1)
 
 
 # A library that prints in a thread of its own while a command works.
@@ -211,7 +211,7 @@ def test_a_current_directory_that_was_deleted_is_reported(
     gone = f"mkdir {tmp_path}/gone && cd {tmp_path}/gone && rmdir {tmp_path}/gone && "
     arguments = ["."] if command == CONVERT[1:] else []
     done = run("-m", *command, *arguments, shell=gone + '"$@"')
-    assert done.returncode == 1
+    assert done.returncode == (1 if command == CONVERT[1:] else 2)
     assert b"the current directory has been deleted\n  hint:     cd to another" in done.stderr
     assert b"Traceback" not in done.stderr
 

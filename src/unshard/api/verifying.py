@@ -77,7 +77,8 @@ def verify(
     Raises:
         UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
     """
-    _check(against, checksums, (atol, rtol), load=load)
+    has_more = load or bool(options.get("engine"))
+    _check(against, checksums, (atol, rtol), has_more=has_more)
     place = given_path(output, "the output")
     other = given_path("." if against is None else against, "⟦--against⟧")
     with blaming(place):
@@ -120,14 +121,14 @@ def _check(
     checksums: str | Path | None,
     tolerances: tuple[float, float],
     *,
-    load: bool,
+    has_more: bool,
 ) -> None:
     if not all(0 <= one < inf for one in tolerances):
         raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
     if (against is None) is (checksums is None):
         raise UsageError("verify needs either ⟦--against⟧ or ⟦--checksums⟧")
-    if checksums is not None and (any(tolerances) or load):
-        raise UsageError("⟦--checksums⟧ excludes ⟦--atol⟧, ⟦--rtol⟧ and ⟦--load⟧")
+    if checksums is not None and (any(tolerances) or has_more):
+        raise UsageError("⟦--checksums⟧ excludes ⟦--atol⟧, ⟦--rtol⟧, ⟦--load⟧ and ⟦--engine⟧")
 
 
 def _has_scales(checkpoint: Checkpoint) -> bool:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TextIO
 
 from unshard import signals
-from unshard.errors import UnshardError, printable
+from unshard.errors import UnshardError, UsageError, printable
 from unshard.fronts import Call, Command, Python
 
 P = ParamSpec("P")
 
-_FAILED = 1
+_FAILED = 70  # as EX_SOFTWARE of sysexits.h: 1 means different, where models are compared
 # Imports and plans make many objects and hardly any garbage cycle: collections by Python's own
 # threshold took a tenth of the start, and a quarter of planning 36,000 experts.
 _YOUNG_OBJECTS = 50_000
@@ -71,7 +71,7 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
             signals.ignore()
             _flush()  # in a log of both streams, an error comes after what led to it
     except SystemExit as end:
-        code = _FAILED
+        code = failure or _FAILED
         if end.code is None or isinstance(end.code, int):
             code = end.code or 0
         else:
@@ -87,13 +87,14 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
         code = signals.exit_code(error)
     except MemoryError:
         print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
-        code = _FAILED
-    except Exception as error:  # noqa: BLE001 (a defect of ours: shown as Python does, code included)
+        code = failure or _FAILED
+    except Exception as error:  # noqa: BLE001 (a defect of ours: shown as Python does)
+        code = failure or _FAILED
         if isinstance(error, FileNotFoundError) and not _has_directory():
             print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
+            code = failure or UsageError.exit_code
         else:
             sys.excepthook(*sys.exc_info())
-        code = _FAILED
     lost = _flush()
     if lost is not None and code == 0:
         print(
@@ -101,7 +102,7 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
             "  the command did its work; what it printed is incomplete",
             file=sys.stderr,
         )
-        code = _FAILED
+        code = failure or _FAILED
     return code
 
 
