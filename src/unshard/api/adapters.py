@@ -1,15 +1,19 @@
-"""Adapters in or next to a checkpoint: fused, or refused with what to do."""
+"""Adapters in or next to a checkpoint: fused, written by themselves, or refused with why."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.api.options import MergeOptions
 from unshard.api.sources import adapter_beside
 from unshard.containers.json_file import json_object
+from unshard.convert.expected.tensors import check_plain
 from unshard.convert.heads import left_out_heads
 from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
+from unshard.convert.outputs import Converted, Precision, finish
 from unshard.convert.recipes import Recipe, Take, take
 from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
@@ -17,12 +21,37 @@ from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.showing import counted
+from unshard.showing import counted, listed
 from unshard.tensors.catalog import Catalog
-from unshard.write.companions import ADAPTER_CONFIG_NAME
+from unshard.write.companions import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_NAME,
+    PIPELINE_ADAPTER,
+    adapter_config_json,
+)
 
 if TYPE_CHECKING:
     from unshard.read.base import Base
+
+
+class AdapterFile(NamedTuple):
+    """The file of an adapter: its name, and what its header states besides the format."""
+
+    name: str = ADAPTER_NAME
+    metadata: Mapping[str, str] = MappingProxyType({})
+
+
+PEFT_FILE = AdapterFile()
+
+
+class SeparateAdapter(NamedTuple):
+    """An adapter by itself; `files` has its config, if that is another file."""
+
+    tensors: Sequence[Converted]
+    written: AdapterFile
+    files: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+    names_checked: str = "none"
 
 
 def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
@@ -153,3 +182,46 @@ def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UnshardError:
         return _of_megatron(checkpoint)
     where = checkpoint.location.weights_dir
     return UsageError(f"⟦--lora {lora}⟧: {where} has no LoRA adapter")
+
+
+def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateAdapter:
+    """Return an adapter as PEFT or diffusers loads it: its tensors, whose dtypes stay, and config.
+
+    Raises:
+        UsageError: an option does not apply to an adapter.
+        ConversionError: there is none, or its config is not known.
+    """
+    from unshard.convert.lora.files import adapter_tensors, list_absent
+
+    source = checkpoint.adapter or checkpoint
+    split = split_adapter(as_stored(source.catalog))
+    if not split.pairs:
+        raise no_adapter(checkpoint, options.lora)
+    # Options that do not apply to an adapter by itself are refused, not ignored.
+    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
+    unused = [name.replace("_", "-") for name in never if name in options.chosen]
+    if options.lora == "adapter" and unused:
+        raise UsageError(
+            f"⟦--lora adapter⟧ writes the adapter as it is: ⟦--{unused[0]}⟧ does not apply",
+            hint="leave it out, or write the fused model",
+        )
+    named, model, base = adapter_tensors(split), checkpoint.config, checkpoint.base
+    config = read_adapter_config(source.location)
+    fields = None if model is None else model.fields
+    text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)
+    files, written = {ADAPTER_CONFIG_NAME: text}, PEFT_FILE
+    if model is not None and model.library.name == "diffusers":
+        from unshard.convert.lora.pipelines import pipeline_adapter
+
+        named, metadata = pipeline_adapter(named, json.loads(text), model)
+        files, written = {}, AdapterFile(PIPELINE_ADAPTER, metadata)
+    check_plain(named, (), selects=True)
+    made = SeparateAdapter(finish(named, Precision()), written, files)
+    if base is None:
+        return made
+    trained = training_names(as_stored(base), checkpoint.config)
+    if absent := list_absent(split, [*base.files, *trained]):
+        number = counted(len(absent), "module")
+        note = f"{base.name} lacks {number} that the adapter adapts: {listed(absent)}"
+        made = made._replace(notes=(note,))
+    return made._replace(names_checked="base")

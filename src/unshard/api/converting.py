@@ -9,7 +9,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
-from unshard.api.adapters import as_stored, fuse_adapter, no_adapter
+from unshard.api.adapters import PEFT_FILE, AdapterFile, fuse_adapter, separate_adapter
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
@@ -26,11 +26,9 @@ from unshard.convert.heads import (
     with_embedding,
     without_trl_wrapper,
 )
-from unshard.convert.lora.names import split_adapter
-from unshard.convert.names import hub_names, names_of_base, training_names
+from unshard.convert.names import hub_names, names_of_base
 from unshard.convert.outputs import (
     Converted,
-    Precision,
     average_tensors,
     finish,
     precision,
@@ -45,11 +43,10 @@ from unshard.convert.quantised import (
     true_config,
 )
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, takes
-from unshard.errors import ConversionError, UsageError, raise_all
+from unshard.errors import ConversionError, raise_all
 from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
-from unshard.read.beside.adapter_config import read_adapter_config
 from unshard.read.format import shortened
 from unshard.read.model_config import Fields, ModelConfig, config_at
 from unshard.read.open import Checkpoint
@@ -58,10 +55,7 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
 from unshard.write.companions import (
-    ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
     OPTIMIZER_NAME,
-    adapter_config_json,
     optimizer_json,
 )
 from unshard.write.execute import are_equal
@@ -71,7 +65,6 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "lora_adapter"
 """Where an adapter is written that is written by itself too."""
-ADAPTER_FILE = f"{ADAPTER_FOLDER}/{ADAPTER_NAME}"
 _INCIDENTAL_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that may differ between saves of one model."""
 
@@ -88,6 +81,7 @@ class Conversion:
         files: small files to write next to the weights, by their paths.
         beside: other tensors to write, by the pattern of their files: the state of the optimizer,
             an adapter by itself.
+        adapter: the adapter's file, if one is written.
     """
 
     tensors: Sequence[Converted]
@@ -96,6 +90,7 @@ class Conversion:
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
     beside: Mapping[str, Sequence[Converted]] = field(default_factory=dict)
+    adapter: AdapterFile = PEFT_FILE
 
 
 def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True) -> Conversion:
@@ -108,7 +103,9 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
     """
     last = sources.last
     if options.lora == "adapter":
-        return _separate_adapter(last, options)
+        alone = separate_adapter(last, options)
+        told = {"notes": alone.notes, "names_checked": alone.names_checked}
+        return Conversion(alone.tensors, None, files=alone.files, adapter=alone.written, **told)
     each = [convert_one(one, options) for one in sources.checkpoints]
     made = each[0] if len(each) == 1 else _average(sources, each)
     recipes = {one.name: one.recipe for one in made.tensors}
@@ -129,9 +126,10 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         made, notes = _quantised(made, notes)
     made = replace(made, notes=notes, names_checked=by)
     if options.lora == "both":
-        adapter = _separate_adapter(last, options)
+        adapter = separate_adapter(last, options)
         files = {f"{ADAPTER_FOLDER}/{name}": text for name, text in adapter.files.items()}
-        return replace(made, files=files, beside={ADAPTER_FILE: adapter.tensors})
+        beside = {f"{ADAPTER_FOLDER}/{adapter.written.name}": adapter.tensors}
+        return replace(made, files=files, beside=beside, adapter=adapter.written)
     if last.optimizer is None:
         return made
     from unshard.convert.optimizer import convert_optimizer
@@ -150,39 +148,6 @@ def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tu
     tensors = quantise(made.tensors)
     config = made.config and quantisation_config(made.config, tensors.value)
     return replace(made, tensors=tensors.value, config=config), (*notes, *tensors.notes)
-
-
-def _separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
-    """Return an adapter as PEFT loads it: its tensors, whose dtypes stay, and its small files."""
-    from unshard.convert.lora.files import adapter_tensors, list_absent
-
-    source = checkpoint.adapter or checkpoint
-    split = split_adapter(as_stored(source.catalog))
-    if not split.pairs:
-        raise no_adapter(checkpoint, options.lora)
-    # Options that do not apply to an adapter by itself are refused, not ignored.
-    never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
-    unused = [name.replace("_", "-") for name in never if name in options.chosen]
-    if options.lora == "adapter" and unused:
-        raise UsageError(
-            f"⟦--lora adapter⟧ writes the adapter as it is: ⟦--{unused[0]}⟧ does not apply",
-            hint="leave it out, or write the fused model",
-        )
-    tensors = finish(adapter_tensors(split), Precision())
-    check_plain({one.name: one.recipe for one in tensors}, (), selects=True)
-    config = read_adapter_config(source.location)
-    fields = None if checkpoint.config is None else checkpoint.config.fields
-    base = checkpoint.base
-    text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)
-    made = Conversion(tensors, None, (), files={ADAPTER_CONFIG_NAME: text})
-    if base is None:
-        return made
-    trained = training_names(as_stored(base), checkpoint.config)
-    if absent := list_absent(split, [*base.files, *trained]):
-        number = counted(len(absent), "module")
-        note = f"{base.name} lacks {number} that the adapter adapts: {listed(absent)}"
-        made = replace(made, notes=(note,))
-    return replace(made, names_checked="base")
 
 
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard import __version__
-from unshard.api.converting import ADAPTER_FILE, Conversion, convert
+from unshard.api.converting import ADAPTER_FOLDER, Conversion, convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.open_files import OpenFiles
@@ -28,14 +28,14 @@ from unshard.progress import Listener, ignore, warn
 from unshard.progress import Stage as Progress
 from unshard.read.beside.companions import Companions
 from unshard.read.hub_files import RECORD_NAME
-from unshard.read.model_config import ModelConfig
+from unshard.read.model_config import NO_LIBRARY, Library, ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
-    ADAPTER_NAME,
+    PIPELINE_ADAPTER,
     companion_files,
     is_state_file,
     state_file_names,
@@ -83,9 +83,19 @@ class Prepared:
         return self.sources.last
 
     @property
+    def library(self) -> Library:
+        """The library that loads the output."""
+        if self.config is not None:
+            return self.config.library
+        if ADAPTER_CONFIG_NAME in self.files:
+            return Library("peft")
+        is_adapter = any(one.filename == PIPELINE_ADAPTER for one in self.plan.layout.files)
+        return Library("diffusers") if is_adapter else NO_LIBRARY
+
+    @property
     def loadable(self) -> bool:
-        """Whether the output has the config that transformers or PEFT needs to load it."""
-        return self.config is not None or ADAPTER_CONFIG_NAME in self.files
+        """Whether a library is known to load the output."""
+        return self.library.loads is True
 
 
 def plan_output(
@@ -95,7 +105,8 @@ def plan_output(
     read = (*sources.notes, *without_checksums(sources.catalogs, options.verify))
     if options.lora == "adapter":  # a directory that PEFT loads, without companions
         alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
-        plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=ADAPTER_NAME))
+        name, metadata = made.adapter
+        plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=name, metadata=metadata))
         by, told = made.names_checked, (*read, *made.notes)
         return Prepared(alone, made.tensors, plan, None, told, made.files, names_checked=by)
     base, size = sources.last.base, options.max_shard_size
@@ -105,15 +116,19 @@ def plan_output(
         is_safetensors = all(one.endswith(".safetensors") for one in base.files.values())
         like = base.files if is_safetensors else None
     shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
-    layout = lay_out(made.tensors, shard_bytes, like=like)
+    config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
+    stem = (NO_LIBRARY if config is None else config.library).weights
+    pattern = f"{sources.last.companions.folder}{stem}{{suffix}}.safetensors"
+    layout = lay_out(made.tensors, shard_bytes, like=like, pattern=pattern)
     beside = [
-        lay_out(tensors, _ONE_FILE if pattern == ADAPTER_FILE else shard_bytes, pattern=pattern)
+        lay_out(tensors, _ONE_FILE, pattern=pattern, metadata=made.adapter[1])
+        if pattern.startswith(ADAPTER_FOLDER)
+        else lay_out(tensors, shard_bytes, pattern=pattern)
         for pattern, tensors in made.beside.items()
         if tensors
     ]
     plan = make_plan(layout.with_files_of(beside))
     _log_plan(made.tensors, plan)
-    config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     if config and options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
         notes.append(Text(f"{note}; to cast them: ⟦+--dtype config⟧"))
     return Prepared(
@@ -352,6 +367,7 @@ def make_report(
         peak_memory_bytes=peak_memory(),
         dry_run=dry_run,
         loadable=prepared.loadable,
+        library=prepared.library.name,
         names_checked=prepared.names_checked,
         changed_from_base=changed,
         url=url,
@@ -370,8 +386,9 @@ def output_names(prepared: Prepared) -> list[str]:
 
 def _companion_files(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the other files that belong to the model."""
-    config = ("config.json",) if prepared.config is not None else ()
-    return (*config, *prepared.checkpoint.companions.files, *prepared.files)
+    companions = prepared.checkpoint.companions
+    config = (f"{companions.folder}config.json",) if prepared.config is not None else ()
+    return (*config, *companions.files, *prepared.files)
 
 
 def _weight_files(prepared: Prepared) -> list[str]:

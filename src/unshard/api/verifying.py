@@ -23,10 +23,11 @@ from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
 from unshard.read.format import blaming
 from unshard.read.hub_files import RECORD_NAME
+from unshard.read.model_config import TRANSFORMERS
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
-from unshard.write.verification.comparison import ByConfig, Comparison, Tolerances
+from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
 # What shaped the output shapes what it is compared with, but for casts, which are allowed for,
 # another file, and what says how to read: this depends on what `against` is.
@@ -65,8 +66,9 @@ def verify(
         atol: allowed |ours - theirs|; `rtol` adds to it.
         rtol: allowed |ours - theirs| / |theirs|. If both are 0, the comparison is bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
-        load: also load names and shapes with transformers (extra `torch`). Of an output in an
-            object store, config.json is copied into a temporary directory for that.
+        load: also load names and shapes with transformers or diffusers, whichever the config is
+            for (extra `torch`). Of an output in an object store, config.json is copied into a
+            temporary directory for that.
         names: "hub" or "training", as given to `merge`; default: as in the output's record.
         listener: as for `merge`.
         options: as given to `merge`; the defaults of `include`, `exclude`, `quantize` and
@@ -108,10 +110,8 @@ def verify(
             found = compare(mine, other_side, tolerances, engine)
         found = replace(found, by_config=_compare_by_config(ours, chosen))
         if load:
-            from unshard.write.verification.load import forms_of, verify_load
-
             heard(Stage("loading"))
-            loading = verify_load(ours.location.weights_dir, forms_of(mine))
+            loading = _load(ours, mine)
             found = replace(found, loading=loading)
         return found
 
@@ -129,6 +129,28 @@ def _check(
         raise UsageError("verify needs either ⟦--against⟧ or ⟦--checksums⟧")
     if checksums is not None and (any(tolerances) or has_more):
         raise UsageError("⟦--checksums⟧ excludes ⟦--atol⟧, ⟦--rtol⟧, ⟦--load⟧ and ⟦--engine⟧")
+
+
+def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:
+    """Load names and shapes of an output by the library of its config.
+
+    Raises:
+        UsageError: that cannot be tried: for this library, or because it is not installed.
+        OutputError: it does not load them.
+    """
+    from unshard.write.verification.load import forms_of, verify_load
+
+    config, forms = ours.config, forms_of(tensors)
+    library = TRANSFORMERS if config is None else config.library
+    if config is not None and library.name == "diffusers":
+        from unshard.engines.diffusion import place_in_diffusers
+
+        return place_in_diffusers(config, forms)
+    if library.name != "transformers":
+        of = f"a config of {library.name}" if library.name else "no field that names a library"
+        what = f"⟦--load⟧: {config and config.path} is not of transformers or diffusers"
+        raise UsageError(what, found=of)
+    return verify_load(ours.location.weights_dir, forms)
 
 
 def _has_scales(checkpoint: Checkpoint) -> bool:

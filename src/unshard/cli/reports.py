@@ -38,7 +38,12 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     if report.names_checked == "none":
         print("names not checked: neither a base model nor the config says which tensors there are")
     if not report.loadable:
-        print("weights only: not loadable by transformers without a config.json")
+        if report.library:
+            print(f"weights only: nobody tried whether {report.library} loads them")
+        elif "config.json" in report.companions:
+            print("weights only: config.json does not say which library loads them")
+        else:
+            print("weights only: not loadable by transformers without a config.json")
 
 
 def print_reshard(report: "ReshardReport", *, as_json: bool, quiet: bool) -> None:

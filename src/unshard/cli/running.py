@@ -85,16 +85,9 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
     except KeyboardInterrupt as error:
         print(signals.message(error), file=sys.stderr)
         code = signals.exit_code(error)
-    except MemoryError:
-        print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
-        code = failure or _FAILED
-    except Exception as error:  # noqa: BLE001 (a defect of ours: shown as Python does)
-        code = failure or _FAILED
-        if isinstance(error, FileNotFoundError) and not _has_directory():
-            print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
-            code = failure or UsageError.exit_code
-        else:
-            sys.excepthook(*sys.exc_info())
+    except Exception as error:  # noqa: BLE001 (also a defect of ours)
+        code = _tell(error, failed)
+        code = failure or code
     lost = _flush()
     if lost is not None and code == 0:
         print(
@@ -104,6 +97,18 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
         )
         code = failure or _FAILED
     return code
+
+
+def _tell(error: Exception, failed: str) -> int:
+    """Print what ended a command, a defect of ours as Python does; return the exit code."""
+    if isinstance(error, MemoryError):
+        print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
+    elif isinstance(error, FileNotFoundError) and not _has_directory():
+        print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
+        return UsageError.exit_code
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return _FAILED
 
 
 def _advise(error: UnshardError) -> None:

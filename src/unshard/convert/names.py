@@ -123,9 +123,9 @@ def _rules(config: _Config) -> _NamingRules:
     unknown = ""
     if config is None:
         unknown = "there is no config.json, so the model family is not known"
-    elif model_types[0] not in _FAMILY_OF:
+    elif model_types[0] not in _FAMILY_OF and config.library.name in ("", "transformers"):
         unknown = f"model type {model_types[0] or '(none)'} is not known"
-    outer = () if unknown else families[0].renames
+    outer = families[0].renames if model_types[0] in _FAMILY_OF else ()
     inner = (rename for family in families for rename in family.renames)
     nested = (rename for rename in inner if not rename.training.startswith("^"))
     renames = tuple(dict.fromkeys((*nested, *outer)))

@@ -8,6 +8,7 @@ by name, so that every tensor is aligned and the file is byte for byte what `sav
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_header
@@ -19,6 +20,7 @@ from unshard.tensors.dtypes import DType
 OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
 """What the files of an optimizer's state are called."""
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
 U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8
@@ -127,11 +129,13 @@ def lay_out(
     *,
     like: Mapping[str, str] | None = None,
     pattern: str = "model{suffix}.safetensors",
+    metadata: Mapping[str, str] = _NOTHING,
 ) -> Layout:
     """Distribute tensors over files of at most `max_shard_size` bytes of data (or one tensor).
 
     With `like`, the weight map of another model, its files are made instead; a tensor that it does
-    not have goes where the one before it goes.
+    not have goes where the one before it goes. `pattern` may begin with a folder. `metadata` is
+    what headers state besides the format.
 
     Raises:
         ConversionError: a header would be longer than the format allows, or there is no tensor.
@@ -140,6 +144,8 @@ def lay_out(
         raise ConversionError("there is no tensor to write")
     by_name = {tensor.name: tensor for tensor in tensors}
     if like is not None and any(name in like for name in by_name):
+        folder, slash, _ = pattern.rpartition("/")
+        like = {name: folder + slash + file for name, file in like.items()}
         weight_map = _followed(by_name, like, pattern)
     elif sum(map(_size, tensors)) <= max_shard_size:
         weight_map = dict.fromkeys(by_name, pattern.format(suffix=""))
@@ -157,7 +163,8 @@ def lay_out(
     members: dict[str, list[Converted]] = {}
     for name, tensor in by_name.items():
         members.setdefault(weight_map[name], []).append(tensor)
-    files = tuple(_output_file(name, members[name]) for name in sorted(members))
+    stated = {**_METADATA, **metadata}
+    files = tuple(_output_file(name, members[name], stated) for name in sorted(members))
     return Layout(files, weight_map, sum(map(_size, tensors)), pattern.format(suffix=""))
 
 
@@ -173,9 +180,10 @@ def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> di
 
 
 def index_json(layout: Layout) -> bytes:
-    """Return the index file, which maps tensors to files, as transformers writes it."""
+    """Return the index file, which maps tensors to files beside it, as transformers writes it."""
     metadata = {"total_parameters": layout.total_parameters, "total_size": layout.total_size}
-    index = {"metadata": metadata, "weight_map": dict(layout.weight_map)}
+    files = {name: file.rpartition("/")[2] for name, file in layout.weight_map.items()}
+    index = {"metadata": metadata, "weight_map": files}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -183,7 +191,9 @@ def _size(tensor: Converted) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
-def _output_file(filename: str, tensors: list[Converted]) -> OutputFile:
+def _output_file(
+    filename: str, tensors: list[Converted], metadata: Mapping[str, str]
+) -> OutputFile:
     placed = []
     at = 0
     order = {code: place for place, code in enumerate(_FILE_ORDER)}
@@ -193,7 +203,7 @@ def _output_file(filename: str, tensors: list[Converted]) -> OutputFile:
         placed.append(OutputTensor(tensor.name, tensor.dtype, shape, tensor.recipe, (at, end)))
         at = end
     entries = [HeaderEntry(t.name, t.dtype, t.shape, *t.data_offsets) for t in placed]
-    header = encode_header(entries, _METADATA)
+    header = encode_header(entries, metadata)
     if len(header) - 8 > MAX_HEADER:
         raise ConversionError(
             f"{filename}: its header of {len(placed)} tensors would take {len(header)} bytes",

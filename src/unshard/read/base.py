@@ -15,7 +15,8 @@ from unshard.containers.file_states import FileStates, noting
 from unshard.errors import CheckpointError, ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
 from unshard.read.format import Location, ReadOptions, blaming
-from unshard.read.hub_files import INDEX_NAME, file_names, weight_map
+from unshard.read.hub_files import INDEX_NAME, INDEX_NAMES, PIPELINE_INDEX, file_names, weight_map
+from unshard.read.pipelines import component_of, others_of
 from unshard.read.tree import Tree
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.stores.remote_path import path_of
@@ -72,6 +73,8 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
         )
     if not is_local:
         directory = _from_hub(spec, needs_weights=needs_weights)
+    if (directory / PIPELINE_INDEX).is_file():
+        return _in_pipeline(spec, directory, states, is_local=is_local)
     companions = companions_in(directory)
     companions.note(states)
     if _holds_weights(directory) or needs_weights:
@@ -83,14 +86,29 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
     # The names are in the headers of the files on the hub, or else in the index.
     if not is_local and (found := _from_headers(spec, companions)) is not None:
         return found
-    index = directory / INDEX_NAME
-    if not index.is_file():
+    indices = [directory / name for name in INDEX_NAMES if (directory / name).is_file()]
+    if not indices:
         raise ConversionError(
             f"⟦--base {shlex.quote(spec)}⟧: has neither weights nor {INDEX_NAME}",
             found=str(directory),
             hint="give a directory with a whole Hugging Face model",
         )
-    return Base(spec, weight_map(index), {}, {}, companions)
+    return Base(spec, weight_map(indices[0]), {}, {}, companions)
+
+
+def _in_pipeline(spec: str, directory: Path, states: FileStates, *, is_local: bool) -> Base:
+    """Return the component that training changes; its companions are the rest of the pipeline."""
+    if not is_local:
+        raise ConversionError(
+            f"⟦--base {shlex.quote(spec)}⟧: a pipeline, which is copied as a whole",
+            hint="download it with hf download, and give its directory",
+        )
+    component = component_of(directory)
+    own = companions_in(component)
+    companions = Companions(own.config_file, others_of(component), f"{component.name}/")
+    own.note(states)
+    companions.note(states)
+    return _with_weights(spec, component, companions)
 
 
 def local_base(name: str, directory: Path) -> Base:

@@ -13,6 +13,9 @@ from unshard.containers.safetensors_file import HeaderEntry, SafetensorsFile, re
 from unshard.errors import CorruptError
 
 INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAMES = (INDEX_NAME, "diffusion_pytorch_model.safetensors.index.json")
+PIPELINE_INDEX = "model_index.json"
+"""Names the components of a pipeline of diffusers."""
 RECORD_NAME = "unshard.json"
 """What a merge records next to the weights that it made: see `write.record`."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError
@@ -32,6 +33,33 @@ _TIE = "tie_word_embeddings"
 _DTYPES = ("dtype", "torch_dtype")
 
 
+class Library(NamedTuple):
+    """The library that a config was written for, and that loads the model.
+
+    Attributes:
+        name: what Python imports; "" where nothing in the config says.
+        weights: the stem of its files of weights.
+        loads: whether it loads what a merge writes; None: that could not be tried.
+    """
+
+    name: str
+    weights: str = "model"
+    loads: bool | None = True
+
+
+TRANSFORMERS = Library("transformers")
+_LIBRARIES = (  # the fields that name one; the first that a config has all of
+    (("model_type",), TRANSFORMERS),
+    (("architectures",), TRANSFORMERS),
+    (("transformers_version",), TRANSFORMERS),
+    (("_class_name",), Library("diffusers", "diffusion_pytorch_model")),
+    (("architecture", "pretrained_cfg"), Library("timm", loads=None)),
+    (("model_cfg", "preprocess_cfg"), Library("open_clip", loads=None)),
+    (("type", "input_features", "output_features"), Library("lerobot", loads=None)),
+)
+NO_LIBRARY = Library("", loads=False)
+
+
 @dataclass(frozen=True, eq=False)
 class ModelConfig:
     """The fields of a config.json, and the file they were read from, where it was a file."""
@@ -43,6 +71,12 @@ class ModelConfig:
     def nested(self) -> tuple[Fields, ...]:
         """This config, then all configs inside it, at any depth and under any key."""
         return self.fields, *_inside(self.fields)
+
+    @property
+    def library(self) -> Library:
+        """The library that loads a model with this config."""
+        found = (one for marks, one in _LIBRARIES if all(mark in self.fields for mark in marks))
+        return next(found, NO_LIBRARY)
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -105,8 +139,11 @@ class ModelConfig:
         """Return a config that is true of the output.
 
         The dtype keys, also of nested configs that have one, name that of the weights, if it is
-        given; `architectures` loses the `FSDP` that FSDP2 puts before class names.
+        given; `architectures` loses the `FSDP` that FSDP2 puts before class names. The config of
+        another library stays as it is: none of them states a dtype.
         """
+        if self.library.name not in ("transformers", ""):
+            return self
         fields = dict(self.fields)
         architectures = fields.get("architectures")
         if isinstance(architectures, list):
@@ -114,7 +151,7 @@ class ModelConfig:
                 one.removeprefix("FSDP") if isinstance(one, str) else one for one in architectures
             ]
         if dtype is not None:
-            if not any(key in fields for key in _DTYPES):
+            if self.library.name and not any(key in fields for key in _DTYPES):
                 # Version 5 of transformers writes `dtype`, version 4 `torch_dtype`.
                 major = str(fields.get("transformers_version", "")).partition(".")[0]
                 is_new = major.isdigit() and int(major) >= 5

@@ -25,6 +25,7 @@ from unshard.read.finding.candidates import at_same_step
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import notes_of, writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
+from unshard.read.hub_files import PIPELINE_INDEX
 from unshard.read.model_config import ModelConfig
 from unshard.read.step_names import step_of
 from unshard.read.tree import Tree
@@ -186,6 +187,10 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
 
     with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
+        if (start / PIPELINE_INDEX).is_file():
+            from unshard.read.pipelines import component_of
+
+            start = component_of(start)
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(Tree(), start)):
             what = "has no whole weights" if start.exists() else "no such file or directory"

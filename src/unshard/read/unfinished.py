@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unshard.containers.safetensors_file import read_safetensors
 from unshard.errors import CorruptError, UnshardError
-from unshard.read.hub_files import INDEX_NAME, weight_map
+from unshard.read.hub_files import INDEX_NAMES, weight_map
 from unshard.stores.remote_path import RemotePath
 
 _SHARD = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
@@ -31,11 +31,11 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
         if match is not None
         for number in range(1, int(match[2]) + 1)
     }
-    if INDEX_NAME in names:
+    for index in names.intersection(INDEX_NAMES):
         try:
-            wanted |= set(weight_map(folder / INDEX_NAME).values())
+            wanted |= set(weight_map(folder / index).values())
         except CorruptError:
-            return f"{INDEX_NAME} is not finished"
+            return f"{index} is not finished"
     if missing := sorted(wanted - names):
         return f"{missing[0]} is missing"
     for path in folder.glob("*.safetensors"):

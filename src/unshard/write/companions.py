@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
+PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
+"""What pipelines of diffusers load an adapter from."""
 EXTRA_STATE_NAME = "extra_state_merged.pt"
 SCHEDULER_NAME = "lr_scheduler_state.json"
 OPTIMIZER_NAME = "optimizer.json"
@@ -47,7 +49,7 @@ def companion_files(companions: Companions, config: ModelConfig | None) -> dict[
     files: dict[str, bytes | Path] = {}
     if config is not None:
         text = json.dumps(config.fields, indent=2, ensure_ascii=False) + "\n"
-        files["config.json"] = text.encode()
+        files[f"{companions.folder}config.json"] = text.encode()
     return {**files, **companions.files}
 
 
@@ -59,7 +61,7 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
     """
     for name, source in files.items():
         target = directory / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
             copy = target.open("xb")
         except FileExistsError as error:

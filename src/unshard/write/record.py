@@ -15,15 +15,16 @@ from unshard.containers.json_file import json_object
 from unshard.errors import CheckpointError
 from unshard.plan.layout import Layout
 from unshard.read.format import Location
-from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
+from unshard.read.hub_files import INDEX_NAMES, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.stores.remote_path import RemotePath
 from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
 from unshard.write.dirfd import read_file
 
 _WEIGHTS = re.compile(
-    r"(model|pytorch_model|adapter_model)(\.[\w-]+)?(-\d{5}-of-\d{5})?\.(safetensors|bin)"
-    r"|(model\.safetensors|pytorch_model\.bin)\.index(\.[\w-]+)?\.json"
+    r"(model|(diffusion_)?pytorch_model|adapter_model|pytorch_lora_weights)(\.[\w-]+)?(-\d{5}-of-\d{5})?"
+    r"\.(safetensors|bin)"
+    r"|(model\.safetensors|(diffusion_)?pytorch_model\.(bin|safetensors))\.index(\.[\w-]+)?\.json"
 )
 
 
@@ -64,7 +65,7 @@ class OutputRecord(NamedTuple):
         """Return whether a file of this size was written there by unshard."""
         if path == RECORD_NAME:
             return True
-        if self.is_older and (path == INDEX_NAME or not is_weight_file(path)):
+        if self.is_older and (path in INDEX_NAMES or not is_weight_file(path)):
             return path != ADAPTER_CONFIG_NAME or ADAPTER_NAME in self.sizes
         return self.sizes.get(path) == size
 

@@ -32,8 +32,11 @@ class Report:
         memory_bytes: bound on the buffers.
         seconds: how long it took; peak_memory_bytes: of this process so far.
         dry_run: nothing was written.
-        loadable: whether transformers finds what it needs next to the weights: a config.json, or,
-            for an adapter alone, an adapter_config.json. False: these are weights, not a model.
+        loadable: whether a library finds what it needs next to the weights: the config.json of a
+            library that is known to load the output, or, for an adapter alone, an
+            adapter_config.json. False: these are weights, not a model.
+        library: the one that the config is for ("transformers", "diffusers", "peft", "timm", …);
+            empty if nothing says.
         names_checked: what the names of the tensors were checked against: "config", "base", or
             "none"; in the last case a missing tensor was not noticed.
         changed_from_base: how many tensors differ from the base model's, and how many were
@@ -71,6 +74,7 @@ class Report:
     skipped: tuple[Skipped, ...]
     bytes_copied: int = 0
     reused: bool = False
+    library: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:

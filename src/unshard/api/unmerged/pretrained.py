@@ -64,6 +64,8 @@ def from_pretrained(
     No tensor is written to disk, except that the items of a compressed checkpoint are decompressed
     into a temporary directory. Memory is the model plus a few buffers.
 
+    A config of diffusers makes the class of diffusers that it names; `dtype` alone applies then.
+
     Config and generation config are those of the checkpoint, or of `base`. As after a merge, the
     model has the dtype of the weights unless `dtype` is given. Code that a config names is run only
     with `trust_remote_code=True`. Notes (adapters that were fused) are `UnshardWarning`s.
@@ -104,6 +106,8 @@ def from_pretrained(
         sources = _with_local_config(_read_sources(checkpoint, options, stack), stack)
         source = sources.last
         made = convert(sources, options, all_shapes=False)  # transformers compares them
+        if made.config is not None and made.config.library.name == "diffusers":
+            return _load_diffusers(sources, made, kwargs, options)
         config = _choose_config(source, made, given, kwargs)
         loader, built, rest = choose_loader(auto_class, config, kwargs)
         with _reading(sources, made.tensors) as tensors:
@@ -116,6 +120,20 @@ def from_pretrained(
     place = source.location.place if len(sources.checkpoints) == 1 else checkpoint
     model.name_or_path = model.config.name_or_path = str(place)
     return model
+
+
+def _load_diffusers(
+    sources: Sources, made: Conversion, kwargs: dict[str, object], options: MergeOptions
+) -> "PreTrainedModel":
+    """Load a model of diffusers; see `engines.diffusion`."""
+    from unshard.engines.diffusion import load_diffusers
+
+    with hearing(None) as heard:
+        warn(heard, made.notes)
+    config = cast("ModelConfig", made.config)
+    with _reading(sources, made.tensors) as tensors:
+        # What it returns has no class in common with those of transformers but torch's.
+        return cast("PreTrainedModel", load_diffusers(config, tensors, kwargs, options.allowed))
 
 
 def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:

@@ -42,10 +42,12 @@ class Companions:
     Attributes:
         config_file: the model's config.json, or what is known instead of it; or None.
         files: every other file to copy, by its name in the output.
+        folder: of the model in the output: that of a component, with a slash, or "".
     """
 
     config_file: ConfigFile | None = None
     files: Mapping[str, Path] = field(default_factory=dict)
+    folder: str = ""
 
     @property
     def config(self) -> Path | None:
@@ -61,7 +63,8 @@ class Companions:
     @property
     def paths(self) -> dict[str, Path]:
         """All of them by their names, config.json too."""
-        return {**({} if self.config is None else {_CONFIG: self.config}), **self.files}
+        config = {} if self.config is None else {f"{self.folder}{_CONFIG}": self.config}
+        return {**config, **self.files}
 
     def note(self, states: FileStates) -> None:
         """Take note of how the files are now: they are copied later."""
@@ -141,7 +144,7 @@ def _in_run(folder: Path) -> Companions:
         config = here.model
     except CorruptError:
         return here  # the error is raised where it is used
-    if config is None or not {"model_type", "architectures"} & config.fields.keys():
+    if config is None or not config.library.name:
         return Companions()
     if "auto_map" in config.fields:
         return here
@@ -179,8 +182,11 @@ _TOKENIZER = (
 def completed(own: Companions, base: Companions) -> Companions:
     """Return a checkpoint's companions, completed by the base model's.
 
-    A tokenizer, a processor, code are taken whole or not at all: parts of two do not fit.
+    A tokenizer, a processor, code are taken whole or not at all: parts of two do not fit. Of a
+    pipeline all files are taken.
     """
+    if base.folder:
+        return replace(base, config_file=own.config_file or base.config_file)
     have = {_kind(name) for name in own.files}
     added = {name: path for name, path in base.files.items() if _kind(name) not in have}
     return Companions(own.config_file or base.config_file, {**own.files, **added})

@@ -31,6 +31,7 @@ from unshard.read.finding.candidates import (
 from unshard.read.finding.markers import MARKERS
 from unshard.read.finding.ranking import DEFAULT_ROLES, Run, choose, sets_near
 from unshard.read.format import Choice, Location, blaming, role_in
+from unshard.read.hub_files import PIPELINE_INDEX
 from unshard.read.step_names import is_state, step_of_parents
 from unshard.read.tree import LONGEST_TEXT, Tree
 from unshard.stores.remote_path import why_unlisted
@@ -77,6 +78,10 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
                 hint=f"give the directory, {path.parent}, or the one of a step",
             )
         start = tree.resolve(path.parent) / path.name if is_file else tree.resolve(path)
+        if not is_file and PIPELINE_INDEX in tree.inside(start):
+            from unshard.read.pipelines import component_of
+
+            start = component_of(start)
         place = start.parent if is_file else start
         if is_checkpoint_file(tree, start):
             yield choose(tree, start, [alone(tree, start)], choice, start=start)

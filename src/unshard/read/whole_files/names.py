@@ -3,7 +3,8 @@
 An index decides where there is one. Where there is none, numbered files must be complete; and
 safetensors come before torch.save files, as transformers reads them.
 
-Sources: transformers' file name constants, accelerate's `pytorch_model_fsdp.bin`.
+Sources: the file name constants of transformers and diffusers, accelerate's
+`pytorch_model_fsdp.bin`.
 """
 
 import re
@@ -20,7 +21,10 @@ from unshard.showing import counted
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
-_KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
+_KINDS = (
+    *(("model", "safetensors"), ("pytorch_model", "bin")),
+    *(("diffusion_pytorch_model", "safetensors"), ("diffusion_pytorch_model", "bin")),
+)
 _ACCELERATE = "pytorch_model_fsdp.bin"
 DELTA = "delta_manifest.json"
 """Lists the files of a version with only what changed (lmms-engine)."""

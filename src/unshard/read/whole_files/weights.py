@@ -244,8 +244,9 @@ def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, lis
     if files[0].name == "pytorch_model_fsdp.bin":
         return "accelerate", []
     config = config_at(directory / "config.json", known)
-    is_saved = config is not None and "transformers_version" in config.fields
-    return ("transformers" if is_saved else "unknown"), []
+    fields = {} if config is None else config.fields
+    by = (("transformers_version", "transformers"), ("_diffusers_version", "diffusers"))
+    return next((writer for mark, writer in by if mark in fields), "unknown"), []
 
 
 def _made_from(source: Mapping[str, object]) -> str:

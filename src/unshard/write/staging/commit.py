@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unshard.errors import OutputError
-from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
+from unshard.read.hub_files import INDEX_NAMES, RECORD_NAME
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.dirfd import (
     Identity,
@@ -238,8 +238,8 @@ def _in_order(target: Path, old: int, new: int, replaced: Collection[str]) -> li
     """
     _check_folders(target, old, new)
     paths = _paths(new)
-    weights = [path for path in paths if is_weight_file(path) and path != INDEX_NAME]
-    last = [path for path in (INDEX_NAME, RECORD_NAME) if path in paths]
+    weights = [path for path in paths if is_weight_file(path) and path not in INDEX_NAMES]
+    last = [path for path in (*INDEX_NAMES, RECORD_NAME) if path in paths]
     over = {*replaced, *filter(is_state_file, paths)}
     if not find_strangers(old, [ADAPTER_CONFIG_NAME]):
         over.add(ADAPTER_CONFIG_NAME)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
-from unshard.read.hub_files import INDEX_NAME, RECORD_NAME
+from unshard.read.hub_files import INDEX_NAMES, RECORD_NAME
 from unshard.showing import listed
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.dirfd import closing, status_of
@@ -192,7 +192,7 @@ def have_same_tensors(target: Path, fd: int, output: Path, paths: Sequence[str])
 def _may_have_tensors(fd: int, paths: Iterable[str]) -> bool:
     """Return whether files may have an output's tensors: by their names, and if not links."""
     return all(
-        (path == INDEX_NAME or _is_safetensors(path))
+        (path in INDEX_NAMES or _is_safetensors(path))
         and (status := status_of(path, within=fd)) is not None
         and stat.S_ISREG(status.st_mode)
         for path in paths
@@ -200,7 +200,7 @@ def _may_have_tensors(fd: int, paths: Iterable[str]) -> bool:
 
 
 def _is_safetensors(path: str) -> bool:
-    return is_weight_file(path) and path.startswith("model") and path.endswith(".safetensors")
+    return is_weight_file(path) and not path.startswith("adapter") and path.endswith(".safetensors")
 
 
 def _tensors(directory: Path, names: Iterable[str]) -> dict[str, _Tensor]:
