@@ -47,7 +47,7 @@ HEAVY = {"torch", "transformers", "accelerate", "ray", "sglang", "vllm"}
 # their own tests show it.
 ON_DEMAND = {
     "write.verification.load",
-    "engines.diffusion",
+    "engines.libraries",
     "engines.into_torch",
     "engines.into_transformers",
     "engines.ray.cluster",

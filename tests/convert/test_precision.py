@@ -9,7 +9,8 @@ import torch
 import unshard
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import UsageError
-from unshard.convert.outputs import KEPT_IN_16_BITS, KEPT_IN_FLOAT16, Precision, precision
+from unshard.convert.kept import KEPT_BY_CLASS, KEPT_IN_16_BITS, KEPT_IN_FLOAT16
+from unshard.convert.outputs import Precision, precision
 from unshard.keywords import DtypeLike
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import BY_NAME
@@ -118,6 +119,18 @@ def test_the_tables_are_those_of_the_installed_transformers(
         known = [one for one in table if f"{model_type}_".startswith(f"{one}_")]
         assert {part for one in known for part in table[one]} == parts, model_type
     assert not [one for one in table if not any(f"{of}_".startswith(f"{one}_") for of in stated)]
+
+
+def test_the_table_of_classes_is_that_of_the_installed_diffusers() -> None:
+    import diffusers
+
+    stated = {}
+    for name in dir(diffusers):
+        one = getattr(diffusers, name) if name.endswith(("Model", "former", "3", "o", "er")) else 0
+        if isinstance(one, type) and issubclass(one, diffusers.ModelMixin):
+            stated[name] = tuple(one._keep_in_fp32_modules or ())
+    assert len(stated) > 100
+    assert {name: parts for name, parts in stated.items() if parts} == KEPT_BY_CLASS
 
 
 @pytest.mark.parametrize("model_type", ["glm4v_moe_text", "inkling_mm_model", "muse_spark_audio"])

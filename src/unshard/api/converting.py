@@ -9,7 +9,13 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
-from unshard.api.adapters import PEFT_FILE, AdapterFile, fuse_adapter, separate_adapter
+from unshard.api.adapters import (
+    PEFT_FILE,
+    AdapterFile,
+    SeparateAdapter,
+    fuse_adapter,
+    separate_adapter,
+)
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
 from unshard.containers.chunks import equal_tensors
@@ -48,6 +54,7 @@ from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
 from unshard.read.format import shortened
+from unshard.read.hub_files import MODULES
 from unshard.read.model_config import Fields, ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, listed
@@ -108,7 +115,8 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         return Conversion(alone.tensors, None, files=alone.files, adapter=alone.written, **told)
     each = [convert_one(one, options) for one in sources.checkpoints]
     made = each[0] if len(each) == 1 else _average(sources, each)
-    recipes = {one.name: one.recipe for one in made.tensors}
+    folders = last.companions.folders
+    recipes = {one.name: one.recipe for one in made.tensors if not one.name.startswith(folders)}
     expected, notes, by = None, made.notes, "none"
     if last.base is not None:  # each was compared with its names already
         by = "base"
@@ -126,10 +134,7 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         made, notes = _quantised(made, notes)
     made = replace(made, notes=notes, names_checked=by)
     if options.lora == "both":
-        adapter = separate_adapter(last, options)
-        files = {f"{ADAPTER_FOLDER}/{name}": text for name, text in adapter.files.items()}
-        beside = {f"{ADAPTER_FOLDER}/{adapter.written.name}": adapter.tensors}
-        return replace(made, files=files, beside=beside, adapter=adapter.written)
+        return _with_adapter(made, separate_adapter(last, options))
     if last.optimizer is None:
         return made
     from unshard.convert.optimizer import convert_optimizer
@@ -141,6 +146,13 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         files={OPTIMIZER_NAME: optimizer_json(state)},
         beside={OPTIMIZER_FILES: moments.value},
     )
+
+
+def _with_adapter(made: Conversion, adapter: SeparateAdapter) -> Conversion:
+    """Return the output with an adapter in a folder of its own."""
+    files = {f"{ADAPTER_FOLDER}/{name}": text for name, text in adapter.files.items()}
+    beside = {f"{ADAPTER_FOLDER}/{adapter.written.name}": adapter.tensors}
+    return replace(made, files=files, beside=beside, adapter=adapter.written)
 
 
 def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tuple[str, ...]]:
@@ -159,6 +171,8 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options)
     tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
+    if options.names == "hub":
+        tensors = _in_modules(tensors, checkpoint)
     # How a model is stored is what its own config says: the user's may be that of the output.
     own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)
     tensors = dequantise(tensors, rule, chain(own, [config]))
@@ -188,6 +202,19 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         config = critic_config(resized, tensors)
         config = true_config(config.untied() if ties.different else config, converted)
     return Conversion(converted, config, notes)
+
+
+def _in_modules(tensors: Mapping[str, Recipe], checkpoint: Checkpoint) -> Mapping[str, Recipe]:
+    """Rename the tensors of a model of sentence-transformers to the names in its files."""
+    listed = checkpoint.companions.files.get(MODULES)
+    if listed is None and not any(name.startswith("0.") for name in tensors):
+        return tensors
+    from unshard.read.beside.modules import in_folders, modules_at, refuse_unlisted
+
+    if listed is not None:
+        return in_folders(tensors, modules_at(listed))
+    refuse_unlisted(tensors)
+    return tensors
 
 
 def _without_trainers_names(

@@ -20,15 +20,15 @@ from unshard.engines.crew import Crew
 from unshard.fronts import Text
 from unshard.keywords import SHARD_SIZE
 from unshard.plan.identity import digest_of
-from unshard.plan.layout import lay_out, size_in_bytes
+from unshard.plan.layout import ONE_FILE, lay_out, lay_out_apart, size_in_bytes
 from unshard.plan.operations import Plan
 from unshard.plan.planner import make_plan
 from unshard.plan.work import make_pair
 from unshard.progress import Listener, ignore, warn
 from unshard.progress import Stage as Progress
 from unshard.read.beside.companions import Companions
-from unshard.read.hub_files import RECORD_NAME
-from unshard.read.model_config import NO_LIBRARY, Library, ModelConfig
+from unshard.read.hub_files import MODULES, RECORD_NAME
+from unshard.read.model_config import NO_LIBRARY, SENTENCES, Library, ModelConfig
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import path_of
@@ -49,7 +49,6 @@ from unshard.write.verification.output import verify_light, without_checksums
 
 _log = logging.getLogger(__name__)
 
-_ONE_FILE = 1 << 62
 _COMPANION_ALLOWANCE = 64 * 1024
 
 
@@ -86,7 +85,8 @@ class Prepared:
     def library(self) -> Library:
         """The library that loads the output."""
         if self.config is not None:
-            return self.config.library
+            has_modules = MODULES in self.checkpoint.companions.files
+            return SENTENCES if has_modules else self.config.library
         if ADAPTER_CONFIG_NAME in self.files:
             return Library("peft")
         is_adapter = any(one.filename == PIPELINE_ADAPTER for one in self.plan.layout.files)
@@ -106,7 +106,7 @@ def plan_output(
     if options.lora == "adapter":  # a directory that PEFT loads, without companions
         alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
         name, metadata = made.adapter
-        plan = make_plan(lay_out(made.tensors, _ONE_FILE, pattern=name, metadata=metadata))
+        plan = make_plan(lay_out(made.tensors, ONE_FILE, pattern=name, metadata=metadata))
         by, told = made.names_checked, (*read, *made.notes)
         return Prepared(alone, made.tensors, plan, None, told, made.files, names_checked=by)
     base, size = sources.last.base, options.max_shard_size
@@ -119,15 +119,16 @@ def plan_output(
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
     stem = (NO_LIBRARY if config is None else config.library).weights
     pattern = f"{sources.last.companions.folder}{stem}{{suffix}}.safetensors"
-    layout = lay_out(made.tensors, shard_bytes, like=like, pattern=pattern)
+    tensors, apart = lay_out_apart(made.tensors, sources.last.companions.folders)
+    layout = lay_out(tensors, shard_bytes, like=like, pattern=pattern)
     beside = [
-        lay_out(tensors, _ONE_FILE, pattern=pattern, metadata=made.adapter[1])
+        lay_out(tensors, ONE_FILE, pattern=pattern, metadata=made.adapter[1])
         if pattern.startswith(ADAPTER_FOLDER)
         else lay_out(tensors, shard_bytes, pattern=pattern)
         for pattern, tensors in made.beside.items()
         if tensors
     ]
-    plan = make_plan(layout.with_files_of(beside))
+    plan = make_plan(layout.with_files_of([*apart, *beside]))
     _log_plan(made.tensors, plan)
     if config and options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
         notes.append(Text(f"{note}; to cast them: ⟦+--dtype config⟧"))

@@ -22,7 +22,7 @@ from unshard.plan.work import as_stored
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
 from unshard.read.format import blaming
-from unshard.read.hub_files import RECORD_NAME
+from unshard.read.hub_files import MODULES, RECORD_NAME
 from unshard.read.model_config import TRANSFORMERS
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
@@ -143,9 +143,14 @@ def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:
     config, forms = ours.config, forms_of(tensors)
     library = TRANSFORMERS if config is None else config.library
     if config is not None and library.name == "diffusers":
-        from unshard.engines.diffusion import place_in_diffusers
+        from unshard.engines.libraries import place_in_diffusers
 
         return place_in_diffusers(config, forms)
+    modules = ours.companions.files.get(MODULES)
+    if modules is not None:
+        from unshard.engines.libraries import place_in_modules
+
+        return place_in_modules(modules, forms)
     if library.name != "transformers":
         of = f"a config of {library.name}" if library.name else "no field that names a library"
         what = f"⟦--load⟧: {config and config.path} is not of transformers or diffusers"
@@ -171,6 +176,8 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
         merged["names"] = names or "hub"
     own = output / "config.json"
     merged["config"] = own if own.is_file() else "none"
+    if (output / MODULES).is_file():
+        merged["config"] = output
     chosen = MergeOptions(**options).chosen  # an empty expression is none, as is no alpha
     given = {name: one for name, one in chosen.items() if one or name not in _AS_MERGED}
     return MergeOptions(**merged | cast("MergeKeywords", given) | _ACCEPTING)

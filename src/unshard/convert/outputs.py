@@ -10,7 +10,6 @@ import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -37,68 +36,6 @@ _ALIASES = {
 }
 
 
-def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return what is kept by model type, of a table that lists the types by what is kept."""
-    return {one: tuple(kept.split()) for kept, types in table.items() for one in types.split()}
-
-
-# Parts of names that stay float32 under a cast to 16 bits, by model type, which stands for those
-# of its parts, too (`inkling` for `inkling_text`). Source: `_keep_in_fp32_modules_strict` of
-# transformers 5.23; a test compares.
-KEPT_IN_16_BITS = _by_type(
-    {
-        "e_score_correction_bias": "axk1 axk2 deepseek_v3 deepseek_v32 dots1 dots3_note exaone_moe "
-        "glm4_moe glm4v_moe glm_moe_dsa hy_v3 kolibri1 mimo_v2_flash nemotron_h solar_open",
-        "A_log conv1d dt_bias e_score_correction_bias": "bailing_hybrid",
-        "A_log conv1d dt_bias e_score_correction_bias attn_hc.base attn_hc.scale ffn_hc.base "
-        "ffn_hc.scale": "glm5_next",
-        "attn_hc ffn_hc hc_head sinks position_bias e_score_correction_bias q_a_norm kv_norm norm "
-        "input_layernorm post_attention_layernorm": "deepseek_v4",
-        "attn_sconv mlp_sconv k_sconv v_sconv e_score_correction_bias gate.global_scale": "inkling",
-        "e_score_correction_bias mlp.gate.weight post_attention_convolution post_mlp_convolution "
-        "k_sconv.conv1d v_sconv.conv1d attention_input mlp_input final_input": "inkling2",
-        "e_score_correction_bias mlp.gate.weight post_attention_residual_gate "
-        "post_feedforward_residual_gate": "muse_spark",
-        "e_score_correction_bias fn scale base hc_fn hc_scale hc_base weights_proj k_norm sinks "
-        "lm_head": "hy_v4",
-        "e_score_correction_bias mlp.gate.weight": "beam",
-        "gate.weight moe_statics": "ernie4_5_moe ernie4_5_vl_moe",
-        "gate.weight sinks": "flint",
-        "sinks": "openai_privacy_filter",
-        "conv.norm": "granite_speech5",
-        "codec_model": "kyutai_speech_to_text",
-        "audio_tower multi_modal_projector": "nemo_speechlm",
-        "rotary_emb mlp.gate.weight": "mistral_large4",
-        "embed_positions": "voxtral",
-        "latent_mean latent_std freqs": "gradium_phonon_tts pocket_tts",
-        "structure_attention_cell structure_generator": "slanext",
-        "fourier norm.weight norm.bias norm_mix norm_start norm_single boundaries "
-        "distogram_head": "esmfold2",
-    }
-)
-# The same for casts to float16 only: `_keep_in_fp32_modules`.
-KEPT_IN_FLOAT16 = _by_type(
-    {
-        "indexer.weights_proj": "axk2 deepseek_v32 glm_moe_dsa mistral_large4",
-        "self_attn.compressor.kv_proj self_attn.compressor.gate_proj "
-        "self_attn.compressor.indexer.kv_proj self_attn.compressor.indexer.gate_proj "
-        "self_attn.compressor.indexer.scorer.weights_proj": "deepseek_v4",
-        "query_tokens qformer": "blip-2",
-        "input_layernorm post_attention_layernorm norm": "gpt_oss",
-        "input_layernorm post_attention_layernorm pre_mlp_layernorm post_mlp_layernorm q_norm "
-        "k_norm norm expert_bias": "afmoe",
-        "query_tokens": "instructblip instructblipvideo",
-        "classifier.weight": "longcat_flash",
-        "wo": "mt5 pop2piano t5 udop umt5",
-        "time_decay time_first": "rwkv",
-    }
-)
-# The same for every model: what Mamba, NemotronH and other recurrences raise to powers (they
-# compute with it in float32), and the scales of activations and of the cache, whose 8-bit values
-# are made while a model runs, so that nothing next to them shows it.
-_KEPT_ANYWHERE = (
-    r"(?:^|\.)(?:(?:A_logs?|Ds?|dt_bias)(?:\.\d+)?|(?:\w+_)?(?:[qkv]|kv|prob|input|output)_scale)$"
-)
 _SCALE = re.compile(r"scale|scb|zero|shift|absmax|amax|quant|codebook|centroid|lut", re.IGNORECASE)
 _NO_SCALE = re.compile(r".*weight|(?!weight_).*bias")
 _NO_ELEMENTS = re.compile(r".*(?:index|indexes|ids|mask)|_extra_state")
@@ -306,12 +243,9 @@ def precision(
         return Precision(None, base, _union(patterns))
     target = _target(choice, config)
     if target is not None and target.itemsize == 2:
-        tables = (KEPT_IN_16_BITS, *([KEPT_IN_FLOAT16] if target.name == "float16" else []))
-        types = () if config is None else config.types
-        for known, parts in chain.from_iterable(table.items() for table in tables):
-            if any(f"{one}_".startswith(f"{known}_") for one in types):
-                patterns += (rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts)
-        patterns.append(_KEPT_ANYWHERE)
+        from unshard.convert.kept import kept_names
+
+        patterns += kept_names(config, target)
     return Precision(target, {}, _union(patterns))
 
 

@@ -21,6 +21,8 @@ OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
 """What the files of an optimizer's state are called."""
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+ONE_FILE = 1 << 62
+"""The size of a file that has all tensors."""
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
 U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8
@@ -166,6 +168,24 @@ def lay_out(
     stated = {**_METADATA, **metadata}
     files = tuple(_output_file(name, members[name], stated) for name in sorted(members))
     return Layout(files, weight_map, sum(map(_size, tensors)), pattern.format(suffix=""))
+
+
+def lay_out_apart(
+    tensors: Sequence[Converted], folders: tuple[str, ...]
+) -> tuple[Sequence[Converted], list[Layout]]:
+    """Lay out the tensors whose names begin with a folder, in one file in it; return the others.
+
+    Args:
+        tensors: of a model of several modules.
+        folders: of the modules, each with a slash.
+    """
+    apart: list[Layout] = []
+    for folder in sorted(folders):
+        own = [one for one in tensors if one.name.startswith(folder)]
+        named = [one._replace(name=one.name.removeprefix(folder)) for one in own]
+        if named:
+            apart.append(lay_out(named, ONE_FILE, pattern=f"{folder}model{{suffix}}.safetensors"))
+    return [one for one in tensors if not one.name.startswith(folders)], apart
 
 
 def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> dict[str, str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from unshard.containers.file_states import FileStates, noting
 from unshard.errors import CheckpointError, ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
+from unshard.read.beside.pipelines import component_of, others_of
 from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import INDEX_NAME, INDEX_NAMES, PIPELINE_INDEX, file_names, weight_map
-from unshard.read.pipelines import component_of, others_of
 from unshard.read.tree import Tree
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.stores.remote_path import path_of

@@ -16,6 +16,8 @@ INDEX_NAME = "model.safetensors.index.json"
 INDEX_NAMES = (INDEX_NAME, "diffusion_pytorch_model.safetensors.index.json")
 PIPELINE_INDEX = "model_index.json"
 """Names the components of a pipeline of diffusers."""
+MODULES = "modules.json"
+"""Lists the modules of a model of sentence-transformers."""
 RECORD_NAME = "unshard.json"
 """What a merge records next to the weights that it made: see `write.record`."""
 

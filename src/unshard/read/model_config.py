@@ -48,6 +48,7 @@ class Library(NamedTuple):
 
 
 TRANSFORMERS = Library("transformers")
+SENTENCES = Library("sentence_transformers")
 _LIBRARIES = (  # the fields that name one; the first that a config has all of
     (("model_type",), TRANSFORMERS),
     (("architectures",), TRANSFORMERS),

@@ -188,7 +188,7 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         if (start / PIPELINE_INDEX).is_file():
-            from unshard.read.pipelines import component_of
+            from unshard.read.beside.pipelines import component_of
 
             start = component_of(start)
         place = start.parent if start.is_file() else start

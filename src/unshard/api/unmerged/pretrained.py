@@ -125,8 +125,8 @@ def from_pretrained(
 def _load_diffusers(
     sources: Sources, made: Conversion, kwargs: dict[str, object], options: MergeOptions
 ) -> "PreTrainedModel":
-    """Load a model of diffusers; see `engines.diffusion`."""
-    from unshard.engines.diffusion import load_diffusers
+    """Load a model of diffusers; see `engines.libraries`."""
+    from unshard.engines.libraries import load_diffusers
 
     with hearing(None) as heard:
         warn(heard, made.notes)

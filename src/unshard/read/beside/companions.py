@@ -15,6 +15,7 @@ from pathlib import Path
 from unshard.containers.file_states import FileStates
 from unshard.errors import CorruptError, UsageError
 from unshard.read.format import Location
+from unshard.read.hub_files import MODULES
 from unshard.read.model_config import ConfigFile, ModelConfig
 from unshard.read.step_names import holds_steps
 
@@ -27,9 +28,11 @@ _NAMES = frozenset(
     ice_text.model tekken.json normalizer.json preprocessor_config.json
     video_preprocessor_config.json image_processor_config.json processor_config.json
     audio_tokenizer_config.json feature_extractor_config.json chat_template.jinja chat_template.json
+    modules.json config_sentence_transformers.json sentence_bert_config.json
     """.split()
 )
 _SUFFIXES = (".tiktoken", ".py")
+_OF_WEIGHTS = (".safetensors", ".bin", ".index.json")
 _EXPORTS = ("hf_model", "hf_ckpt", "hf_meta")  # LLaMA-Factory, VeOmni
 _OF_RUN = ("model_assets", "huggingface", "hf_meta")  # VeOmni
 _TEMPLATES = "additional_chat_templates"
@@ -59,6 +62,13 @@ class Companions:
     def model(self) -> ModelConfig | None:
         """What config.json says: see `ConfigFile.model`; None without one."""
         return None if self.config_file is None else self.config_file.model
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """With a slash, the folders of the modules of sentence-transformers; none of others."""
+        if MODULES not in self.files:
+            return ()
+        return tuple({f"{name.rpartition('/')[0]}/" for name in self.files if "/" in name})
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -161,6 +171,8 @@ def companions_in(folder: Path) -> Companions:
         for child in sorted(folder.iterdir())
         if child.is_file() and (child.name in _NAMES or child.name.endswith(_SUFFIXES))
     }
+    if MODULES in files:
+        files |= _of_modules(folder, files[MODULES])
     templates = folder / _TEMPLATES
     if templates.is_dir():
         files |= {
@@ -170,6 +182,20 @@ def companions_in(folder: Path) -> Companions:
     # A pipe is refused when it is read: passed over, the output would silently lack a config.
     is_there = config.exists() and not config.is_dir()
     return Companions(ConfigFile(config) if is_there else None, files)
+
+
+def _of_modules(folder: Path, modules: Path) -> dict[str, Path]:
+    """Return the files, but for weights, in the folders of the modules of sentence-transformers."""
+    from unshard.read.beside.modules import modules_at
+
+    inside = (folder / one.folder for one in modules_at(modules) if one.folder)
+    return {
+        child.relative_to(folder).as_posix(): child
+        for place in inside
+        if place.is_dir()
+        for child in sorted(place.iterdir())
+        if child.is_file() and not child.name.endswith(_OF_WEIGHTS)
+    }
 
 
 _TOKENIZER = (
@@ -195,6 +221,8 @@ def completed(own: Companions, base: Companions) -> Companions:
 def _kind(name: str) -> str:
     if name.startswith(_TOKENIZER) or name.endswith(".tiktoken"):
         return "tokenizer"
+    if "sentence" in name or name == MODULES or "/" in name:
+        return "modules"
     if name.endswith(".py"):
         return "code"
     return "generation" if name.startswith("generation") else "processor"

@@ -79,7 +79,7 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
             )
         start = tree.resolve(path.parent) / path.name if is_file else tree.resolve(path)
         if not is_file and PIPELINE_INDEX in tree.inside(start):
-            from unshard.read.pipelines import component_of
+            from unshard.read.beside.pipelines import component_of
 
             start = component_of(start)
         place = start.parent if is_file else start

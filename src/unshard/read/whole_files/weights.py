@@ -18,6 +18,7 @@ from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CheckpointError, CorruptError, NotMergeableError, UnshardError, raise_all
 from unshard.read.format import Location, ReadOptions, shortened
 from unshard.read.hub_files import (
+    MODULES,
     RECORD_NAME,
     natural_order,
     read_header,
@@ -48,6 +49,8 @@ def read(location: Location, options: ReadOptions) -> Catalog:
             union.add_torch(number, path)
     problems, gaps = _compare(*chosen.index, union.holders) if chosen.index else ([], [])
     union.problems += problems
+    if location.file is None and (location.weights_dir / MODULES).is_file():
+        _add_modules(union, location.weights_dir, options.allowed_globals)
     place = location.file or location.weights_dir
     raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
     writer, made = _origin(chosen.files, options.config_file)
@@ -126,6 +129,24 @@ class _UnitedFiles:
                 )
             )
         self.tensors.setdefault(entry.fqn, entry)
+
+
+def _add_modules(union: _UnitedFiles, directory: Path, allowed: frozenset[str]) -> None:
+    """Add the weights in the folders of the modules of sentence-transformers."""
+    from unshard.read.beside.modules import modules_at
+
+    folders = dict.fromkeys(one.folder for one in modules_at(directory / MODULES))
+    for folder in filter(None, folders):
+        paths = (directory / folder / name for name in ("model.safetensors", "pytorch_model.bin"))
+        path = next((one for one in paths if one.is_file()), None)
+        if path is None:
+            continue
+        own = _UnitedFiles((path,), allowed)
+        own.add_torch(0, path) if path.suffix == ".bin" else own.add_safetensors(0, path)
+        named = {f"{folder}/{name}": entry for name, entry in own.tensors.items()}
+        union.tensors |= {name: replace(entry, fqn=name) for name, entry in named.items()}
+        union.problems += own.problems
+        union.archives += own.archives
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,21 @@
-"""Into diffusers: the model class that a config names, with tensors that are read one by one.
+"""Models of other libraries than transformers: loaded, or their names and shapes compared.
 
-Its `from_pretrained` reads files alone. So the class is built by `from_config`, and gets its values
-as `load_model_dict_into_meta` gives them (diffusers 0.42): in the dtype that is asked for, float32
-by default, and always float32 where the class keeps modules so.
+diffusers' `from_pretrained` reads files alone. So the class that a config names is built by
+`from_config`, and gets its values as `load_model_dict_into_meta` gives them (diffusers 0.42): in
+the dtype that is asked for, float32 by default, and always float32 where the class keeps modules
+so.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import DType
 from unshard.write.verification.comparison import Loading, Mismatch
-from unshard.write.verification.load import Shape, refuse_misfits
+from unshard.write.verification.load import Shape, refuse_misfits, verify_load
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +68,7 @@ def load_diffusers(
     finally:
         torch.set_default_dtype(before)
     places = model.state_dict(keep_vars=True)
-    found = _compare(model, {name: one.shape for name, one in tensors.items()})
+    found = _compare_with(model, {name: one.shape for name, one in tensors.items()})
     missing = () if allowed["allow_missing"] else found.missing
     unexpected = () if allowed["allow_unexpected"] else found.unexpected
     refuse_misfits(Loading(found.model_class, missing, unexpected, found.mismatched))
@@ -93,7 +95,45 @@ def place_in_diffusers(config: ModelConfig, tensors: Mapping[str, tuple[DType, S
         raise _not_installed(error) from error
     with torch.device("meta"):
         model = _build(config)
-    return _compare(model, {name: shape for name, (_, shape) in tensors.items()})
+    return _compare_with(model, {name: shape for name, (_, shape) in tensors.items()})
+
+
+def place_in_modules(listed: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
+    """Compare names and shapes with what sentence-transformers loads from a directory.
+
+    Its first module is a model of transformers, which is compared as one.
+
+    Args:
+        listed: the directory's modules.json.
+        tensors: of all modules, each after its folder.
+
+    Raises:
+        UsageError: sentence-transformers or transformers is not installed.
+        OutputError: it does not load the directory.
+    """
+    from unshard.read.beside.modules import in_folders, modules_at
+
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise _not_installed(error, "sentence-transformers") from error
+    inner = {name: form for name, form in tensors.items() if "/" not in name}
+    first = verify_load(listed.parent, inner)
+    try:
+        model = SentenceTransformer(str(listed.parent), device="cpu", local_files_only=True)
+    except Exception as error:
+        what = f"{listed.parent}: sentence-transformers does not load it: {error}"
+        raise OutputError(what) from error
+    loaded = in_folders(model.state_dict(), modules_at(listed))
+    shapes = {name: tuple(one.shape) for name, one in loaded.items() if "/" in name}
+    found = {name: shape for name, (_, shape) in tensors.items() if "/" in name}
+    apart = _compare("", shapes, found)
+    return Loading(
+        f"{first.model_class} of SentenceTransformer",
+        (*first.missing, *apart.missing),
+        (*first.unexpected, *apart.unexpected),
+        (*first.mismatched, *apart.mismatched),
+    )
 
 
 def _build(config: ModelConfig) -> Any:
@@ -114,26 +154,30 @@ def _build(config: ModelConfig) -> Any:
         raise OutputError(f"{config.path}: diffusers cannot build {name}: {error}") from error
 
 
-def _compare(model: Any, tensors: Mapping[str, Shape]) -> Loading:
+def _compare_with(model: Any, tensors: Mapping[str, Shape]) -> Loading:
     """Return what has no counterpart: as diffusers' loading, which ignores some names."""
     shapes = {name: tuple(one.shape) for name, one in model.state_dict(keep_vars=True).items()}
     ignored: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unexpected = (
-        name
-        for name in tensors.keys() - shapes.keys()
-        if not any(re.search(one, name) for one in ignored)
-    )
+    meant = {
+        name: shape
+        for name, shape in tensors.items()
+        if name in shapes or not any(re.search(one, name) for one in ignored)
+    }
+    return _compare(type(model).__name__, shapes, meant)
+
+
+def _compare(name: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> Loading:
+    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
     mismatched = (
-        Mismatch(name, found, shapes[name])
-        for name, found in sorted(tensors.items())
-        if shapes.get(name, found) != found
+        Mismatch(one, found[one], expected[one])
+        for one in sorted(expected.keys() & found.keys())
+        if expected[one] != found[one]
     )
-    missing = tuple(sorted(shapes.keys() - tensors.keys()))
-    return Loading(type(model).__name__, missing, tuple(sorted(unexpected)), tuple(mismatched))
+    return Loading(name, tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(mismatched))
 
 
-def _not_installed(error: ImportError) -> UsageError:
+def _not_installed(error: ImportError, packages: str = "torch diffusers") -> UsageError:
     return UsageError(
-        f"a model of diffusers: {error.name} is not installed",
-        hint=how_to_install("torch diffusers", "torch"),
+        f"a model of {packages.rsplit(maxsplit=1)[-1]}: {error.name} is not installed",
+        hint=how_to_install(packages, "torch"),
     )

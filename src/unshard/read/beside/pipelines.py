@@ -29,12 +29,14 @@ def component_of(pipeline: Path) -> Path:
         if isinstance(value, list) and len(value) == 2 and value[0] == "diffusers"
         if _TRAINED.search(str(value[1])) and (pipeline / name / "config.json").is_file()
     ]
-    if len(found) == 1:
-        return pipeline / found[0]
+    # By its convention the second of two (`transformer_2` of Wan 2.2) has a number.
+    first = [name for name in found if not name[-1].isdigit()]
+    if len(first) == 1:
+        return pipeline / first[0]
     meant = " or ".join(shlex.quote(str(pipeline / name)) for name in found)
     raise UsageError(
         f"{pipeline}: a pipeline, of which one component is needed",
-        expected="one folder of a transformer or UNet, by model_index.json",
+        expected="one folder of a transformer or UNet without a number, by model_index.json",
         found=", ".join(found) or "none",
         hint=f"give {meant}" if found else "",
     )

@@ -1,0 +1,162 @@
+"""`python -m unshard.compat.verl_omni merge|test`, for `python -m verl_omni.model_merger`."""
+
+from unshard import signals
+
+if __name__ == "__main__":
+    signals.end_at_once()  # before the imports, which take time
+
+import argparse
+import json
+from pathlib import Path
+
+from unshard.compat.commands import merge_line, path_argument, run, showing
+from unshard.errors import ConversionError, CorruptError, UsageError
+from unshard.fronts import Call, Command
+
+_RECORD = "unshard.json"
+_INDEX = "model_index.json"
+
+
+def _arguments() -> argparse.Namespace:
+    shared = argparse.ArgumentParser(add_help=False)
+    for flag, text in (
+        ("--backend", "accepted, and not needed: the files tell"),
+        ("--local_dir", "the checkpoint: global_step_N/actor"),
+        ("--hf_model_config_path", "the folder of its config.json; default: huggingface in it"),
+    ):
+        kinds = {"choices": ("fsdp",), "required": True} if flag == "--backend" else {}
+        shared.add_argument(flag, help=text, **(kinds or {"type": path_argument}))
+    shared.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="accepted, and not needed: no code of a model runs here",
+    )
+    parser = argparse.ArgumentParser(prog="python -m unshard.compat.verl_omni")
+    operations = parser.add_subparsers(dest="operation", required=True)
+    merge = operations.add_parser("merge", parents=[shared], help="merge a checkpoint and save it")
+    merge.add_argument(
+        "--target_dir", default="tmp", type=path_argument, help="where to; default: tmp"
+    )
+    about = "the pipeline that was trained, or its transformer"
+    merge.add_argument(
+        "--base_model", "--base-model", type=path_argument, required=True, help=about
+    )
+    merge.add_argument("--hf_upload_path", help="then upload it to this repository on the hub")
+    merge.add_argument("--private", action="store_true", help="make that repository private")
+    about = "write the whole pipeline, or its transformer alone; default: pipeline"
+    kinds = ("pipeline", "transformer")
+    merge.add_argument(
+        "--output_format", "--output-format", choices=kinds, default="pipeline", help=about
+    )
+    dtypes = ("preserve", "float32", "float16", "bfloat16")
+    merge.add_argument("--dtype", choices=dtypes, default="preserve", help="default: preserve")
+    about = "bytes of the largest file of weights; default: 2 GiB"
+    merge.add_argument(
+        "--max_shard_size", "--max-shard-size", type=int, default=2 << 30, help=about
+    )
+    about = "accepted, and not needed: nothing in a pickle is run"
+    merge.add_argument("--trust-checkpoint", action="store_true", help=about)
+    about = "accepted; a checkpoint of several adapters is refused"
+    merge.add_argument("--adapter-name", default="default", help=about)
+    test = operations.add_parser("test", parents=[shared], help="check an output by its record")
+    test.add_argument(
+        "--test_hf_dir", type=path_argument, required=True, help="the output to check"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Merge or check as the arguments say; print one line of JSON."""
+    arguments = _arguments()
+    (_merge if arguments.operation == "merge" else _test)(arguments)
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from unshard.api import MergeOptions
+    from unshard.api.merging import merge_checkpoint
+    from unshard.read.beside.pipelines import component_of
+
+    if arguments.local_dir is None:
+        raise UsageError("--local_dir is missing", expected="the checkpoint: global_step_N/actor")
+    base: Path = arguments.base_model
+    is_pipeline = (base / _INDEX).is_file()
+    if arguments.output_format == "pipeline" and not is_pipeline:
+        raise UsageError(
+            f"--base_model {base}: is not a pipeline, as --output_format pipeline needs",
+            expected=_INDEX,
+            hint="give the whole pipeline, or --output_format transformer",
+        )
+    if arguments.output_format == "transformer" and is_pipeline:
+        base = component_of(base)
+    options = MergeOptions(
+        dtype="keep" if arguments.dtype == "preserve" else arguments.dtype,
+        base=base,
+        config=arguments.hf_model_config_path,
+        max_shard_size=arguments.max_shard_size,
+        verify="full",
+        checksums=True,
+        extra_state=False,
+        push_to_hub=arguments.hf_upload_path,
+        private=arguments.private and arguments.hf_upload_path is not None,
+    )
+    own = {
+        "push-to-hub": "--hf_upload_path",
+        "private": "--private",
+        "base": "--base_model",
+        "config": "--hf_model_config_path",
+        "dtype": "--dtype",
+        "max-shard-size": "--max_shard_size",
+    }
+    front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
+    with showing(front) as listener:
+        report = merge_checkpoint(
+            arguments.local_dir, arguments.target_dir, options, listener, pass_over=False
+        )
+    record = str(Path(report.output) / _RECORD)
+    print(json.dumps({"output_dir": report.output, "manifest_path": record}))
+
+
+def _test(arguments: argparse.Namespace) -> None:
+    """Compare all files of an output with its record: their sizes, and the values of all tensors.
+
+    Raises:
+        CorruptError: one is missing, or is not what was written.
+    """
+    from unshard import api
+    from unshard.containers.json_file import json_object
+    from unshard.write.record import parse_record
+
+    output: Path = arguments.test_hf_dir
+    path = output / _RECORD
+    front = Command({}, Call("unshard verify", (str(output),), {"checksums": str(path)}))
+    with showing(front) as listener:
+        record = parse_record(path.read_bytes()) if path.is_file() else None
+        if record is None or "checksums" not in json_object(path):
+            raise UsageError(f"{output}: has no {_RECORD} with checksums", hint="merge it again")
+        sizes = {name: output / name for name in record.sizes}
+        wrong = [
+            name
+            for name, file in sizes.items()
+            if not file.is_file() or file.stat().st_size != record.sizes[name]
+        ]
+        found = api.verify(output, checksums=path, listener=listener)
+        wrong += [f"tensor {one.name}" for one in found.different]
+        wrong += [f"tensor {name}" for name in (*found.missing, *found.unexpected)]
+        if wrong:
+            raise CorruptError(f"{output}: is not what was written", found=", ".join(wrong[:8]))
+    print(json.dumps({"integrity": "passed", "architecture": _architecture(output)}))
+
+
+def _architecture(output: Path) -> str:
+    """Return the class of the pipeline, or of the model alone."""
+    from unshard.containers.json_file import json_object
+
+    files = (output / name for name in (_INDEX, "config.json"))
+    name = next((json_object(file).get("_class_name") for file in files if file.is_file()), None)
+    if not isinstance(name, str):
+        raise ConversionError(f"{output}: no _class_name says what it is")
+    return name
+
+
+if __name__ == "__main__":
+    run(main)
