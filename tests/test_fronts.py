@@ -27,7 +27,13 @@ from unshard import CheckpointError, ConversionError, MergeOptions, UnshardError
 from unshard.cli.main import app
 from unshard.cli.main import main as command_line
 from unshard.cli.running import front_of
-from unshard.compat import convert_checkpoint_simple, convert_fsdp_to_hf, merge_fsdp, verl
+from unshard.compat import (
+    convert_checkpoint_simple,
+    convert_fsdp_to_hf,
+    merge_fsdp,
+    verl,
+    verl_omni,
+)
 from unshard.errors import UsageError, printable, raise_all, speaking
 from unshard.fronts import (
     MERGE_OPTIONS,
@@ -233,6 +239,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "write/hub": {"--include", "--revision"},  # of `hf upload`
         "compat/commands": {"--output"},  # of one script; the other's test is below
         "compat/verl": options_of_drop_in(verl.main, monkeypatch),
+        "compat/verl_omni": options_of_drop_in(verl_omni.main, monkeypatch),
         "compat/merge_fsdp": options_of_drop_in(merge_fsdp.main, monkeypatch),
     }
     known = {*MERGE_OPTIONS, *OTHER_OPTIONS, "missing"}  # an option that is not a literal

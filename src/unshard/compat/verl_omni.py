@@ -15,54 +15,59 @@ from unshard.fronts import Call, Command
 
 _RECORD = "unshard.json"
 _INDEX = "model_index.json"
+_OWN = {
+    "push-to-hub": "--hf_upload_path",
+    "private": "--private",
+    "base": "--base_model",
+    "config": "--hf_model_config_path",
+    "dtype": "--dtype",
+    "max-shard-size": "--max_shard_size",
+}
+
+
+_DTYPES = ("preserve", "float32", "float16", "bfloat16")
+_NOT_NEEDED = "accepted, and not needed: "
 
 
 def _arguments() -> argparse.Namespace:
     shared = argparse.ArgumentParser(add_help=False)
-    for flag, text in (
-        ("--backend", "accepted, and not needed: the files tell"),
-        ("--local_dir", "the checkpoint: global_step_N/actor"),
-        ("--hf_model_config_path", "the folder of its config.json; default: huggingface in it"),
-    ):
-        kinds = {"choices": ("fsdp",), "required": True} if flag == "--backend" else {}
-        shared.add_argument(flag, help=text, **(kinds or {"type": path_argument}))
-    shared.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="accepted, and not needed: no code of a model runs here",
-    )
+    about = f"{_NOT_NEEDED}the files tell"
+    shared.add_argument("--backend", required=True, choices=("fsdp",), help=about)
+    about = "the checkpoint: global_step_N/actor"
+    shared.add_argument("--local_dir", type=path_argument, help=about)
+    about = "the folder of its config.json; default: huggingface in the checkpoint"
+    shared.add_argument("--hf_model_config_path", type=path_argument, help=about)
+    about = f"{_NOT_NEEDED}no code of a model runs here"
+    shared.add_argument("--trust-remote-code", action="store_true", help=about)
     parser = argparse.ArgumentParser(prog="python -m unshard.compat.verl_omni")
     operations = parser.add_subparsers(dest="operation", required=True)
-    merge = operations.add_parser("merge", parents=[shared], help="merge a checkpoint and save it")
-    merge.add_argument(
-        "--target_dir", default="tmp", type=path_argument, help="where to; default: tmp"
-    )
+    about = "merge a checkpoint and save it"
+    _add_options_of_merge(operations.add_parser("merge", parents=[shared], help=about))
+    test = operations.add_parser("test", parents=[shared], help="check an output by its record")
+    about = "the output to check"
+    test.add_argument("--test_hf_dir", type=path_argument, required=True, help=about)
+    return parser.parse_args()
+
+
+def _add_options_of_merge(merge: argparse.ArgumentParser) -> None:
+    about = "where to; default: tmp"
+    merge.add_argument("--target_dir", default="tmp", type=path_argument, help=about)
     about = "the pipeline that was trained, or its transformer"
-    merge.add_argument(
-        "--base_model", "--base-model", type=path_argument, required=True, help=about
-    )
+    base = ("--base_model", "--base-model")
+    merge.add_argument(*base, type=path_argument, required=True, help=about)
     merge.add_argument("--hf_upload_path", help="then upload it to this repository on the hub")
     merge.add_argument("--private", action="store_true", help="make that repository private")
     about = "write the whole pipeline, or its transformer alone; default: pipeline"
-    kinds = ("pipeline", "transformer")
-    merge.add_argument(
-        "--output_format", "--output-format", choices=kinds, default="pipeline", help=about
-    )
-    dtypes = ("preserve", "float32", "float16", "bfloat16")
-    merge.add_argument("--dtype", choices=dtypes, default="preserve", help="default: preserve")
+    form = ("--output_format", "--output-format")
+    merge.add_argument(*form, choices=("pipeline", "transformer"), default="pipeline", help=about)
+    merge.add_argument("--dtype", choices=_DTYPES, default="preserve", help="default: preserve")
     about = "bytes of the largest file of weights; default: 2 GiB"
-    merge.add_argument(
-        "--max_shard_size", "--max-shard-size", type=int, default=2 << 30, help=about
-    )
-    about = "accepted, and not needed: nothing in a pickle is run"
+    size = ("--max_shard_size", "--max-shard-size")
+    merge.add_argument(*size, type=int, default=2 << 30, help=about)
+    about = f"{_NOT_NEEDED}nothing in a pickle is run"
     merge.add_argument("--trust-checkpoint", action="store_true", help=about)
     about = "accepted; a checkpoint of several adapters is refused"
     merge.add_argument("--adapter-name", default="default", help=about)
-    test = operations.add_parser("test", parents=[shared], help="check an output by its record")
-    test.add_argument(
-        "--test_hf_dir", type=path_argument, required=True, help="the output to check"
-    )
-    return parser.parse_args()
 
 
 def main() -> None:
@@ -74,23 +79,12 @@ def main() -> None:
 def _merge(arguments: argparse.Namespace) -> None:
     from unshard.api import MergeOptions
     from unshard.api.merging import merge_checkpoint
-    from unshard.read.beside.pipelines import component_of
 
     if arguments.local_dir is None:
         raise UsageError("--local_dir is missing", expected="the checkpoint: global_step_N/actor")
-    base: Path = arguments.base_model
-    is_pipeline = (base / _INDEX).is_file()
-    if arguments.output_format == "pipeline" and not is_pipeline:
-        raise UsageError(
-            f"--base_model {base}: is not a pipeline, as --output_format pipeline needs",
-            expected=_INDEX,
-            hint="give the whole pipeline, or --output_format transformer",
-        )
-    if arguments.output_format == "transformer" and is_pipeline:
-        base = component_of(base)
     options = MergeOptions(
         dtype="keep" if arguments.dtype == "preserve" else arguments.dtype,
-        base=base,
+        base=_base(arguments.base_model, arguments.output_format),
         config=arguments.hf_model_config_path,
         max_shard_size=arguments.max_shard_size,
         verify="full",
@@ -99,21 +93,27 @@ def _merge(arguments: argparse.Namespace) -> None:
         push_to_hub=arguments.hf_upload_path,
         private=arguments.private and arguments.hf_upload_path is not None,
     )
-    own = {
-        "push-to-hub": "--hf_upload_path",
-        "private": "--private",
-        "base": "--base_model",
-        "config": "--hf_model_config_path",
-        "dtype": "--dtype",
-        "max-shard-size": "--max_shard_size",
-    }
-    front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
+    front = Command(_OWN, merge_line(arguments.local_dir, arguments.target_dir, options))
     with showing(front) as listener:
         report = merge_checkpoint(
             arguments.local_dir, arguments.target_dir, options, listener, pass_over=False
         )
     record = str(Path(report.output) / _RECORD)
     print(json.dumps({"output_dir": report.output, "manifest_path": record}))
+
+
+def _base(given: Path, output_format: str) -> Path:
+    """Return the base that determines whether a pipeline or its transformer is written."""
+    from unshard.read.beside.pipelines import component_of
+
+    is_pipeline = (given / _INDEX).is_file()
+    if output_format == "pipeline" and not is_pipeline:
+        raise UsageError(
+            f"--base_model {given}: is not a pipeline, as --output_format pipeline needs",
+            expected=_INDEX,
+            hint="give the whole pipeline, or --output_format transformer",
+        )
+    return component_of(given) if output_format == "transformer" and is_pipeline else given
 
 
 def _test(arguments: argparse.Namespace) -> None:

@@ -68,5 +68,5 @@ def refuse_unlisted(names: Iterable[str]) -> None:
     ):
         raise ConversionError(
             f"a model of sentence-transformers, whose {MODULES} was not found",
-            hint="give the model that was trained: ⟦+--base DIR⟧",
+            hint="give the model that was trained: ⟦+--base MODEL⟧",
         )
