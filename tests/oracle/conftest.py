@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from oracle.writers.hub import LIBRARIES
 from oracle.writers.samples import Samples
 from oracle.writers.workers import WorkerPool
 
@@ -42,6 +43,15 @@ def write_checkpoint(samples: Samples) -> WriteCheckpoint:
         return dict(sample.truth)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def libraries(worker_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of models of other libraries, of which `oracle.writers.libraries` tells."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when they are imported
+    folder = tmp_path_factory.mktemp("libraries")
+    worker_pool.run(LIBRARIES, 2, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from oracle.writers.scenarios import Scenario
 
-__all__ = ["HUB_SCENARIOS", "MERGE_WITH_ACCELERATE"]
+__all__ = ["HUB_SCENARIOS", "LIBRARIES", "MERGE_WITH_ACCELERATE"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,4 @@ HUB_SCENARIOS: dict[str, Scenario] = {
 }
 
 MERGE_WITH_ACCELERATE: Scenario = _Later("accelerate", "accelerate_merge")
+LIBRARIES: Scenario = _Later("libraries", "save_libraries")
