@@ -95,6 +95,23 @@ def test_a_model_of_diffusers_has_its_own_names_of_files(tmp_path: Path) -> None
     assert left == {*again.files, "config.json", "unshard.json"}
 
 
+def test_other_commands_write_them_alike(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_with(tmp_path / "run" / f"global_step_{step}" / "actor", DIFFUSERS)
+    run, last = tmp_path / "run", tmp_path / "run" / "global_step_20"
+    unshard.merge(last, tmp_path / "out")
+    weights = tmp_path / "out" / "diffusion_pytorch_model.safetensors"
+    unshard.average(run, tmp_path / "mean", last=2)
+    unshard.merge_all(run, tmp_path / "all")
+    for place in ("mean", "all/global_step_20"):
+        assert (tmp_path / place / weights.name).read_bytes() == weights.read_bytes()
+    with unshard.virtual(last) as files:
+        assert files.open(weights.name).read() == weights.read_bytes()
+    unshard.reshard(tmp_path / "out", tmp_path / "dcp", to="dcp", world_size=3)
+    unshard.merge(tmp_path / "dcp", tmp_path / "again")
+    assert (tmp_path / "again" / weights.name).read_bytes() == weights.read_bytes()
+
+
 def pipeline_in(place: Path, *components: str) -> Path:
     stated: dict[str, object] = {
         "_class_name": "FluxPipeline",

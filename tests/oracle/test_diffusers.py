@@ -156,3 +156,22 @@ def test_an_adapter_is_fused_as_its_pipeline_fuses_it(libraries: Path, tmp_path:
 def base_state() -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = tiny_diffusers("sd3").state_dict()
     return found
+
+
+def test_shards_are_loaded_without_a_merge(libraries: Path) -> None:
+    folder = libraries / "wan"
+    assert_trained("wan", unshard.from_pretrained(folder / "ranks"), folder)
+    expected = diffusers_class("wan").from_pretrained(folder / "saved", torch_dtype=torch.bfloat16)
+    found = unshard.from_pretrained(folder / "ranks", dtype="bfloat16")
+    assert_same(found.state_dict(), expected.state_dict())
+    assert unshard.verify(folder / "saved", folder / "ranks", load=True).loading.complete
+
+
+def test_what_the_class_keeps_in_float32_is_not_cast(libraries: Path, tmp_path: Path) -> None:
+    folder = libraries / "wan"
+    unshard.merge(folder / "ranks", tmp_path / "out", dtype="bfloat16")
+    cast, whole = (
+        diffusers_class("wan").from_pretrained(place, torch_dtype=torch.bfloat16)
+        for place in (tmp_path / "out", folder / "saved")
+    )
+    assert_same(cast.state_dict(), whole.state_dict())
