@@ -111,8 +111,8 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
     last = sources.last
     if options.lora == "adapter":
         alone = separate_adapter(last, options)
-        told = {"notes": alone.notes, "names_checked": alone.names_checked}
-        return Conversion(alone.tensors, None, files=alone.files, adapter=alone.written, **told)
+        by, files = alone.names_checked, alone.files
+        return Conversion(alone.tensors, None, alone.notes, by, files, adapter=alone.written)
     each = [convert_one(one, options) for one in sources.checkpoints]
     made = each[0] if len(each) == 1 else _average(sources, each)
     folders = last.companions.folders
@@ -170,7 +170,8 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         raise ConversionError(f"⟦--dtype base⟧: the dtypes of {base.name} are not known")
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options)
-    tensors, notes = without_trl_wrapper(adapted.value), adapted.notes
+    tensors: Mapping[str, Recipe] = without_trl_wrapper(adapted.value)
+    notes = adapted.notes
     if options.names == "hub":
         tensors = _in_modules(tensors, checkpoint)
     # How a model is stored is what its own config says: the user's may be that of the output.

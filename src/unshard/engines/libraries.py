@@ -9,7 +9,7 @@ so.
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from unshard.errors import OutputError, UsageError, how_to_install
 from unshard.read.model_config import ModelConfig
@@ -79,7 +79,8 @@ def load_diffusers(
         place = places[name]
         wanted = wanted if place.is_floating_point() else place.dtype
         place.data = tensors[name][...].to(dtype=wanted)
-    return model.eval()
+    model.eval()
+    return cast("torch.nn.Module", model)
 
 
 def place_in_diffusers(config: ModelConfig, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
@@ -142,14 +143,15 @@ def _build(config: ModelConfig) -> Any:
     except ImportError as error:
         raise _not_installed(error) from error
     name = str(config.fields["_class_name"])
-    known = getattr(diffusers, name, None)
+    known: Any = getattr(diffusers, name, None)
     if not (isinstance(known, type) and issubclass(known, diffusers.ModelMixin)):
         raise OutputError(
             f"{config.path}: names no model class of diffusers {diffusers.__version__}",
             found=f"_class_name: {name}",
         )
     try:
-        return known.from_config(dict(config.fields))
+        build: Any = known.from_config
+        return build(dict(config.fields))
     except Exception as error:
         raise OutputError(f"{config.path}: diffusers cannot build {name}: {error}") from error
 
