@@ -1,8 +1,10 @@
 """Which library a model is for, and that nothing is called a model that no library loads."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ import unshard
 from ranks import save_ranks, some_tensors
 from unshard.cli.main import main
 from unshard.compat import verl_omni
-from unshard.errors import ConversionError, CorruptError, UsageError
+from unshard.errors import ConversionError, CorruptError, OutputError, UsageError
+from unshard.read.model_config import TYPES_OF_LMMS_ENGINE
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -20,6 +23,7 @@ DIFFUSERS = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.4
 TIMM = {"architecture": "resnet50", "num_classes": 2, "pretrained_cfg": {"tag": "a1"}}
 OPEN_CLIP = {"model_cfg": {"embed_dim": 4}, "preprocess_cfg": {"mean": [0, 0, 0]}}
 LEROBOT = {"type": "act", "input_features": {}, "output_features": {}}
+SIT = {"model_type": "sit", "architectures": ["SiT"]}
 CUSTOM = {"hidden": 4, "dropout": 0.1}
 MODULES = [
     {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
@@ -41,6 +45,7 @@ def save_with(place: Path, config: Mapping[str, object]) -> Path:
         (TIMM, "timm", "weights only: nobody tried whether timm loads them"),
         (OPEN_CLIP, "open_clip", "weights only: nobody tried whether open_clip loads them"),
         (LEROBOT, "lerobot", "weights only: nobody tried whether lerobot loads them"),
+        (SIT, "lmms_engine", "weights only: nobody tried whether lmms_engine loads them"),
         (CUSTOM, "", "weights only: config.json does not say which library loads them"),
     ],
 )
@@ -54,11 +59,29 @@ def test_what_no_library_is_known_to_load_is_called_weights(
     checkpoint = save_with(tmp_path / "ckpt", config)
     main_of("merge", checkpoint, tmp_path / "out")
     assert capsys.readouterr().out.splitlines()[-1] == last
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    added = {"torch_dtype": "float32"} if library == "lmms_engine" else {}
+    assert written == {**config, **added}
     report = unshard.merge(checkpoint, tmp_path / "again")
     assert (report.loadable, report.library) == (False, library)
-    with pytest.raises(UsageError, match="is not of transformers or diffusers"):
+    with pytest.raises((UsageError, OutputError), match="is not of transformers|does not load"):
         unshard.verify(tmp_path / "out", checkpoint, load=True)
+
+
+def test_the_types_of_lmms_engine_are_those_that_transformers_lacks() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    package = find_spec("lmms_engine")
+    assert package is not None
+    assert package.origin is not None
+    stated = {
+        name
+        for path in Path(package.origin).parent.glob("models/**/configuration_*.py")
+        for name in re.findall(r'^    model_type\b.*= "([^"]+)"', path.read_text(), re.MULTILINE)
+    }
+    parts = {"rice_vit", "LLaVAOneVision1_5_text", "aero_realtime_audio_encoder"}
+    found = stated - CONFIG_MAPPING_NAMES.keys() - parts
+    assert found | {"bagel"} == TYPES_OF_LMMS_ENGINE  # whose config is in another file
 
 
 def main_of(*arguments: object) -> None:

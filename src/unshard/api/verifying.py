@@ -23,7 +23,7 @@ from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
 from unshard.read.format import blaming
 from unshard.read.hub_files import MODULES, RECORD_NAME
-from unshard.read.model_config import TRANSFORMERS
+from unshard.read.model_config import OF_TRANSFORMERS, TRANSFORMERS
 from unshard.read.open import Checkpoint, open_whole
 from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
@@ -151,7 +151,7 @@ def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:
         from unshard.engines.libraries import place_in_modules
 
         return place_in_modules(modules, forms)
-    if library.name != "transformers":
+    if library.name not in OF_TRANSFORMERS:
         of = f"a config of {library.name}" if library.name else "no field that names a library"
         what = f"⟦--load⟧: {config and config.path} is not of transformers or diffusers"
         raise UsageError(what, found=of)

@@ -21,7 +21,7 @@ from unshard.convert.recipes import Recipe, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
 from unshard.fronts import Text
 from unshard.noted import Noted
-from unshard.read.model_config import ModelConfig
+from unshard.read.model_config import OF_TRANSFORMERS, ModelConfig
 
 _Shape = tuple[int, ...]
 _Config = ModelConfig | None
@@ -123,7 +123,7 @@ def _rules(config: _Config) -> _NamingRules:
     unknown = ""
     if config is None:
         unknown = "there is no config.json, so the model family is not known"
-    elif model_types[0] not in _FAMILY_OF and config.library.name in ("", "transformers"):
+    elif model_types[0] not in _FAMILY_OF and config.library.name in ("", *OF_TRANSFORMERS):
         unknown = f"model type {model_types[0] or '(none)'} is not known"
     outer = families[0].renames if model_types[0] in _FAMILY_OF else ()
     inner = (rename for family in families for rename in family.renames)

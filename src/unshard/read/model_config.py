@@ -59,6 +59,14 @@ _LIBRARIES = (  # the fields that name one; the first that a config has all of
     (("type", "input_features", "output_features"), Library("lerobot", loads=None)),
 )
 NO_LIBRARY = Library("", loads=False)
+_LMMS_ENGINE = Library("lmms_engine", loads=None)
+OF_TRANSFORMERS = ("transformers", "lmms_engine")
+"""Libraries whose configs are those of transformers."""
+TYPES_OF_LMMS_ENGINE = frozenset(
+    "aero aero_realtime bagel dream_dllm llada_dllm llavaonevision1_5 nanovlm qwen3_dllm "
+    "rae_siglip sit wanvideo".split()
+)
+"""Model types that transformers knows only after `import lmms_engine`; a test asks it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +84,8 @@ class ModelConfig:
     @property
     def library(self) -> Library:
         """The library that loads a model with this config."""
+        if self.fields.get("model_type") in TYPES_OF_LMMS_ENGINE and "auto_map" not in self.fields:
+            return _LMMS_ENGINE
         found = (one for marks, one in _LIBRARIES if all(mark in self.fields for mark in marks))
         return next(found, NO_LIBRARY)
 
@@ -143,7 +153,7 @@ class ModelConfig:
         given; `architectures` loses the `FSDP` that FSDP2 puts before class names. The config of
         another library stays as it is: none of them states a dtype.
         """
-        if self.library.name not in ("transformers", ""):
+        if self.library.name not in OF_TRANSFORMERS and self.library.name:
             return self
         fields = dict(self.fields)
         architectures = fields.get("architectures")
