@@ -167,6 +167,47 @@ def test_the_best_step_is_marked_in_plot_legend_and_table(view: View) -> None:
     expect(figure.locator(".legend")).not_to_contain_text("best")
 
 
+def test_plots_are_zoomed_read_and_saved(browser: Browser, server: Live, view: View) -> None:
+    view.open("/view/runs?run=a")
+    plotted(view)
+    over = view.page.locator("figure .u-over")
+    over.first.scroll_into_view_if_needed()
+    box = over.first.bounding_box()
+    assert box is not None
+    view.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    for number in (0, 1):  # all plots of the view have the pointer
+        tip = over.nth(number).locator(".tip")
+        expect(tip).to_contain_text("step 10")
+        expect(tip).to_contain_text("a · ema")
+    view.page.mouse.down()
+    view.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 60, steps=3)
+    view.page.mouse.up()
+    first_step = "[...document.querySelectorAll('figure')].map((one) => one.plot.scales.x.min)"
+    view.until(f"{first_step}.every((step) => step > 5)")
+    view.page.get_by_role("button", name="All steps").click()
+    view.until(f"{first_step}.every((step) => step < 1)")
+    view.page.locator(".legend button").first.click()
+    expect(view.page.locator(".legend button").first).to_have_attribute("aria-pressed", "false")
+    view.page.get_by_label("Log steps").check()
+    view.page.reload()
+    plotted(view)
+    expect(view.page.get_by_label("Log steps")).to_be_checked()
+    with view.page.expect_download() as picture:
+        view.page.get_by_role("button", name="PNG").first.click()
+    assert Path(picture.value.path()).read_bytes().startswith(b"\x89PNG")
+    with view.page.expect_download() as file:
+        view.page.get_by_role("link", name="Save all").click()
+    context = browser.new_context(offline=True)
+    try:
+        alone = View(context.new_page(), server)
+        saved = Path(file.value.path()).rename(server.root / "saved.html")
+        alone.page.goto(saved.as_uri())
+        assert plotted(alone)[0] == [0, 10, 20]
+        assert (alone.mistakes, alone.requests, alone.violations()) == ([], [saved.as_uri()], [])
+    finally:
+        context.close()
+
+
 def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:
     run = f"new-{time.time_ns()}"
     view.open(f"/view/runs?run={run}")
@@ -199,7 +240,7 @@ def test_plots_that_load_or_fail_are_told_and_asked_for_again(view: View) -> Non
     expect(told).to_be_hidden()
 
 
-def test_the_overview_shows_who_has_a_gpu_and_the_place_in_the_queue(
+def test_the_queue_shows_who_has_a_gpu_and_the_place_in_the_queue(
     view: View, waiting: dict[str, object]
 ) -> None:
     server = view.server
@@ -207,6 +248,7 @@ def test_the_overview_shows_who_has_a_gpu_and_the_place_in_the_queue(
     # Of four GPUs one has the job that waits already.
     jobs = [server.submit(place, "waits", f"q{number}") for number in range(5)]
     view.open("/")
+    view.page.get_by_role("link", name="GPUs in use").click()
     expect(view.page.locator(".gpus li")).to_have_count(4)
     holder = view.page.locator(".gpus li").filter(has_text=str(waiting["id"])[:8])
     expect(holder).to_contain_text("a/7")
@@ -291,7 +333,15 @@ def test_a_checkpoint_is_submitted_by_the_form(view: View) -> None:
     expect(view.page.locator("#live-job")).to_contain_text(place)
 
 
-VIEWS = ("/", "/view/jobs", "/view/runs?run=a&run=b", "/view/submit", "/view/disk", "/view/none")
+VIEWS = (
+    "/",
+    "/view/queue",
+    "/view/jobs",
+    "/view/runs?run=a&run=b",
+    "/view/submit",
+    "/view/disk",
+    "/view/none",
+)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -322,7 +372,7 @@ def test_no_text_of_others_does_any_harm(view: View) -> None:
         view.open(address)
         assert not view.page.evaluate(IS_HACKED), address
     view.open("/")
-    view.page.get_by_role("link", name="<img src=x").first.click()
+    view.page.locator("tbody").get_by_role("link", name="<img src=x").first.click()
     assert plotted(view)[0] == [3]
     view.page.locator("summary").first.click()
     expect(view.page.locator("figure td").first).to_be_visible()

@@ -2,10 +2,13 @@
 
 import csv
 import io
+import json
 import re
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,7 +25,7 @@ from unshard.evaluate.server.store.overview import list_holders, list_points, li
 
 HTML = {"Accept": "text/html"}
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e'\""
-VIEWS = ("/", "/view/jobs", "/view/runs", "/view/submit", "/view/disk")
+VIEWS = ("/", "/view/queue", "/view/jobs", "/view/runs", "/view/submit", "/view/disk")
 
 
 @pytest.fixture
@@ -171,11 +174,62 @@ def test_runs_are_listed_with_the_newest_job_first(served: Still) -> None:
     for run, step in (("old", 5), ("new", 2), ("new", 1)):
         complete(served, run, step, {"t/acc": 0.5})
     served.service.store.submit(Request("/c", "script", ("t",), step=9, run="old"), pin=None)
-    found = list_runs(served.service.store.connection, "", limit=10, offset=0)
+    found = list_runs(served.service.store.connection, "")
     assert [(one.run.label, one.step) for one in found] == [("old", 9), ("new", 2)]
     assert found[0].counts[Status.QUEUED] == found[0].counts[Status.COMPLETED] == 1
-    only = list_runs(served.service.store.connection, "ne", limit=10, offset=0)
+    only = list_runs(served.service.store.connection, "ne")
     assert [one.run.label for one in only] == ["new"]
+
+
+def test_home_has_last_and_best_of_the_chosen_metrics_and_sorts_by_them(served: Still) -> None:
+    lower = {"t/loss": False}
+    for run, values in (("up", (0.9, 0.5)), ("down", (0.3, 0.4)), ("none", ())):
+        complete(served, run, 7, {"t/other": 1})
+        for step, value in enumerate(values):
+            complete(served, run, step, {"t/loss": value}, directions=lower)
+    complete(served, "down", 1, {"t/loss": 0.1}, directions=lower, weights="ema")
+
+    page = served.client.get("/?metric=t/loss&q=down", headers=HTML).text
+    row = re.sub(r"<[^>]+>", " ", page.partition("<tbody")[2].partition("</tbody")[0])
+    assert "down 7 0.4 at 1 1/2 best 0.3 at 0 0 0" in " ".join(row.split())
+    for sort, names in (
+        ("name", ["down", "none", "up"]),
+        ("-name", ["up", "none", "down"]),
+        ("last t/loss", ["down", "up", "none"]),
+        ("-best t/loss", ["up", "down", "none"]),
+        ("", ["down", "none", "up"]),
+    ):
+        page = served.client.get(f"/?metric=t/loss&sort={sort}", headers=HTML).text
+        assert re.findall(r'aria-label="choose run (\w+)"', page) == names, sort
+
+
+def test_the_subtasks_of_a_group_are_folded_and_chosen_metrics_are_first(served: Still) -> None:
+    subjects = [f"mmlu_{subject}/acc" for subject in "abcde"]
+    others = ["arc_easy/acc", "gsm8k/acc", "gsm8k_cot/acc", "mmlu/acc"]
+    complete(served, "a", 1, dict.fromkeys([*subjects, *others], 0.5))
+
+    def plots(query: str) -> dict[str, int]:
+        found = served.client.get(f"/view/plots.json?run=a&{query}").json()["plots"]
+        return {one["name"]: one["subtasks"] for one in found}
+
+    assert plots("") == dict.fromkeys(others, 0) | {"mmlu/acc": 5}
+    chosen = list(plots("metric=mmlu_c/acc&metric=mmlu/acc"))
+    assert chosen == ["mmlu_c/acc", "mmlu/acc", *others[:3]]
+    assert list(plots("q=mmlu_")) == subjects
+
+
+def test_a_saved_file_lets_nothing_run_but_its_own_scripts(served: Still) -> None:
+    name = f"</script>{HOSTILE}"
+    complete(served, name, 1, {f"{name}/acc": 0.5})
+    answer = served.client.get(f"/view/export.html?run={quote(name, safe='')}")
+    assert answer.headers["content-disposition"].startswith("attachment")
+    assert "<img" not in answer.text
+    allowed = re.findall(r"'sha256-([^']+)'", answer.text)
+    scripts = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    assert allowed == [b64encode(sha256(one.encode()).digest()).decode() for one in scripts]
+    data = re.search(r'id="plots-data">(.*?)</script>', answer.text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["plots"][0]["series"][0]["run"] == name
 
 
 def test_jobs_are_filtered_and_have_pages(served: Still) -> None:

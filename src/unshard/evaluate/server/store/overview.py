@@ -5,8 +5,9 @@ Every function reads by a connection of its caller's thread, and writes nothing.
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unshard.evaluate.jobs import Filters, Phase, Result, Run, Status
 from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, condition_of
@@ -54,9 +55,21 @@ class EndedAttempt:
     is_first: bool
 
 
-def list_runs(
-    connection: sqlite3.Connection, text: str, *, limit: int, offset: int
-) -> list[RunSummary]:
+class Point(NamedTuple):
+    """A number of a list of runs, which has many; `settings` are equal or not, and no more."""
+
+    number: int
+    run: str
+    metric: str
+    weights: str
+    profile: str
+    settings: str | None
+    step: int
+    value: float
+    higher_is_better: int | None
+
+
+def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
     """Return runs whose labels or directories contain a text, that of the newest job first."""
     states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in Status)
     rows = connection.execute(
@@ -65,8 +78,8 @@ def list_runs(
         " (SELECT run, status, COUNT(*) AS jobs, MAX(step) AS step, MAX(number) AS newest FROM jobs"
         " GROUP BY run, status) JOIN runs ON runs.id = run"
         " WHERE instr(label, ?) OR instr(directory, ?) OR ? = ''"
-        " GROUP BY run ORDER BY MAX(newest) DESC LIMIT ? OFFSET ?",
-        (text, text, text, limit, offset),
+        " GROUP BY run ORDER BY MAX(newest) DESC",
+        (text, text, text),
     )
     return [
         RunSummary(Run(*row[:4]), dict(zip(Status, row[5:], strict=True)), row[4]) for row in rows
@@ -82,6 +95,35 @@ def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str)
         (*runs, text, text),
     )
     return [row[0] for row in rows]
+
+
+def list_recent_metrics(connection: sqlite3.Connection, runs: Sequence[str]) -> list[str]:
+    """Return the metrics of the newest jobs of runs and profiles, those that most have first."""
+    newest = (
+        "(SELECT MAX(number) AS number FROM jobs WHERE run IN (SELECT value FROM json_each(?))"
+        " AND status = 'completed' GROUP BY run, profile)"
+    )
+    rows = connection.execute(
+        f"SELECT metric FROM {newest} CROSS JOIN jobs USING (number)"  # noqa: S608
+        " CROSS JOIN results ON job_id = jobs.id GROUP BY metric ORDER BY COUNT(*) DESC, metric",
+        (json.dumps(runs),),
+    )
+    return [row[0] for row in rows]
+
+
+def list_curves(
+    connection: sqlite3.Connection, runs: Sequence[str], metrics: Sequence[str]
+) -> Iterator[Point]:
+    """Yield the points that `list_points` returns, with less of each."""
+    rows = connection.execute(
+        "SELECT results.rowid, run, metric, weights, profile, settings, step, value,"  # noqa: S608
+        # As it is written: results have no index of metrics.
+        " higher_is_better FROM jobs CROSS JOIN results ON job_id = jobs.id"
+        " WHERE run IN (SELECT value FROM json_each(?))"
+        f" AND {_SHOWN} AND metric IN ({_marks(metrics)}) ORDER BY results.rowid",
+        (json.dumps(runs), *metrics),
+    )
+    return map(Point._make, rows)
 
 
 def list_points(

@@ -3,8 +3,10 @@
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 from pydantic import BaseModel
 
@@ -15,6 +17,7 @@ _COLUMNS = (
     *("run", "weights", "profile", "step", "task", "metric", "value", "stderr", "completed"),
     *("arguments", "revision", "evaluator", "task_version", "n_shot", "n_samples"),
 )
+_LEAST_OF_GROUP = 4
 _ORDER = ("model", "ema")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -44,12 +47,13 @@ class Series(BaseModel):
 
 
 class Plot(BaseModel):
-    """All lines of a metric."""
+    """All lines of a metric; `subtasks`: how many plots of the group's tasks are not shown."""
 
     name: str
     task: str
     metric: str
     series: list[Series]
+    subtasks: int = 0
 
 
 class PlotList(BaseModel):
@@ -59,13 +63,44 @@ class PlotList(BaseModel):
     plots: list[Plot]
 
 
-def make_plots(points: Iterable[Result], names: Sequence[str], runs: Sequence[str]) -> list[Plot]:
+def fold(names: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """Return the names without the subtasks of groups, and how many tasks each group has.
+
+    Evaluators do not say which tasks a group is made of. One whose name begins with that of another
+    (`mmlu_anatomy`, `mmlu`) is taken to be a part of it if there are several of these.
+    """
+    tasks = {name.partition("/")[0] for name in names}
+    group_of = {
+        task: next((head for head in _heads(task) if head in tasks), task) for task in tasks
+    }
+    counts = Counter(group for task, group in group_of.items() if group != task)
+    groups = {group: count for group, count in counts.items() if count >= _LEAST_OF_GROUP}
+    kept = [
+        name
+        for name in names
+        if group_of[task := name.partition("/")[0]] == task or group_of[task] not in groups
+    ]
+    return kept, groups
+
+
+def _heads(task: str) -> Iterator[str]:
+    """Yield what comes before each underscore, the shortest first."""
+    return (task[:place] for place, letter in enumerate(task) if letter == "_")
+
+
+def make_plots(
+    points: Iterable[Result],
+    names: Sequence[str],
+    runs: Sequence[str],
+    folded: Mapping[str, int] = MappingProxyType({}),
+) -> list[Plot]:
     """Return the plots of these names, whose lines are in the order of the runs.
 
     Args:
         points: results with a step, in the order in which they came; of a step's, the last counts.
         names: "task/metric".
         runs: the labels of the runs.
+        folded: how many tasks of each group are not shown.
     """
     found: dict[str, dict[tuple[int, int, str, str], dict[int, Result]]]
     found = {name: {} for name in names}
@@ -73,17 +108,18 @@ def make_plots(points: Iterable[Result], names: Sequence[str], runs: Sequence[st
         line = (runs.index(one.run), _ORDER.index(one.weights), *one.line[2:])
         found[f"{one.task}/{one.metric}"].setdefault(line, {})[one.step or 0] = one
     return [
-        _make_plot(name, [lines[line] for line in sorted(lines)])
+        _make_plot(name, [lines[line] for line in sorted(lines)], folded)
         for name, lines in found.items()
         if lines
     ]
 
 
-def _make_plot(name: str, lines: Sequence[dict[int, Result]]) -> Plot:
+def _make_plot(name: str, lines: Sequence[dict[int, Result]], folded: Mapping[str, int]) -> Plot:
     task, _, metric = name.partition("/")
     named = describe_settings(one for points in lines for one in points.values())
     series = [_make_series(points, named) for points in lines]
-    return Plot(name=name, task=task, metric=metric, series=series)
+    subtasks = folded.get(task, 0)
+    return Plot(name=name, task=task, metric=metric, series=series, subtasks=subtasks)
 
 
 def _make_series(points: dict[int, Result], named: Mapping[tuple[str, str], str]) -> Series:

@@ -6,12 +6,14 @@ a document, and nothing from another host.
 """
 
 import hashlib
+import time
+from base64 import b64encode
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -59,6 +61,26 @@ def render(template: str, values: Mapping[str, object], status: int = 200) -> HT
     return HTMLResponse(text, status, headers=HEADERS)
 
 
+def render_file(template: str, title: str, data: str) -> Response:
+    """Return a document to save, with the plots of some data, which is JSON.
+
+    All that it needs is in it. What runs in it is told by digests, and nothing else may.
+    """
+    names = ("uPlot.iife.min.js", "plots.js")
+    scripts = [STATIC[name][0].decode() for name in names]
+    styles = [STATIC[name][0].decode() for name in ("page.css", "uPlot.min.css")]
+    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    allowed = " ".join(f"'sha256-{one}'" for one in digests)
+    values: dict[str, object] = {"title": title, "allowed": allowed, "when": time.time()}
+    # No text of the data can end its element.
+    values["data"] = Markup(data.replace("<", "\\u003c"))  # noqa: S704
+    values["licence"] = STATIC["uPlot.LICENSE"][0].decode()
+    values |= {"scripts": list(map(Markup, scripts)), "styles": list(map(Markup, styles))}
+    text = _environment().get_template(template).render(values)
+    attached = {"Content-Disposition": 'attachment; filename="runs.html"'}
+    return HTMLResponse(text, headers={**HEADERS, **attached})
+
+
 def show_error(status: int, message: str, parts: Mapping[str, str]) -> HTMLResponse:
     """Return an error for people; `parts` says what was expected and found, and what to do."""
     given = {name: text for name, text in parts.items() if text}
@@ -76,7 +98,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.filters |= {"when": _when, "size": human_size, "number": _number, "short": _short}
+    environment.filters |= {
+        "when": _when,
+        "size": human_size,
+        "number": _number,
+        "short": _short,
+        "middle": _middle,
+    }
     environment.globals |= {"static": _static, "version": __version__}
     return environment
 
@@ -96,13 +124,18 @@ def _when(seconds: float | None) -> object:
     """Return a time since the epoch as an element that a script shows as local time."""
     if seconds is None:
         return None
-    time = datetime.fromtimestamp(seconds, UTC)
+    at = datetime.fromtimestamp(seconds, UTC)
     element = Markup('<time datetime="{}">{} UTC</time>')
-    return element.format(time.isoformat(timespec="milliseconds"), time.strftime("%Y-%m-%d %H:%M"))
+    return element.format(at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M"))
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
+def _number(value: float, digits: int = 6) -> str:
+    return f"{value:.{digits}g}"
+
+
+def _middle(text: str, length: int = 60) -> str:
+    """Return a long name with its middle left out: runs differ at their ends."""
+    return text if len(text) <= length else f"{text[: length - 26]}…{text[-25:]}"
 
 
 def _short(job_id: str) -> str:

@@ -16,10 +16,9 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from starlette.requests import HTTPConnection
 
-from unshard.evaluate.jobs import Filters, Job, Run, Status
+from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.pins.pin import Pin
-from unshard.evaluate.server.http.answers import BoundedText, Served, answer, find_job
-from unshard.evaluate.server.http.page.plots import PlotList, as_csv, make_plots
+from unshard.evaluate.server.http.answers import BoundedText, Served, find_job
 from unshard.evaluate.server.http.page.progress import Progress, progress_of
 from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render, version_of
 from unshard.evaluate.server.http.security import (
@@ -36,22 +35,17 @@ from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import (
     last_event,
     list_holders,
-    list_metrics,
-    list_points,
-    list_runs,
     results_of,
 )
 
 router = APIRouter(include_in_schema=False)
 
-_RUNS, _JOBS, _PLOTS, _FEW = 25, 25, 12, 20
-_MOST_RUNS = 12  # overlaid
-_NAMED = 3  # runs in a title
+_JOBS = 25
+FEW = 20
+"""How many jobs a view shows that is about more than jobs."""
+
 _TAIL_BYTES = 1 << 16
 _TEXT = "text/plain; charset=utf-8"
-
-Names = Annotated[list[BoundedText], Field(max_length=_MOST_RUNS)]
-PageNumber = Annotated[int, Field(ge=1, le=10_000)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +77,6 @@ def _kept(pin: Pin, jobs: Sequence[str]) -> _Kept:
     return _Kept(pin, jobs, sum(size for _, size, _ in pin.files.values()), alone)
 
 
-class RunsPage(BaseModel):
-    """Which runs to list."""
-
-    q: BoundedText = ""
-    page: PageNumber = 1
-
-
-class PlotsPage(BaseModel):
-    """Which plots to show: of these runs, the metrics that contain a text."""
-
-    run: Names = []
-    q: BoundedText = ""
-    page: PageNumber = 1
-
-
 class JobsPage(BaseModel):
     """Which jobs to list."""
 
@@ -127,6 +106,8 @@ class _Views:
             "problems": service.health.problems(),
             "is_draining": service.scheduler.is_draining,
             "counts": service.store.counts(),
+            "gpus": len(service.config.gpus),
+            "busy": len(service.config.gpus) - len(service.slots.free()),
             "has_token": self.has_token,
         }
         return render(template, common | values)
@@ -140,7 +121,8 @@ async def _views_of(connection: HTTPConnection, service: Served) -> _Views:
 Views = Annotated[_Views, Depends(_views_of)]
 
 
-def _rows(service: Service, jobs: Sequence[Job]) -> list[_Row]:
+def rows_of(service: Service, jobs: Sequence[Job]) -> list[_Row]:
+    """Return what a view shows of jobs."""
     # One by one: a view has few rows, and the queue may be long.
     return [_row(service, job) for job in jobs]
 
@@ -152,24 +134,15 @@ def _row(service: Service, job: Job) -> _Row:
     return _Row(job, position, waits_for, progress)
 
 
-@router.get("/")
-def overview(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
-    """Show what runs, what waits, who has the GPUs, and all runs."""
+@router.get("/view/queue")
+def queue(views: Views) -> HTMLResponse:
+    """Show what runs, what waits, and who has the GPUs."""
     service = views.service
-    store, start = service.store, (wanted.page - 1) * _RUNS
-    runs = list_runs(store.connection, wanted.q, limit=_RUNS + 1, offset=start)
-    queued = [job for one in store.queued_ids(_FEW) if (job := store.get(one)) is not None]
+    store = service.store
+    queued = [job for one in store.queued_ids(FEW) if (job := store.get(one)) is not None]
     running = [job for job in store.running() if job.status is Status.RUNNING]
-    return views.show(
-        "overview.html",
-        "Overview",
-        wanted=wanted,
-        runs=runs[:_RUNS],
-        has_more=len(runs) > _RUNS,
-        running=_rows(service, running),
-        queued=_rows(service, queued),
-        gpus=_gpus(service),
-    )
+    shown = {"running": rows_of(service, running), "queued": rows_of(service, queued)}
+    return views.show("queue.html", "Queue", held=_gpus(service), **shown)
 
 
 def _gpus(service: Service) -> Mapping[str, object]:
@@ -183,70 +156,6 @@ def _gpus(service: Service) -> Mapping[str, object]:
     }
 
 
-@router.get("/view/runs")
-def runs(views: Views, wanted: Annotated[PlotsPage, Query()]) -> HTMLResponse:
-    """Show the plots of runs, overlaid."""
-    service = views.service
-    found = _runs_of(service, wanted.run)
-    names = _plotted(service, found, wanted)
-    return views.show(
-        "runs.html",
-        _title_of([one.label for one in found] or wanted.run),
-        wanted=wanted,
-        names=names[:_PLOTS],
-        has_more=len(names) > _PLOTS,
-        unknown=[name for name in wanted.run if not service.store.runs.called(name)],
-        jobs={
-            run: _rows(service, service.store.jobs(Filters(run=run.id, limit=_FEW)))
-            for run in found
-        },
-    )
-
-
-def _runs_of(service: Service, names: Sequence[str]) -> list[Run]:
-    """Return the runs that are called by these names, in their order; each once."""
-    found = [run for name in names for run in service.store.runs.called(name)]
-    return list({run.id: run for run in found}.values())[:_MOST_RUNS]
-
-
-def _title_of(runs: Sequence[str]) -> str:
-    named, more = ", ".join(runs[:_NAMED]), len(runs) - _NAMED
-    return f"{named} and {more} more" if more > 0 else named or "Runs"
-
-
-def _plotted(service: Service, runs: Sequence[Run], wanted: PlotsPage) -> list[str]:
-    """Return the names of the metrics of a page of plots, and one more if there are more."""
-    names = list_metrics(service.store.connection, [one.id for one in runs], wanted.q)
-    start = (wanted.page - 1) * _PLOTS
-    return names[start : start + _PLOTS + 1]
-
-
-@router.get("/view/plots.json")
-def plots(service: Served, wanted: Annotated[PlotsPage, Query()]) -> Response:
-    """Return the data of a page of plots."""
-    found = _runs_of(service, wanted.run)
-    names = _plotted(service, found, wanted)[:_PLOTS]
-    points = list_points(service.store.connection, [one.id for one in found], names)
-    labels = [one.label for one in found]
-    return answer(PlotList(runs=labels, plots=make_plots(points, names, labels)))
-
-
-class OnePlot(BaseModel):
-    """A plot as a file."""
-
-    run: Names
-    metric: BoundedText
-
-
-@router.get("/view/plot.csv")
-def plot_csv(service: Served, wanted: Annotated[OnePlot, Query()]) -> Response:
-    """Return the points of a plot as CSV."""
-    ids = [one.id for one in _runs_of(service, wanted.run)]
-    text = as_csv(list_points(service.store.connection, ids, [wanted.metric]))
-    attached = {"Content-Disposition": 'attachment; filename="plot.csv"'}
-    return Response(text, media_type="text/csv", headers={**HEADERS, **attached})
-
-
 @router.get("/view/jobs")
 def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
     """List jobs, the newest first."""
@@ -257,7 +166,7 @@ def jobs(views: Views, wanted: Annotated[JobsPage, Query()]) -> HTMLResponse:
         "jobs.html",
         "Jobs",
         wanted=wanted,
-        rows=_rows(service, found[:_JOBS]),
+        rows=rows_of(service, found[:_JOBS]),
         has_more=len(found) > _JOBS,
         statuses=list(Status),
         profiles=list(service.profiles),

@@ -4,6 +4,9 @@
 const COLOURS = 6;
 const plotsBox = document.getElementById("plots");
 const figures = new Map();
+const hidden = new Set(); // names of lines, in all plots
+const inLog = { x: document.getElementById("log-x"), y: document.getElementById("log-y") };
+let zoom = null; // the first and the last step that are shown
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, text, fields = {}) => Object.assign(document.createElement(tag), text === null ? {} : { textContent: text }, fields);
@@ -15,6 +18,13 @@ function dashOf(one, plot) {
   const isFurther = plot.series.some((other) => other.settings < one.settings && ["run", "weights", "profile"].every((key) => other[key] === one[key]));
   const dash = one.weights === "ema" ? [8, 5] : [];
   return isFurther ? [...dash, 2, 4] : dash;
+}
+
+/* Runs have colours; of a single run, profiles and settings have. */
+function colourOf(one, plot, runs) {
+  if (runs.length > 1) return runs.indexOf(one.run) % COLOURS;
+  const of = (line) => JSON.stringify([line.profile, line.settings]);
+  return [...new Set(plot.series.map(of))].indexOf(of(one)) % COLOURS;
 }
 
 /* What distinguishes the lines of a plot is what their names have. */
@@ -47,41 +57,58 @@ function align(plot) {
   };
 }
 
-/* The lowest and highest end of all bars, with some room. */
-function rangeOf(data, errors) {
+/* The lowest and highest end of all bars that are seen, with some room. */
+function rangeOf(u, errors, isLog) {
   let low = Infinity;
   let high = -Infinity;
-  data.slice(1).forEach((row, line) => {
+  const [min, max] = zoom ?? [-Infinity, Infinity];
+  u.data.slice(1).forEach((row, line) => {
+    if (!u.series[line + 1].show) return;
     row.forEach((value, index) => {
-      if (value === null) return;
+      if (value === null || u.data[0][index] < min || u.data[0][index] > max) return;
       const error = errors[line]?.[index] ?? 0;
-      low = Math.min(low, value - error);
+      low = Math.min(low, isLog && value <= error ? value : value - error);
       high = Math.max(high, value + error);
     });
   });
+  if (low > high) return [isLog ? 0.1 : 0, 1];
+  if (isLog) return [low / 1.08, high * 1.08];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.05 || 1;
   return [low - room, high + room];
+}
+
+/* What is drawn stays in the plot, some steps of which may be left out. */
+function clip(u) {
+  const { left, top, width, height } = u.bbox;
+  const room = zoom ? 0 : 10 * devicePixelRatio;
+  u.ctx.beginPath();
+  u.ctx.rect(left - room, top - room, width + 2 * room, height + 2 * room);
+  u.ctx.clip();
 }
 
 function drawBars(u, errors, strokes) {
   const { ctx } = u;
   const cap = 3 * devicePixelRatio;
   ctx.save();
+  clip(u);
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash([]);
   errors.forEach((row, line) => {
+    if (!u.series[line + 1].show) return;
     ctx.strokeStyle = strokes[line];
     ctx.beginPath();
     row.forEach((error, index) => {
       if (!error) return;
       const value = u.data[line + 1][index];
       const x = Math.round(u.valToPos(u.data[0][index], "x", true));
-      for (const end of [value - error, value + error]) {
+      const isLow = u.scales.y.distr === 3 && value <= error; // there is no place for it
+      const low = isLow ? u.scales.y.min : value - error;
+      for (const end of [...(isLow ? [] : [low]), value + error]) {
         const y = Math.round(u.valToPos(end, "y", true));
         ctx.moveTo(x - cap, y);
         ctx.lineTo(x + cap, y);
       }
-      ctx.moveTo(x, Math.round(u.valToPos(value - error, "y", true)));
+      ctx.moveTo(x, Math.round(u.valToPos(low, "y", true)));
       ctx.lineTo(x, Math.round(u.valToPos(value + error, "y", true)));
     });
     ctx.stroke();
@@ -94,11 +121,12 @@ function drawStars(u, plot, strokes) {
   const { ctx } = u;
   const radius = 9 * devicePixelRatio;
   ctx.save();
+  clip(u);
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash([]);
   ctx.strokeStyle = colour("--back");
   plot.series.forEach((one, line) => {
-    if (one.best === null) return;
+    if (one.best === null || !u.series[line + 1].show) return;
     const x = u.valToPos(one.best, "x", true);
     const y = u.valToPos(bestOf(one), "y", true);
     ctx.fillStyle = strokes[line];
@@ -115,48 +143,97 @@ function drawStars(u, plot, strokes) {
   ctx.restore();
 }
 
+/* The ticks of a logarithmic axis: all that there are in less than a decade. */
+const inDecades = {
+  filter: (u, ticks) => ticks,
+  splits: (u, axis, low, high) => {
+    const digits = high < 10 * low ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : high < 1000 * low ? [1, 2, 5] : [1];
+    const decades = Array.from({ length: 40 }, (_, place) => 10 ** (place - 20)).filter((one) => low > 0 || one >= 1);
+    return [0, ...decades.flatMap((one) => digits.map((digit) => one * digit))].filter((one) => low <= one && one <= high);
+  },
+};
+
 function options(plot, runs, width, aligned) {
-  const order = plot.series.map((one) => runs.indexOf(one.run) % COLOURS);
+  const order = plot.series.map((one) => colourOf(one, plot, runs));
   const strokes = order.map((index) => colour(`--s${index}`));
   const names = nameLines(plot.series);
   const lines = plot.series.map((one, line) => ({
-    label: names[line], stroke: strokes[line], width: 2, spanGaps: true,
+    label: names[line], stroke: strokes[line], width: 2, spanGaps: true, show: !hidden.has(names[line]),
     dash: dashOf(one, plot), points: { show: true, size: 7, fill: isHollow(one, runs) ? colour("--back") : strokes[line] },
-    value: (u, value) => (value === null ? "–" : short(value)),
   }));
-  const bases = aligned.bases.map((one) => ({
-    label: `${names[plot.series.indexOf(one)]} at step 0`, width: 1, dash: [2, 4], points: { show: false },
-    stroke: strokes[plot.series.indexOf(one)], value: (u, value) => (value === null ? "–" : short(value)),
-  }));
+  const bases = aligned.bases.map((one) => {
+    const line = plot.series.indexOf(one);
+    return { width: 1, dash: [2, 4], points: { show: false }, stroke: strokes[line], show: lines[line].show };
+  });
   const axis = { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+  const values = (u, ticks) => ticks.map((one) => short(one));
+  const whole = [1, 2, 5, ...[10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((one) => [one, 2 * one, 5 * one])];
+  const isLog = inLog.y.checked && plot.series.every((one) => one.values.every((value) => value > 0));
+  // Step 0 has no logarithm: the scale is linear below 1.
+  const scales = {
+    x: { time: false, distr: inLog.x.checked ? 4 : 1, range: stepRange },
+    y: { distr: isLog ? 3 : 1, range: (u) => rangeOf(u, aligned.errors, isLog) },
+  };
   return {
-    width, height: 240, series: [{ label: "step" }, ...lines, ...bases], scales: { x: { time: false, range: stepRange }, y: { range: () => rangeOf(aligned.data, aligned.errors) } },
-    axes: [{ ...axis, incrs: [1, 2, 5, ...[10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((one) => [one, 2 * one, 5 * one])] }, { ...axis, size: 64, values: (u, ticks) => ticks.map((one) => short(one)) }],
-    legend: { show: false }, cursor: { drag: { x: false, y: false } },
-    hooks: { draw: [(u) => drawBars(u, aligned.errors, strokes), (u) => drawStars(u, plot, strokes)], setCursor: [(u) => showValues(u)] },
+    width, height: 240, series: [{ label: "step" }, ...lines, ...bases], scales,
+    axes: [{ ...axis, values, ...(inLog.x.checked ? inDecades : { incrs: whole }) }, { ...axis, size: 64, values, ...(isLog ? inDecades : {}) }],
+    legend: { show: false },
+    cursor: {
+      drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => setZoom(null) },
+      sync: { key: "steps", scales: ["x", null], filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } },
+    },
+    hooks: {
+      draw: [(u) => drawBars(u, aligned.errors, strokes), (u) => drawStars(u, plot, strokes)],
+      setCursor: [(u) => showValues(u, plot, order, names)], setSelect: [zoomTo],
+    },
   };
 }
 
 function stepRange(u, low, high) {
+  if (zoom) return zoom;
   const room = (high - low) * 0.04 || 1;
-  return [low - room, high + room];
+  return inLog.x.checked ? [low, high + (low === high)] : [low - room, high + room];
 }
 
-/* The values at the step under the pointer, below the plot. */
-function showValues(u) {
-  const index = u.cursor.idx;
-  const values = u.root.closest("figure").querySelectorAll(".value");
-  values.forEach((one, line) => {
-    const value = index === null || index === undefined ? null : u.data[line + 1]?.[index];
-    one.textContent = value === null || value === undefined ? "" : ` · ${short(value)} at ${u.data[0][index]}`;
+function zoomTo(u) {
+  const { left, width } = u.select;
+  if (width < 4) return;
+  u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+  setZoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+}
+
+function setZoom(to) {
+  zoom = to;
+  document.getElementById("unzoom").hidden = !zoom;
+  for (const { plot } of figures.values()) plot.setScale("x", { min: plot.data[0][0], max: plot.data[0].at(-1) });
+}
+
+/* All values at the step under the pointer, at its side; so in all plots, where they have this step. */
+function showValues(u, plot, order, names) {
+  const tip = u.over.querySelector(".tip") ?? u.over.appendChild(make("div", null, { className: "tip" }));
+  const { idx, left } = u.cursor;
+  tip.hidden = left < 0 || typeof idx !== "number";
+  if (tip.hidden) return;
+  const lines = [make("p", `step ${u.data[0][idx]}`)];
+  plot.series.forEach((one, line) => {
+    const at = one.steps.indexOf(u.data[0][idx]);
+    if (at < 0 || !u.series[line + 1].show) return;
+    const error = one.errors[at] === null ? "" : ` ± ${short(one.errors[at], 3)}`;
+    const text = make("p", "● ", { className: `c${order[line]}` });
+    text.append(make("bdi", `${short(one.values[at])}${error} ${names[line]}`));
+    lines.push(text);
   });
+  tip.replaceChildren(...lines);
+  const right = u.over.clientWidth - left;
+  const side = left > right ? { left: "", right: `${right + 12}px` } : { left: `${left + 12}px`, right: "" };
+  Object.assign(tip.style, { ...side, maxWidth: `${Math.max(left, right) - 12}px` });
 }
 
 function legendOf(plot, runs) {
   const list = make("ul", null, { className: "legend" });
   nameLines(plot.series).forEach((name, line) => {
     const one = plot.series[line];
-    const item = make("li", null, { className: `c${runs.indexOf(one.run) % COLOURS}` });
+    const item = make("li", null, { className: `c${colourOf(one, plot, runs)}` });
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     for (const [key, value] of Object.entries({ width: 28, height: 8, "aria-hidden": "true" })) svg.setAttribute(key, value);
     const stroke = document.createElementNS(svg.namespaceURI, "path");
@@ -167,11 +244,50 @@ function legendOf(plot, runs) {
     svg.append(stroke, point);
     const label = make("span", null, { className: "label" });
     const best = one.best === null ? "" : ` ★ best ${short(bestOf(one), 4)} at ${one.best}`;
-    label.append(make("bdi", ` ${name}`), make("span", best, { className: "detail" }), make("span", "", { className: "value detail" }));
-    item.append(svg, label);
+    label.append(make("bdi", ` ${name}`), make("span", best, { className: "detail" }));
+    const button = make("button", null, { type: "button", title: "hide or show in all plots" });
+    button.setAttribute("aria-pressed", String(!hidden.has(name)));
+    button.addEventListener("click", () => hide(name));
+    button.append(svg, label);
+    item.append(button);
     list.append(item);
   });
   return list;
+}
+
+function hide(name) {
+  if (!hidden.delete(name)) hidden.add(name);
+  const from = document.activeElement?.closest(".legend");
+  const place = from ? [...from.querySelectorAll("button")].indexOf(document.activeElement) : -1;
+  const figure = from?.closest("figure");
+  drawAll(true);
+  figure?.querySelectorAll(".legend button")[place]?.focus();
+}
+
+/* A picture of a plot with its name and its legend. */
+function picture(figure) {
+  const { plot, points } = figure;
+  const ratio = devicePixelRatio;
+  const names = nameLines(points.series);
+  const shown = names.map((name, line) => line).filter((line) => plot.series[line + 1].show);
+  const line = 20 * ratio;
+  const { width, height } = plot.ctx.canvas;
+  const canvas = make("canvas", null, { width, height: height + line * (shown.length + 2) });
+  const ctx = canvas.getContext("2d");
+  ctx.fillStyle = colour("--back");
+  ctx.fillRect(0, 0, canvas.width, canvas.height);
+  ctx.fillStyle = colour("--text");
+  ctx.font = `600 ${14 * ratio}px system-ui, sans-serif`;
+  ctx.fillText(points.name, line / 2, line, width - line);
+  ctx.drawImage(plot.ctx.canvas, 0, line * 1.5);
+  ctx.font = `${13 * ratio}px system-ui, sans-serif`;
+  shown.forEach((one, place) => {
+    ctx.fillStyle = plot.series[one + 1].stroke();
+    ctx.fillText("●", line / 2, height + line * (place + 2));
+    ctx.fillStyle = colour("--text");
+    ctx.fillText(names[one], line * 1.5, height + line * (place + 2), width - line * 2);
+  });
+  make("a", null, { href: canvas.toDataURL(), download: `${points.name.replace(/[^\w.-]+/g, "-")}.png` }).click();
 }
 
 function tableOf(plot) {
@@ -203,11 +319,24 @@ function addFigure(plot) {
   const figure = make("figure", null);
   const table = make("details", null);
   table.append(make("summary", "Table"));
-  const csv = make("a", "CSV", { href: `${plotsBox.dataset.csv}metric=${encodeURIComponent(plot.name)}` });
-  csv.setAttribute("aria-label", `CSV of ${plot.name}`);
+  const tools = make("p", null, { className: "tools" });
+  const add = (text, address, of) => {
+    const one = make(address ? "a" : "button", text, address ? { href: address } : { type: "button", className: "plain" });
+    one.setAttribute("aria-label", `${text} ${of} ${plot.name}`);
+    tools.append(one);
+    return one;
+  };
+  const { csv, here } = plotsBox.dataset;
+  const name = encodeURIComponent(plot.name);
+  add("PNG", null, "of").addEventListener("click", () => picture(figure));
+  if (csv) {
+    add("CSV", `${csv}&metric=${name}`, "of");
+    add("Show first", `/view/runs${here}&metric=${name}`, "of all:");
+    if (plot.subtasks) add(`${plot.subtasks} subtasks`, `/view/runs${here}&q=${encodeURIComponent(`${plot.task}_`)}`, "of");
+  }
   const canvas = make("div", null, { className: "canvas" });
   canvas.setAttribute("role", "img");
-  figure.append(make("figcaption", plot.name), canvas, make("ul", null, { className: "legend" }), csv, table);
+  figure.append(make("figcaption", plot.name), canvas, make("ul", null, { className: "legend" }), tools, table);
   table.addEventListener("toggle", () => showTable(figure));
   plotsBox.append(figure);
   figures.set(plot.name, figure);
@@ -269,7 +398,24 @@ async function load() {
   }
 }
 
-load();
-document.addEventListener("refreshed", load);
+for (const box of Object.values(inLog)) {
+  box.checked = new URL(location.href).searchParams.has(box.id);
+  box.addEventListener("change", () => {
+    const now = new URL(location.href);
+    if (box.checked) now.searchParams.set(box.id, "1");
+    else now.searchParams.delete(box.id);
+    history.replaceState(null, "", now); // the address holds all that is chosen
+    drawAll(true);
+  });
+}
+document.getElementById("unzoom").addEventListener("click", () => setZoom(null));
+const saved = document.getElementById("plots-data");
+if (saved) {
+  ({ plots: known, runs } = JSON.parse(saved.textContent));
+  drawAll(false);
+} else {
+  load();
+  document.addEventListener("refreshed", load);
+}
 addEventListener("resize", () => drawAll(false));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll(true));
