@@ -13,7 +13,7 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, live
 
 DOCS = Path(__file__).parent.parent / "docs"
-PHONE = ViewportSize(width=360, height=780)
+PHONE = ViewportSize(width=390, height=844)
 SCRIPT = """
 import json, math, pathlib, random, sys, time
 model, output, control = map(pathlib.Path, sys.argv[1:4])
@@ -55,7 +55,7 @@ def shoot(view: View, address: str, name: str) -> None:
     if "runs" in address:
         view.until("document.querySelectorAll('figure canvas').length === 2")
     else:
-        view.until("document.querySelectorAll('progress').length > 0")
+        view.until("document.querySelectorAll('.spark').length > 0")
     view.page.screenshot(path=DOCS / name)
 
 
