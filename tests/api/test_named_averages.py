@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -116,3 +116,27 @@ def test_other_uses_are_refused(run: Path, tmp_path: Path) -> None:
         unshard.inspect(f"{run}@last=2,schedule=cosine")
     assert f"unshard average {run} OUTPUT, last=2 and schedule='cosine'" in str(error.value)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["@last=x", "@last=-1", "@last", "@LAST=3", "@every=2,last=2"])
+def test_a_name_that_is_misspelt_is_told_the_form(run: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(unshard.UnknownFormatError) as error:
+        unshard.merge(f"{run}{name}", tmp_path / "out", config="none")
+    assert f"{run}@last=5 or {run}@last=5,schedule=cosine" in error.value.hint
+    with pytest.raises(unshard.UnknownFormatError, match="no such file or directory") as error:
+        unshard.merge(f"{tmp_path / 'nothing'}{name}", tmp_path / "out", config="none")
+    assert not error.value.hint
+
+
+def test_other_functions_than_merges_say_what_it_is(run: Path, tmp_path: Path) -> None:
+    average, out = f"{run}@last=2", tmp_path / "out"
+    uses: list[Callable[[], object]] = [
+        lambda: unshard.reshard(average, out, world_size=1),
+        lambda: unshard.archive(average, out),
+        lambda: unshard.average(average, out),
+        lambda: next(unshard.follow(average, out)),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match="is an average of steps, not a checkpoint"):
+            use()
+    assert not out.exists()

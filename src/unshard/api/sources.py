@@ -19,7 +19,6 @@ from unshard.errors import (
     ConversionError,
     NoConfigError,
     UnshardError,
-    UsageError,
 )
 from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, Stage
@@ -28,7 +27,6 @@ from unshard.read.beside.companions import completed
 from unshard.read.format import ReadOptions
 from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
-from unshard.read.step_names import named_average
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.tensors.catalog import Catalog, weight_files
@@ -183,14 +181,6 @@ def open_source(
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
     """Read the checkpoint that a path means, and the base model."""
-    if (average := named_average(path)) is not None:
-        run, last, schedule = average
-        how = f"⟦--last {last}⟧" + (f" and ⟦--schedule {schedule}⟧" if schedule else "")
-        raise UsageError(
-            f"{path}: is an average of steps, not a checkpoint on disk",
-            expected="a checkpoint; merge, push, virtual and from_pretrained take averages",
-            hint=f"write it with unshard average {shlex.quote(str(run))} OUTPUT, {how}",
-        )
     base = None
     if options.base is not None:
         from unshard.read.base import read_base

@@ -28,6 +28,7 @@ from unshard.errors import (
 )
 from unshard.read.finding.discover import all_steps, discover, step_folders, step_numbers
 from unshard.read.finding.marks import MARKS, half_saved, unfinished_lmms
+from unshard.read.finding.near_misses import no_such
 from unshard.read.finding.versions import Stamps, fingerprint, stamps_of
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 def check_run(run: Path) -> None:
     """Raise a UsageError if a path is a file, or a checkpoint itself; a run need not exist yet."""
+    if not run.exists() and (error := no_such(run)).hint:
+        raise error
     try:
         is_file = run.is_file()
         found = [] if is_file else discover(run, Choice(None, "actor", None))

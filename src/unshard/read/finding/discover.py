@@ -34,7 +34,6 @@ from unshard.read.format import Choice, Location, blaming, role_in
 from unshard.read.hub_files import PIPELINE_INDEX
 from unshard.read.step_names import is_state, step_of_parents
 from unshard.read.tree import LONGEST_TEXT, Tree
-from unshard.stores.remote_path import why_unlisted
 
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
@@ -71,7 +70,9 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
         if not is_file and not tree.is_dir(path):
             if tree.exists(path):
                 raise UnknownFormatError(f"{path}: is not a regular file")
-            raise UnknownFormatError(f"{path}: no such file or directory", hint=why_unlisted(path))
+            from unshard.read.finding.near_misses import no_such
+
+            raise no_such(path)
         if is_file and path.name in MARKERS and tree.size(path) <= LONGEST_TEXT:
             raise UsageError(
                 f"{path}: states which step is the latest, and is not a checkpoint",

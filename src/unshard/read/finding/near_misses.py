@@ -5,13 +5,14 @@ what is not a model.
 """
 
 import re
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from unshard.errors import UnknownFormatError
+from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.read.finding.candidates import DEPTH, WEIGHT_SUFFIXES, formats, search
-from unshard.read.step_names import is_state, is_unfinished
+from unshard.read.step_names import is_state, is_unfinished, named_average
 from unshard.read.tree import Tree
 from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
@@ -49,6 +50,22 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
     "without its weights",
     r"events\.out\.tfevents.*|wandb|mlruns|runs|tensorboard": "logs",
 }
+
+
+def no_such(path: Path) -> UnshardError:
+    """Return the error about a path that does not exist; perhaps it means an average of steps."""
+    if (average := named_average(path)) is not None:
+        run, last, schedule = average
+        how = f"⟦--last {last}⟧" + (f" and ⟦--schedule {schedule}⟧" if schedule else "")
+        return UsageError(
+            f"{path}: is an average of steps, not a checkpoint on disk",
+            expected="a checkpoint; merge, push, virtual and from_pretrained take averages",
+            hint=f"write it with unshard average {shlex.quote(str(run))} OUTPUT, {how}",
+        )
+    run, hint = path.parent / path.name.rpartition("@")[0], why_unlisted(path)
+    if run != path.parent and run.is_dir():
+        hint = f"an average of steps is {run}@last=5 or {run}@last=5,schedule=cosine"
+    return UnknownFormatError(f"{path}: no such file or directory", hint=hint)
 
 
 def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatError:
