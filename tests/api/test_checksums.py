@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -117,7 +119,13 @@ def test_an_output_is_verified_by_lines_json_and_its_record(
     assert first == f"{digests(merged(out))[first[66:]]}  {first[66:]}"
     assert json.loads(answer.read_text()) == {"checksums": digests(merged(out))}
     count = len(merged(out))
-    for file in (lines, answer, out / "unshard.json"):
+    upper = (f"{one[:64].upper()}{one[64:]}\n" for one in lines.read_text().splitlines())
+    others, pipe = tmp_path / "others.txt", tmp_path / "pipe"
+    others.write_text(f"\ufeff# of step 4\n\n{''.join(upper)}", "utf-8")
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(answer.read_bytes()))
+    writer.start()
+    for file in (lines, answer, out / "unshard.json", others, pipe):
         printed = run(capsys, "verify", out, "--checksums", file)
         assert printed.splitlines() == [
             f"compared    {count} tensors, bit by bit",
@@ -125,6 +133,7 @@ def test_an_output_is_verified_by_lines_json_and_its_record(
             "different   0",
             "the models are the same",
         ]
+    writer.join()
 
 
 def test_what_differs_is_named(
@@ -197,9 +206,10 @@ def test_the_answer_of_an_engine_is_compared(tmp_path: Path, options: dict[str, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"line 1: is not a checksum of a tensor"),
+        ("", r"has no checksums"),
         (f"{'0' * 64}  a\nhello\n", r"line 2: is not a checksum"),
-        ('{"sums": {}}', r"is not a checksum"),
+        ('{"sums": {}}', r"has no checksums"),
+        ('{"checksums": {}}', r"has no checksums"),
         ('{"checksums": {"w": 3}}', r"line 1: is not a checksum"),
         (json.dumps({"checksums": {"dp0:pp0:pcp0:tp1:ep0:w": "0" * 64}}), "a part of a tensor"),
         (
@@ -222,7 +232,8 @@ def test_options_that_do_not_apply_are_refused(
     place = tmp_path / "whole"
     unshard.merge(run_of, place, config="none")
     run(capsys, "verify", place, code=2)
-    run(capsys, "verify", place, "--against", place, "--checksums", place, code=2)
+    with pytest.raises(unshard.UsageError, match="excludes against"):
+        unshard.verify(place, place, checksums=place)
     run(capsys, "verify", place, "--checksums", place / "none", code=2)
     run(capsys, "verify", place, "--checksums", place, "--atol", "1", code=2)
     with pytest.raises(unshard.UsageError, match="exclude each other"):

@@ -125,10 +125,11 @@ def _check(
 ) -> None:
     if not all(0 <= one < inf for one in tolerances):
         raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
-    if (against is None) is (checksums is None):
+    if against is checksums is None:
         raise UsageError("verify needs either ⟦--against⟧ or ⟦--checksums⟧")
-    if checksums is not None and (any(tolerances) or has_more):
-        raise UsageError("⟦--checksums⟧ excludes ⟦--atol⟧, ⟦--rtol⟧, ⟦--load⟧ and ⟦--engine⟧")
+    if checksums is not None and (against is not None or any(tolerances) or has_more):
+        others = "⟦--against⟧, ⟦--atol⟧, ⟦--rtol⟧, ⟦--load⟧ and ⟦--engine⟧"
+        raise UsageError(f"⟦--checksums⟧ excludes {others}")
 
 
 def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:

@@ -13,13 +13,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.comparing.models import open_models, size_of
+from unshard.api.comparing.models import open_models
 from unshard.api.options import MergeOptions, accepting
-from unshard.containers.json_file import json_object
+from unshard.containers.json_file import parsed_object
 from unshard.containers.open_files import read_whole
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.engines.checksums import digest_contents
+from unshard.engines.spooling import size_of
 from unshard.engines.threads import Resources
 from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords
@@ -29,7 +30,9 @@ from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import Comparison, TensorComparison
 
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+_EXPECTED = 'lines of a SHA-256 and a name, or JSON: {"checksums": {name: SHA-256}}'
+_HINT = "`unshard checksums CHECKPOINT` prints them"
 _RANKS = re.compile(r"dp\d+:pp\d+:(?:pcp\d+:)?tp(\d+):ep(\d+):")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters of vLLM, and the tensors that they consist of, along dimension 0."""
@@ -102,22 +105,25 @@ def read_checksums(path: Path) -> dict[str, str]:
         UsageError, CorruptError: as by `compare_checksums`.
     """
     try:
-        text = read_whole(path)
+        text = path.read_bytes() if path.is_fifo() else read_whole(path)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    lines = text.decode(errors="replace").splitlines()
-    if text.lstrip().startswith(b"{"):
-        sums = json_object(path).get("checksums")
-        sums = sums if isinstance(sums, dict) else {}
-        lines = [f"{digest}  {name}" for name, digest in sums.items()]
+        raise UsageError(f"{path}: cannot be read: {error.strerror}", hint=_HINT) from error
+    lines = text.decode("utf-8-sig", errors="replace").splitlines()
+    if lines and lines[0].lstrip().startswith("{"):
+        sums = parsed_object(text, str(path)).get("checksums")
+        lines = (
+            [f"{digest}  {name}" for name, digest in sums.items()] if isinstance(sums, dict) else []
+        )
     found: dict[str, str] = {}
-    for number, line in enumerate(lines or [""], 1):
+    for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
+        if not line.strip() or line.startswith("#"):
+            continue
         if match is None:
             raise UsageError(
                 f"{path}, line {number}: is not a checksum of a tensor",
-                expected='lines of a SHA-256 and a name, or JSON: {"checksums": {name: SHA-256}}',
-                hint="`unshard checksums CHECKPOINT` prints them",
+                expected=_EXPECTED,
+                hint=_HINT,
             )
         ranks = _RANKS.match(match[2])
         if ranks is not None and ranks.groups() != ("0", "0"):
@@ -126,8 +132,10 @@ def read_checksums(path: Path) -> dict[str, str]:
                 hint="ask an engine without tensor and expert parallelism",
             )
         name = match[2] if ranks is None else match[2][ranks.end() :]
-        if found.setdefault(name, match[1]) != match[1]:
+        if found.setdefault(name, match[1].lower()) != match[1].lower():
             raise UsageError(f"{path}: two ranks have other values of {name}")
+    if not found:
+        raise UsageError(f"{path}: has no checksums", expected=_EXPECTED, hint=_HINT)
     return found
 
 

@@ -3,14 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import shape_of
 from unshard.engines.files import PieceReader
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
@@ -75,11 +73,6 @@ def open_models(
 def _tensors_of(checkpoint: Checkpoint, options: MergeOptions) -> Mapping[str, Converted]:
     converted = convert(Sources((checkpoint,)), options, all_shapes=False)
     return {one.name: one for one in converted.tensors}
-
-
-def size_of(tensor: Converted) -> int:
-    """Return how many bytes a merge would write for a tensor."""
-    return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
 def block_reader(models: Sequence[Model], at_once: int = 1) -> PieceReader:
