@@ -154,7 +154,7 @@ def average(
     checkpoints: Annotated[
         list[Path],
         argument(
-            "CHECKPOINT",
+            "CHECKPOINT...",
             "Checkpoints to average, in this order, or one run, to average all its complete "
             "steps. The last argument is the output directory, which must not exist yet, unless "
             "--output names it.",
