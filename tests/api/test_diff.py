@@ -283,7 +283,22 @@ def test_the_command_prints_what_changed(
         "  new",
         "NaN         0 before, 32 after",
     ]
-    assert lines[-1].startswith("1.2 % of 2,722 values changed; as a delta about ")
+    assert lines[-1] == "1.2 % of 2,722 values changed"  # no delta has a tensor of another dtype
+
+
+def test_what_cannot_be_compared_has_no_share_and_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = {"w": torch.ones(4, 4), "v": torch.arange(5.0)}
+    second = {"w": torch.ones(2, 8), "v": torch.arange(5, dtype=torch.int32)}
+    paths = [save_whole(tmp_path / "a", first), save_whole(tmp_path / "b", second)]
+    main_code(["diff", *map(str, paths)], 1)
+    printed = capsys.readouterr().out.splitlines()[3:]
+    assert sorted(printed[:2]) == ["  v: float32, now int32", "  w: 4 x 4, now 2 x 8"]
+    assert printed[2:] == ["100 % of 21 values changed"]
+    main_code(["diff", *map(str, paths), "--json"], 1)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["different"], found["delta_bytes"]) == (21, None)
 
 
 def test_the_command_sums_by_layer_and_prints_json(

@@ -24,7 +24,6 @@ from unshard.cli.running import front_of
 from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords, DeltaKeywords, DiffKeywords
 from unshard.showing import counted, human_size, listening
-from unshard.tensors.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     from unshard.api import Comparison
@@ -189,25 +188,26 @@ def _layers(found: "Comparison") -> "list[tuple[str, Tensors]]":
 
 
 def _sum(tensors: "Tensors") -> _Sums:
-    """Return the changes of all values; tensors of another dtype or shape are whole in a delta."""
-    values = [one.values for one in tensors if one.values is not None]
+    """Return the changes of all values; those that cannot be compared have all changed."""
+    values = [one.values for one in tensors if one.values is not None and _is_comparable(one)]
+    others = sum(prod(one.shape_ours) for one in tensors if not _is_comparable(one))
     count = sum(one.elements for one in values)
     squares = sum(one.rms_diff**2 * one.elements for one in values)
-    sizes = [
-        one.values.delta_bytes
-        if one.values is not None and one.dtype_ours == one.dtype_theirs
-        else prod(one.shape_ours) * BY_NAME[one.dtype_ours].itemsize
-        for one in tensors
-    ]
+    sizes = [one.delta_bytes for one in values]
+    is_delta = not others and all(one.dtype_ours == one.dtype_theirs for one in tensors)
     return {
-        "elements": count,
-        "different": sum(one.different for one in values),
+        "elements": count + others,
+        "different": sum(one.different for one in values) + others,
         "max_abs_diff": max((one.max_abs_diff for one in values), default=0.0),
         "rms_diff": sqrt(squares / max(count, 1)),
         "nans": [sum(one.nans_theirs for one in values), sum(one.nans_ours for one in values)],
         "infs": [sum(one.infs_theirs for one in values), sum(one.infs_ours for one in values)],
-        "delta_bytes": None if None in sizes else sum(size or 0 for size in sizes),
+        "delta_bytes": sum(one or 0 for one in sizes) if is_delta and None not in sizes else None,
     }
+
+
+def _is_comparable(one: "TensorComparison") -> bool:
+    return one.values is not None and (one.cast or one.dtype_ours == one.dtype_theirs)
 
 
 def _print_difference(found: "Comparison", total: _Sums, *, layers: bool) -> None:
@@ -227,7 +227,8 @@ def _print_difference(found: "Comparison", total: _Sums, *, layers: bool) -> Non
         if any(counts):
             print(f"{title:<11} {counts[0]:,} before, {counts[1]:,} after")
     size = total["delta_bytes"]
-    delta = "" if size is None or found.equal else f"; as a delta about {human_size(size)}"
+    is_delta = size is not None and not (found.equal or found.missing or found.unexpected)
+    delta = f"; as a delta about {human_size(size)}" if is_delta else ""
     print(f"{_write_share(total)} values changed{delta}")
 
 
@@ -237,7 +238,8 @@ def _describe(one: "TensorComparison") -> str:
         parts.append(f"{one.dtype_theirs}, now {one.dtype_ours}")
     if one.values is None:
         parts.append(f"{write_shape(one.shape_theirs)}, now {write_shape(one.shape_ours)}")
-    return f"{one.name}: {'; '.join([*parts, _write(_sum([one]))])}"
+    parts += [_write(_sum([one]))] if _is_comparable(one) else []
+    return f"{one.name}: {'; '.join(parts)}"
 
 
 def _write(sums: _Sums) -> str:
