@@ -1,6 +1,8 @@
 """`unshard.delta` and `apply_delta`: the merge of a checkpoint again, bit for bit, or an error."""
 
 import json
+import math
+import os
 import shutil
 import sys
 import tempfile
@@ -16,7 +18,9 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
@@ -27,6 +31,7 @@ from damage import change_byte, places_to_flip
 from properties import examples
 from ranks import bits, contents, merged, save_ranks, snapshot
 from unshard import ConversionError, CorruptError, NotMergeableError, UnshardError, UsageError
+from unshard.progress import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -356,14 +361,202 @@ def test_an_archive_goes_on_with_a_whole_model_where_no_delta_may_follow(tmp_pat
     with pytest.raises(UsageError, match="no version of step 4"):
         unshard.apply_delta(archive, [], tmp_path / "4", config="none", step=4)
     shutil.rmtree(archive / whole.pop())
-    with pytest.raises(UsageError, match="is not of this checkpoint"):
-        unshard.apply_delta(archive, [], tmp_path / "8", config="none", step=7)
     for name in whole:
         shutil.rmtree(archive / name)
-    with pytest.raises(unshard.IncompleteError, match="a delta, not a model"):
-        unshard.apply_delta(archive, [], tmp_path / "8", config="none", step=7)
-    with pytest.raises(UsageError, match="none is replaced"):
-        unshard.archive(run, archive, config="none", overwrite=True)
+        with pytest.raises(UsageError, match="as weight_v000004 is missing"):
+            unshard.apply_delta(archive, [], tmp_path / "8", config="none", step=7)
+
+
+HOWS: list[dict[str, Any]] = [{"dtype": "bfloat16"}, {"include": "a|norm"}]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_an_archive_goes_on_with_a_whole_model_after_other_options(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    truth, run = some(0), tmp_path / "run"
+    for step in (1, 2):
+        truth = some(step, like=truth)
+        save_step(run, step, truth)
+    unshard.archive(run, tmp_path / "archive", config="none", **how)
+    save_step(run, 3, some(3, like=truth))
+    unshard.archive(run, tmp_path / "archive", config="none")  # forgotten
+    save_step(run, 4, some(4, like=truth))
+    unshard.archive(run, tmp_path / "archive", config="none", **how)  # after a whole model, too
+    for step, options in ((3, {}), (4, how)):
+        out = tmp_path / str(step)
+        unshard.apply_delta(tmp_path / "archive", [], out, config="none", step=step)
+        unshard.merge(run, tmp_path / f"m{step}", config="none", step=step, **options)
+        assert weights(out) == weights(tmp_path / f"m{step}")
+
+
+@pytest.mark.parametrize("archived", [1, 2])
+def test_a_step_that_was_replaced_with_its_times_is_no_base(tmp_path: Path, archived: int) -> None:
+    run, archive, last = tmp_path / "run", tmp_path / "archive", some(0)
+    for step in range(1, archived + 1):
+        save_step(run, step, last := some(step, like=last))
+    unshard.archive(run, archive, config="none")
+    files = [*(run / f"global_step_{archived}" / "actor").iterdir()]
+    times = {one: one.stat() for one in files}
+    save_step(run, archived, some(6, like=last))
+    for one, before in times.items():
+        assert one.stat().st_size == before.st_size
+        os.utime(one, ns=(before.st_atime_ns, before.st_mtime_ns))
+    save_step(run, 3, some(7, like=last))
+    unshard.archive(run, archive, config="none")
+    unshard.apply_delta(archive, [], tmp_path / "out", config="none")
+    unshard.merge(run, tmp_path / "merged", config="none", step=3)
+    assert weights(tmp_path / "out") == weights(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("changed", ["v0", "v1"])
+@pytest.mark.parametrize("when", ["verifying", "committing"])
+def test_nothing_is_left_if_a_source_changes(chain: Path, changed: str, when: str) -> None:
+    def listener(event: object) -> None:
+        if isinstance(event, Stage) and event.name == when:
+            file = next((chain / changed).iterdir())
+            file.write_bytes(file.read_bytes())
+
+    paths = chain / "v0", chain / "v1", chain / "out"
+    with pytest.raises(CorruptError, match="has changed"):
+        unshard.delta(*paths, config="none", listener=listener)
+    assert not (chain / "out").exists()
+    if changed == "v0":
+        how: Any = {"config": "none", "listener": listener}
+        with pytest.raises(CorruptError, match="has changed"):
+            unshard.apply_delta(chain / "v0", [chain / "d1"], chain / "out", **how)
+        assert not (chain / "out").exists()
+
+
+def test_what_is_read_is_not_replaced(chain: Path) -> None:
+    run, archive = chain / "run", chain / "archive"
+    save_step(run, 1, some(0))
+    save_step(run, 2, some(1, like=some(0)))
+    unshard.archive(run, archive, config="none")
+    before, how = snapshot(chain), {"config": "none", "overwrite": True}
+    for target in (chain / "d1", chain / "d1" / "sub"):
+        with pytest.raises(unshard.OutputError, match="which is read"):
+            unshard.apply_delta(chain / "v0", [chain / "d1"], target, **how)  # type: ignore[arg-type]
+    with pytest.raises(unshard.OutputError, match="which is read"):
+        unshard.apply_delta(archive, [], archive / "weight_v000001", step=1, **how)  # type: ignore[arg-type]
+    for target in (run, run / "archive"):
+        with pytest.raises(unshard.OutputError, match="which is read"):
+            unshard.archive(run, target, config="none")
+    with pytest.raises(unshard.OutputError, match="which is read"):
+        unshard.delta(chain / "v0", chain / "v1", chain / "v0" / "sub", config="none")
+    assert snapshot(chain) == before
+
+
+def test_an_archive_is_told_by_the_steps_of_training(tmp_path: Path) -> None:
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    for step in (10, 20, 30):
+        save_step(run, step, some(step, like=some(0)))
+    unshard.archive(run, archive, config="none")
+    for step in (10, 20):
+        out = tmp_path / f"out-{step}-x"
+        report = unshard.apply_delta(archive, [], out, config="none", step=step)
+        source = json.loads((out / "unshard.json").read_text())["source"]
+        assert (source["name"], source["step"], report.step) == (f"global_step_{step}", step, step)
+    unshard.delta(tmp_path / "out-10-x", tmp_path / "out-20-x", tmp_path / "delta", config="none")
+    stated = json.loads((tmp_path / "delta" / INDEX).read_text())["metadata"]
+    assert (stated["base_version"], stated["version"]) == ("000010", "000020")
+    for path in (archive, archive / "weight_v000002"):
+        with pytest.raises(unshard.IncompleteError, match="a delta, not a model") as told:
+            unshard.inspect(path)
+        assert told.value.hint == f"make it with unshard apply {archive} OUTPUT, step=30"
+    (archive / "weight_v000001").rename(tmp_path / "gone")
+    with pytest.raises(UsageError, match="as weight_v000001 is missing") as missing:
+        unshard.apply_delta(archive, [], tmp_path / "no", config="none")
+    assert missing.value.found == "10"
+    save_step(run, 40, some(2, like=some(30, like=some(0))))
+    unshard.archive(run, archive, config="none")
+    assert not (archive / "weight_v000003" / INDEX).exists()  # whole
+    shutil.copytree(archive / "weight_v000002", archive / "weight_v000001")
+    with pytest.raises(UsageError, match="changes version 000001, and not 000000"):
+        unshard.apply_delta(archive, [], tmp_path / "no", config="none", step=30)
+
+
+def rewrite(place: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Write the file of a delta again, with other frames."""
+    with safe_open(place / FILE, "np") as file:
+        known = file.metadata()
+    frames = {name: change(name, one) for name, one in load_file(place / FILE).items()}
+    save_numpy(frames, place / FILE, known)
+
+
+def bytes_of(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, np.uint8)
+
+
+def halved(frame: bytes) -> bytes:
+    whole = zstandard.decompress(frame)
+    assert not any(whole[len(whole) // 2 :])
+    return zstandard.compress(whole[: len(whole) // 2])
+
+
+FRAMES: dict[str, Callable[[bytes], bytes]] = {
+    "half": halved,
+    "longer": lambda frame: zstandard.compress(zstandard.decompress(frame) + bytes(4)),
+    "followed": lambda frame: frame + b"more",
+    "two": lambda frame: frame * 2,
+    "cut": lambda frame: frame[:-9],
+}
+
+
+@pytest.mark.parametrize("what", [*FRAMES, "I8"])
+def test_a_frame_that_is_not_whole_is_refused(tmp_path: Path, what: str) -> None:
+    before = some(0)
+    after = {name: one.clone() for name, one in before.items()}
+    after["a.weight"][0, 3] += 1
+    save_whole(tmp_path / "v0", before)
+    save_whole(tmp_path / "v1", after)
+    unshard.delta(tmp_path / "v0", tmp_path / "v1", tmp_path / "d1", config="none")
+    if what == "I8":
+        rewrite(tmp_path / "d1", lambda _, frame: frame.view(np.int8))
+    else:
+        rewrite(tmp_path / "d1", lambda _, frame: bytes_of(FRAMES[what](frame.tobytes())))
+    assert isinstance(refused(tmp_path, "v0", "d1"), CorruptError)
+
+
+@pytest.mark.parametrize("what", ["version", "NaN", "unlisted", "twice"])
+def test_an_index_that_is_not_right_is_refused(chain: Path, what: str) -> None:
+    path = chain / "d1" / INDEX
+    index = json.loads(path.read_text())
+    name = min(index["weight_map"])
+    if what == "version":
+        index["metadata"]["version"] = ""
+    elif what == "NaN":
+        index["metadata"]["total_size"] = math.nan
+    elif what == "unlisted":
+        del index["weight_map"][name]
+    else:
+        shutil.copyfile(chain / "d1" / FILE, chain / "d1" / "again.safetensors")
+        index["weight_map"][name] = "again.safetensors"
+    path.write_text(json.dumps(index))
+    assert isinstance(refused(chain, "v0", "d1"), UsageError | CorruptError)
+
+
+def test_a_path_that_is_no_delta_or_no_run_is_told_why(chain: Path) -> None:
+    assert "no such file or directory" in str(refused(chain, "v0", "nowhere"))
+    unshard.apply_delta(chain / "v0", [chain / "d1" / INDEX], chain / "out", config="none")
+    average = f"{chain / 'run'}@last=2"
+    with pytest.raises(UsageError, match="is an average of steps"):
+        unshard.apply_delta(average, [chain / "d1"], chain / "no", config="none")
+    save_step(chain / "run", 1, some(0))
+    for wrong, options, message in (
+        (average, {}, "is an average of steps"),
+        (chain / "v0", {}, "is not a run"),
+        (chain / "run", {"step": 1}, "all steps are archived"),
+        (chain / "run", {"overwrite": True}, "are not replaced"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            unshard.archive(wrong, chain / "no", config="none", **options)
+    save_whole(chain / "other", {"norm.weight": torch.ones(2, dtype=torch.int32)})
+    save_whole(chain / "another", {"norm.weight": torch.ones(2)})
+    with pytest.raises(ConversionError) as told:
+        unshard.delta(chain / "other", chain / "another", chain / "no", config="none")
+    assert (told.value.expected, told.value.found) == ("int32 [2]", "float32 [2]")
+    assert not (chain / "no").exists()
 
 
 def test_the_commands(chain: Path) -> None:

@@ -115,11 +115,11 @@ def make_output(
         with prepared.sources.steady():
             verify_output(prepared, stage.readable(), options.verify, engine)
             changed = compare_with_base(prepared, listener)
-        record = make_record(prepared, options.recorded)
-        if options.checksums:
-            sums = _digest_output(prepared, stage.readable(), options.resources, listener)
-            record = add_checksums(record, sums)
-        listener(Progress("committing"))
+            record = make_record(prepared, options.recorded)
+            if options.checksums:
+                sums = _digest_output(prepared, stage.readable(), options.resources, listener)
+                record = add_checksums(record, sums)
+            listener(Progress("committing"))
         committed = stage.commit(record, replaced=named_companions(prepared, options.config))
     overflows = named_overflows(written.overflows, prepared.plan)
     late = late_notes(prepared, changed, overflows, written.refused)

@@ -90,8 +90,20 @@ def frame_of(blocks: Iterable[memoryview], size: int) -> Iterator[bytes]:
     yield engine.flush()
 
 
-def frame_reader(source: str, file: IO[bytes]) -> Callable[[int], bytes]:
-    """Return a function that reads so many bytes of what a frame in a file contains.
+class _Window:
+    """The next bytes of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], length: int) -> None:
+        self._file, self._left = file, length
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def frame_reader(source: str, file: IO[bytes], length: int) -> Callable[[int], bytes]:
+    """Return a function that reads so many bytes of what the next `length` bytes contain: a frame.
 
     A frame of zeros is thousands of times smaller than they are, so `decompress`, which takes a
     number of compressed bytes at a time, would not be bounded.
@@ -101,7 +113,9 @@ def frame_reader(source: str, file: IO[bytes]) -> Callable[[int], bytes]:
     """
     own, package = _libraries(_NO_DELTA)
     errors = (own.ZstdError, EOFError) if own else package.ZstdError
-    stream = own.ZstdFile(file) if own else package.ZstdDecompressor().stream_reader(file)
+    window, package = _Window(file, length), package and package.ZstdDecompressor()
+    # What follows the frame is read as another one.
+    stream = own.ZstdFile(window) if own else package.stream_reader(window, read_across_frames=True)
 
     def read(size: int) -> bytes:
         try:

@@ -10,8 +10,10 @@ Source: ModelExpress 0.7.0, `modelexpress_rl.train.methods.canonical_delta` and
 
 import json
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from unshard.containers.json_file import JsonFields, json_object, shown
@@ -20,6 +22,7 @@ from unshard.read.hub_files import INDEX_NAME, RECORD_NAME, file_names, read_hea
 from unshard.tensors.catalog import ByteRange
 
 _FORM = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "adler32"}
+_BLOCK = 1 << 20
 _VERSION = re.compile(r"weight_v(\d{6,18})")
 
 
@@ -70,22 +73,30 @@ def read_delta(directory: Path) -> Delta:
         NotMergeableError: it is a delta of another form.
         IncompleteError, CorruptError: files are missing or damaged.
     """
+    directory = directory.parent if directory.name == INDEX_NAME else directory
     index = _fields(directory, INDEX_NAME)
     stated, others = index.inside("metadata"), index.inside("unchanged")
     version, base_version = stated.text("version"), stated.text("base_version")
-    if "delta_encoding" not in stated.fields or version is None or base_version is None:
-        raise UsageError(f"{directory}: is not a delta that unshard, ModelExpress or slime makes")
+    if "delta_encoding" not in stated.fields or not version or base_version is None:
+        what = "is not a delta that unshard, ModelExpress or slime makes"
+        what = what if directory.exists() else "no such file or directory"
+        raise UsageError(f"{directory}: {what}")
     for key, form in _FORM.items():
         if (found := stated.fields.get(key)) != form:
             what = f"{index.path}: a delta of another form, which only its own engines apply"
             raise NotMergeableError(what, expected=f"{key} {form}", found=shown(found))
     files = file_names(str(index.path), index.inside("weight_map").fields)
+    if any(isinstance(one, float) and not isfinite(one) for one in stated.fields.values()):
+        raise CorruptError(f"{index.path}: a number of its metadata is not finite")
     checksums = {name: others.text(name) or "" for name in others.fields}
     frames: dict[str, ByteRange] = {}
     for path in sorted({directory / file for file in files.values()}):
         header = read_header(path)
         for one in header.entries:
             size = one.end - one.begin
+            if one.dtype.name != "uint8" or one.name in frames:
+                what = "is there twice" if one.name in frames else "is no frame, which is of uint8"
+                raise CorruptError(f"{path}: tensor {one.name}: {what}")
             frames[one.name] = ByteRange(path, header.data_start + one.begin, size)
             checksums[one.name] = header.metadata.get(one.name, "")
     if {name: frame.path.name for name, frame in frames.items()} != files:
@@ -97,11 +108,32 @@ def read_delta(directory: Path) -> Delta:
 def versions_in(archive: Path) -> list[tuple[int, int, Path]]:
     """Return the complete versions of an archive: number, step of training, and directory."""
     matches = [(_VERSION.fullmatch(one.name), one) for one in archive.iterdir()]
-    found = [(int(match[1]), one, _fields(one, RECORD_NAME)) for match, one in matches if match]
-    steps = [(number, record.inside("source").count("step"), one) for number, one, record in found]
-    return sorted((number, step, one) for number, step, one in steps if step is not None)
+    found = [(int(match[1]), source_of(one)[1], one) for match, one in matches if match]
+    return sorted((number, step, one) for number, step, one in found if step is not None)
 
 
-def fingerprint_in(version: Path) -> str | None:
-    """Return that of the checkpoint which a delta makes, by its `unshard.json`."""
-    return _fields(version, RECORD_NAME).inside("output").text("fingerprint")
+def source_of(version: Path) -> tuple[str | None, int | None]:
+    """Return name and step of what an output was made from, by its record; None if unknown."""
+    source = _fields(version, RECORD_NAME).inside("source")
+    return source.text("name"), source.count("step")
+
+
+def checksums_in(version: Path) -> Mapping[str, str]:
+    """Return the Adler-32 of all tensors of a version; those of a whole model are read."""
+    if is_delta(version):
+        return read_delta(version).checksums
+    headers = [read_header(one) for one in version.iterdir() if one.suffix == ".safetensors"]
+    return {
+        one.name: _checksum(header.path, header.data_start + one.begin, one.end - one.begin)
+        for header in headers
+        for one in header.entries
+    }
+
+
+def _checksum(path: Path, offset: int, size: int) -> str:
+    checksum = 1
+    with path.open("rb") as file:
+        file.seek(offset)
+        for left in range(size, 0, -_BLOCK):
+            checksum = zlib.adler32(file.read(min(left, _BLOCK)), checksum)
+    return f"{checksum:08x}"

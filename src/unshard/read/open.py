@@ -125,7 +125,8 @@ def open_latest(
                 passed.append((location, why))
             else:
                 for delta in (one for _, one in passed if isinstance(one, DeltaError)):
-                    delta.hint = f"to merge the newest that is whole: ⟦+--step {location.step}⟧"
+                    if not delta.hint.startswith("make it"):  # as of an archive
+                        delta.hint = f"to merge the newest that is whole: ⟦+--step {location.step}⟧"
                     raise delta
                 is_chosen = choice.step is not None or path.resolve() not in location.path.parents
                 noted = _with_notes(checkpoint, notes_of(location, is_chosen=is_chosen))

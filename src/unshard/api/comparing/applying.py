@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Unpack
 
@@ -14,8 +13,9 @@ import numpy as np
 from unshard.api.comparing.models import Model, block_reader
 from unshard.api.converting import convert
 from unshard.api.making import Prepared, fingerprint_of, plan_output
-from unshard.api.merging import check_output, merge_with, open_given
+from unshard.api.merging import check_output, merge_with
 from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.api.sources import Sources, open_source
 from unshard.containers.file_states import noting
 from unshard.containers.zstd import frame_reader
 from unshard.convert.outputs import Converted
@@ -25,11 +25,11 @@ from unshard.engines.spooling import size_of, spool, spooled
 from unshard.errors import CorruptError, UsageError
 from unshard.keywords import DeltaKeywords
 from unshard.progress import Listener, Stage
-from unshard.read.delta import Delta, is_delta, read_delta, versions_in
+from unshard.read.delta import Delta, is_delta, read_delta, source_of, versions_in
 from unshard.showing import hearing
 from unshard.write.record import is_weight_file
 from unshard.write.report import Report
-from unshard.write.staging.targets import check_space
+from unshard.write.staging.targets import check_space, refuse_inside
 
 MOST_DELTAS = 32
 """How many are applied at once: each takes 2 MiB of memory for each thread."""
@@ -67,51 +67,68 @@ def apply_delta(
         chosen = MergeOptions(**options, extra_state=False)
         place = given_path(checkpoint, "the checkpoint")
         paths = [given_path(one, "a delta") for one in deltas]
+        target, base = check_output(output, chosen) or Path(), None
+        refuse_inside(target, paths or [place])
         if not paths:
             place, *paths = _versions_to(place, chosen.step)
-            chosen = replace(chosen, step=None)
-        target = check_output(output, chosen)
-        sources = open_given(place, chosen, heard)
+            chosen, base = replace(chosen, step=None), place.name.removeprefix("weight_v")
+        sources = open_source(place, chosen, heard)
         with noting(sources.last.states):
             chain = [read_delta(path) for path in paths]
-        _check_order(chain)
-        change = partial(_changed, chain, chosen, heard) if chain else None
+        _check_order([(base, place), *((one.version, one.path) for one in chain)], chain)
+        change = partial(_changed, chain, chosen, heard, source_of([place, *paths][-1]))
         return merge_with(sources, target, chosen, heard, change=change)
 
 
-def _check_order(chain: Sequence[Delta]) -> None:
+def _check_order(versions: Sequence[tuple[str | None, Path]], chain: Sequence[Delta]) -> None:
+    """Refuse deltas that do not change the version before each; None is one that is not known."""
     if len(chain) > MOST_DELTAS:
         what = f"{len(chain)} deltas: at most {MOST_DELTAS} are applied at once"
         raise UsageError(what, hint="apply the first ones, and the others to their output")
-    for before, delta in pairwise(chain):
-        if delta.base_version != before.version:
+    for (before, path), delta in zip(versions, chain, strict=False):
+        if before not in (None, delta.base_version):
             raise UsageError(
-                f"{delta.path}: changes version {delta.base_version}, and not {before.version}, "
-                f"which {before.path} makes",
+                f"{delta.path}: changes version {delta.base_version}, and not {before}, "
+                f"which {path} makes",
                 hint="give all deltas from the checkpoint on, in the order of their versions",
             )
 
 
 def _versions_to(archive: Path, step: int | None) -> list[Path]:
     """Return the last whole version of an archive up to a step, and the deltas from there on."""
-    versions = versions_in(archive) if archive.is_dir() else []
-    steps = [one for _, one, _ in versions]
-    if not versions or step not in (None, *steps):
-        what = f"{archive}: has no version" + f" of step {step}" * (step is not None)
-        expected = "the archive of a run, or a checkpoint and its deltas"
-        raise UsageError(what, expected=expected, found=", ".join(map(str, steps)))
-    paths = [path for _, at, path in versions if step is None or at <= step]
-    return paths[max((at for at, one in enumerate(paths) if not is_delta(one)), default=0) :]
+    found, chain, gap, due = dict[int, tuple[list[Path], int]](), list[Path](), 0, 0
+    for number, at, path in versions_in(archive) if archive.is_dir() else ():
+        if not is_delta(path):
+            chain = [path]
+        elif chain and number == due:
+            chain = [*chain, path]
+        else:
+            chain, gap = [], gap if number == due else number - 1
+        found[at], due = (chain, gap), number + 1
+    chain, gap = found.get(max(found, default=0) if step is None else step, ([], -1))
+    if not chain:
+        of = f" of step {step}" * (step is not None)
+        is_gap = f"its version{of} cannot be made, as weight_v{gap:06d} is missing"
+        raise UsageError(
+            f"{archive}: {f'has no version{of}' if gap < 0 else is_gap}",
+            expected="the archive of a run, or a checkpoint and its deltas",
+            found=", ".join(str(at) for at, (some, _) in found.items() if some),
+        )
+    return chain
 
 
-def _changed(
+def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
     chain: Sequence[Delta],
     options: MergeOptions,
     listener: Listener,
+    source: tuple[str | None, int | None],
     prepared: Prepared,
     scratch: Path,
 ) -> Prepared:
-    """Return an output with deltas applied to its tensors, which are then in `scratch`."""
+    """Return an output of a version, whose tensors are then in `scratch`."""
+    sources = _called(prepared.sources, *source)
+    if not chain:
+        return replace(prepared, sources=sources)
     last, tensors = chain[-1], {one.name: one for one in prepared.tensors}
     named = {name for delta in chain for name in delta.checksums}
     only = (named - tensors.keys()) | (tensors.keys() - named if last.is_ours else set())
@@ -141,7 +158,17 @@ def _changed(
     is_merged = all(is_weight_file(one) and one.endswith(".safetensors") for one in files.values())
     # Those of a merged model stay, as its tensors may have another order than training has.
     plan = plan_output(prepared.sources, converted, options, files if is_merged else None)
-    return replace(plan, fingerprint=fingerprint)
+    return replace(plan, sources=sources, fingerprint=fingerprint)
+
+
+def _called(sources: Sources, name: str | None, step: int | None) -> Sources:
+    """Return sources as the record is to call them: by what the version was made from."""
+    if name is None:
+        return sources
+    last, at = sources.last, sources.last.location
+    at = replace(at, step_dir=at.step_dir.parent / Path(name).name, step=step)
+    last = replace(last, location=at, catalog=replace(last.catalog, step=step))
+    return replace(sources, checkpoints=(last,))
 
 
 def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> Iterator[memoryview]:
@@ -153,7 +180,8 @@ def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> I
             if frame is not None:
                 file = stack.enter_context(frame.path.open("rb"))
                 file.seek(frame.offset)
-                read, changed = frame_reader(f"{frame.path}: tensor {name}", file), True
+                what, changed = f"{frame.path}: tensor {name}", True
+                read = frame_reader(what, file, frame.length)
             if read is not None or (delta is chain[-1] and name in delta.checksums):
                 blocks = _applied(blocks, read, delta, name)
         for block in blocks:
@@ -165,20 +193,22 @@ def _applied(
     blocks: Iterator[memoryview], read: Callable[[int], bytes] | None, delta: Delta, name: str
 ) -> Iterator[memoryview]:
     """Yield blocks, changed where they are; after the last, check what they are now."""
-    checksum = 1
+    checksum, is_whole = 1, True
     for block in blocks:
         if read is not None:
             array = np.frombuffer(block, np.uint8)
             change = np.frombuffer(read(len(block)), np.uint8)
-            array[: len(change)] ^= change  # one that ends early makes another checksum
+            array[: len(change)] ^= change
+            is_whole &= len(change) == len(array)
         checksum = zlib.adler32(block, checksum)
         yield block
-    if f"{checksum:08x}" != delta.checksums[name]:
+    is_whole &= read is None or not read(1)
+    if not is_whole or f"{checksum:08x}" != delta.checksums[name]:
         raise CorruptError(
             f"{delta.path}: tensor {name}: is damaged, or the checkpoint is not version "
             f"{delta.base_version}",
             expected=f"Adler-32 {delta.checksums[name]} of version {delta.version}",
-            found=f"{checksum:08x}",
+            found=f"{checksum:08x}" if is_whole else "a frame of another size",
             hint=_hint(delta),
         )
 

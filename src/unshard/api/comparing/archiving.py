@@ -1,8 +1,6 @@
 """`archive`: the steps of a run, as a whole model and what changed from step to step."""
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -10,15 +8,15 @@ from unshard.api.comparing.applying import MOST_DELTAS
 from unshard.api.comparing.deltas import write_delta
 from unshard.api.merging import merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
-from unshard.errors import ConversionError, IncompleteError, OutputError, UsageError
+from unshard.errors import ConversionError, IncompleteError, UsageError
 from unshard.keywords import DeltaKeywords
-from unshard.progress import Listener, Warned, ignore
-from unshard.read.delta import fingerprint_in, is_delta, versions_in
+from unshard.progress import Listener, Warned
+from unshard.read.delta import checksums_in, is_delta, versions_in
 from unshard.read.finding.discover import all_steps
-from unshard.read.finding.versions import fingerprint, stamps_of
 from unshard.read.format import Location
 from unshard.showing import hearing
 from unshard.write.report import Report
+from unshard.write.staging.targets import refuse_inside
 
 
 @accepting(DeltaKeywords)
@@ -33,7 +31,8 @@ def archive(
 
     The versions are `weight_v000000` and so on, as SGLang pulls them: a whole model, then what
     changed from step to step. The next is whole again after 32 deltas, and where the step before it
-    is gone or was saved again, or other tensors are there. `apply_delta` makes any of them.
+    is gone or has other values than were archived, as with other options, or other tensors are
+    there. `apply_delta` makes any of them.
 
     Args:
         run: a directory that has several steps.
@@ -49,17 +48,14 @@ def archive(
     made = list[Report]()
     with hearing(listener) as heard:
         chosen, place = MergeOptions(**options, extra_state=False), given_output(output)
-        steps = all_steps(given_path(run, "the run"), chosen.choice)
-        if not steps or chosen.overwrite or chosen.step is not None:
-            what = "all steps of a run are archived, and none is replaced"
-            raise UsageError(what, hint="give a run, and neither ⟦--step⟧ nor ⟦--overwrite⟧")
+        steps = _steps_of(given_path(run, "the run"), place, chosen)
         versions = versions_in(place) if place.is_dir() else []
         for at in steps:
             number, last, _ = versions[-1] if versions else (-1, -1, place)
             if at.step is None or at.step <= last:
                 continue
             target = place / f"weight_v{number + 1:06d}"
-            base = _base_of(versions, steps, chosen)
+            base = _base_of(versions, steps)
             names = f"{number:06d}", f"{number + 1:06d}"
             try:
                 made.append(_write(at, base, target, chosen, heard, names))
@@ -70,26 +66,33 @@ def archive(
     return made
 
 
+def _steps_of(run: Path, output: Path, options: MergeOptions) -> Sequence[Location]:
+    refuse_inside(output, [run])
+    if options.step is not None or options.overwrite:
+        why = "⟦--step⟧: all steps are archived" if options.step is not None else ""
+        raise UsageError(why or "⟦--overwrite⟧: versions of an archive are not replaced")
+    steps = all_steps(run, options.choice)
+    if all(one.step is None for one in steps):
+        raise UsageError(f"{run}: is not a run: it has no steps", hint="give a directory of steps")
+    return steps
+
+
 def _base_of(
-    versions: Sequence[tuple[int, int, Path]], steps: Sequence[Location], options: MergeOptions
-) -> Path | None:
-    """Return the step that the last version is, if it is unchanged and a delta may follow."""
+    versions: Sequence[tuple[int, int, Path]], steps: Sequence[Location]
+) -> tuple[Path, Path] | None:
+    """Return the step that the last version is, and this one, if a delta may follow."""
     paths = [path for _, _, path in reversed(versions)]
     deltas = next((at for at, one in enumerate(paths) if not is_delta(one)), MOST_DELTAS)
     at = next((one for one in steps if versions and one.step == versions[-1][1]), None)
     if at is None or deltas >= MOST_DELTAS:
         return None
-    if deltas:
-        return at.path if fingerprint(stamps_of(at)) == fingerprint_in(paths[0]) else None
-    with suppress(OutputError):  # raised if it was made from other files, or with other options
-        merge_checkpoint(at.path, paths[0], replace(options, reuse=True, dry_run=True), ignore)
-        return at.path
-    return None
+    is_whole = versions[-1][0] - versions[-1 - deltas][0] == deltas  # none between them is missing
+    return (at.path, paths[0]) if is_whole else None
 
 
 def _write(  # noqa: PLR0917 (what is written, from what, and where)
     at: Location,
-    base: Path | None,
+    base: tuple[Path, Path] | None,
     target: Path,
     options: MergeOptions,
     listener: Listener,
@@ -98,7 +101,8 @@ def _write(  # noqa: PLR0917 (what is written, from what, and where)
     """Write a version, a delta if there is a base and one leads to the step."""
     if base is not None:
         try:
-            return write_delta((base, at.path), target, options, listener, names)
+            former, pair = checksums_in(base[1]), (base[0], at.path)
+            return write_delta(pair, target, options, listener, names, former)
         except ConversionError as error:  # raised again by the merge, unless it is of the delta
             listener(Warned(f"step {at.step} is archived as a whole model: " + error.text))
     return merge_checkpoint(at.path, target, options, listener)

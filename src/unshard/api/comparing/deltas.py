@@ -28,13 +28,13 @@ from unshard.plan.layout import Layout, lay_out, size_in_bytes
 from unshard.plan.planner import make_plan
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.companions import Companions
-from unshard.read.delta import index_of
+from unshard.read.delta import index_of, source_of
 from unshard.read.finding.versions import fingerprint, stamps_of
 from unshard.read.hub_files import INDEX_NAME
 from unshard.showing import counted, hearing
 from unshard.tensors.dtypes import BY_CODE
 from unshard.write.report import Report
-from unshard.write.staging.targets import refuse_sources
+from unshard.write.staging.targets import refuse_inside, refuse_sources
 
 _FILE = "model-{:05d}-of-{:05d}.safetensors"
 
@@ -74,24 +74,33 @@ def delta(
         return write_delta((before, after), output, MergeOptions(**options), heard, names)
 
 
-def write_delta(
+def write_delta(  # noqa: PLR0917 (as `_write` of an archive)
     paths: tuple[str | Path, str | Path],
     output: str | Path,
     options: MergeOptions,
     listener: Listener,
     names: tuple[str | None, str | None],
+    former: Mapping[str, str] | None = None,
 ) -> Report:
-    """Write a delta as `delta` does: from one path to the other, with a name for each version."""
+    """Write a delta as `delta` does: from one path to the other, with a name for each version.
+
+    A ConversionError also if the tensors before have other Adler-32 than the `former`.
+    """
     target = check_output(output, options) or Path()
     with open_models(paths, options, listener) as models:
         old, new = models
         _refuse_other_tensors(old, new)
+        refuse_inside(target, (one.checkpoint.location.place for one in models))
         refuse_sources(target, old.checkpoint.catalog.weight_files)
+        new.checkpoint.states.include(old.checkpoint.states)  # all are checked before the commit
         alone = replace(new.checkpoint, companions=Companions(), base=None)
         nothing = make_plan(Layout((), {}, 0))
         prepared = Prepared(Sources((alone,)), (), nothing, config=None, warnings=(), files={})
         stage, context = stage_for(target, prepared, options), (options, listener)
-        made = make_output(prepared, stage, *context, partial(_changed, old, new, names, *context))
+        change = partial(_changed, old, new, names, former, *context)
+        made = make_output(prepared, stage, *context, change)
+        old.checkpoint.states.states.clear()  # they were checked before the commit, which stays
+        new.checkpoint.states.states.clear()
     memory = options.resources.memory_bytes
     return make_report(made.prepared, target, memory_bytes=memory, notes=made.notes)
 
@@ -99,24 +108,25 @@ def write_delta(
 def _refuse_other_tensors(old: Model, new: Model) -> None:
     """Raise a ConversionError for tensors that no delta can express."""
     before, after = (
-        {name: (one.dtype.name, shape_of(one.recipe)) for name, one in each.tensors.items()}
+        {n: f"{one.dtype.name} {list(shape_of(one.recipe))}" for n, one in each.tensors.items()}
         for each in (old, new)
     )
     if names := [name for name in before | after if before.get(name) != after.get(name)]:
         raise ConversionError(
             f"{new.checkpoint.location.weights_dir}: no delta leads here: "
             f"{counted(len(names), 'tensor')} differ in more than values, as {names[0]}",
-            expected=f"{before.get(names[0], 'no such tensor')}",
-            found=f"{after.get(names[0], 'no such tensor')}",
+            expected=before.get(names[0], "no such tensor"),
+            found=after.get(names[0], "no such tensor"),
             hint="merge it instead: a whole model is a version, too",
         )
 
 
 @dataclass(slots=True)
 class _Change:
-    """How many values of a tensor changed, and the Adler-32 of what it is now."""
+    """How many values of a tensor changed, and the Adler-32 of what it was and is now."""
 
     values: int = 0
+    former: str = ""
     checksum: str = ""
 
 
@@ -124,6 +134,7 @@ def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
     old: Model,
     new: Model,
     names: tuple[str | None, str | None],
+    former: Mapping[str, str] | None,
     options: MergeOptions,
     listener: Listener,
     prepared: Prepared,
@@ -140,11 +151,15 @@ def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
     paths = spool(
         jobs, partial(block_reader, [old, new]), scratch, options.resources, listener, streams=1
     )
+    if former is not None and {name: one.former for name, one in found.items()} != former:
+        what = f"{old.checkpoint.location.weights_dir}: has other values than the version before"
+        raise ConversionError(what, hint="was it saved again, or are there other options now?")
     changed = {name: one for name, one in found.items() if one.values}
     values = sum(one.values for one in changed.values())
     listener(Chosen(f"changed: {counted(values, 'value')} of {counted(len(changed), 'tensor')}"))
     layout = _lay_out({name: paths[name] for name in changed}, changed, options.max_shard_size)
-    steps = [one.checkpoint.location.step for one in (old, new)]
+    places = [one.checkpoint.location for one in (old, new)]
+    steps = [source_of(at.place)[1] if at.step is None else at.step for at in places]
     known = (0, 1) if None in steps or steps[0] == steps[1] else steps
     base, version = (name or f"{step:06d}" for name, step in zip(names, known, strict=True))
     unchanged = {name: one.checksum for name, one in found.items() if not one.values}
@@ -157,14 +172,14 @@ def _frame(old: Converted, new: Converted, change: _Change, reader: PieceReader)
     """Yield the frame of a change, and note in it what else is found."""
 
     def xored() -> Iterator[memoryview]:
-        checksum, dtype = 1, raw_dtype(new.dtype)
+        former, checksum, dtype = 1, 1, raw_dtype(new.dtype)
         for before, after in zip(reader.blocks(old), reader.blocks(new), strict=True):
-            checksum = zlib.adler32(after, checksum)
+            former, checksum = zlib.adler32(before, former), zlib.adler32(after, checksum)
             block = np.frombuffer(before, dtype)
             np.bitwise_xor(block, np.frombuffer(after, dtype), out=block)  # which are read once
             change.values += int(np.count_nonzero(block))
             yield block.view(np.uint8).data
-        change.checksum = f"{checksum:08x}"
+        change.former, change.checksum = f"{former:08x}", f"{checksum:08x}"
 
     return frame_of(xored(), size_of(new))
 

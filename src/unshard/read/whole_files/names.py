@@ -8,6 +8,7 @@ Sources: the file name constants of transformers and diffusers, accelerate's
 """
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,11 +117,14 @@ def _set_of(file: Path) -> WholeSet:
 
 
 def _delta(directory: Path, fields: Mapping[str, object]) -> DeltaError:
-    return DeltaError(
-        f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}",
-        hint="give a version that is whole, or the checkpoint that the engine has updated, or make "
-        "a model with unshard apply",
-    )
+    from unshard.read.delta import source_of
+
+    what = f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}"
+    if (step := source_of(directory)[1]) is not None and directory.name.startswith("weight_v"):
+        at = shlex.quote(str(directory.parent))
+        return DeltaError(what, hint=f"make it with unshard apply {at} OUTPUT, ⟦--step {step}⟧")
+    whole = "give a version that is whole, or the checkpoint that the engine has updated"
+    return DeltaError(what, hint=f"{whole}, or make a model with unshard apply")
 
 
 def _by_index(index: Path) -> WholeSet:

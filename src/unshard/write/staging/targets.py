@@ -119,6 +119,13 @@ def refuse_sources(target: Path, files: Iterable[Path]) -> None:
         )
 
 
+def refuse_inside(target: Path, places: Iterable[Path]) -> None:
+    """Raise OutputError if an output is, or would be in, a directory that is read."""
+    for place in places:
+        if is_inside(target, place):
+            raise OutputError(f"{target}: is in {place}, which is read", hint="give another output")
+
+
 def allocated(directory: Path) -> int:
     """Return the bytes of disk that the files in a directory take; what is gone takes none."""
     total = 0
