@@ -129,10 +129,10 @@ def _delta(directory: Path, fields: Mapping[str, object]) -> DeltaError:
 
 def _by_index(index: Path) -> WholeSet:
     whole = json_object(index)
-    files = weight_map(index, whole)
     metadata = JsonFields(index, whole).inside("metadata").fields
     if "delta_encoding" in metadata:  # slime, miles; read by SGLang's `pull_weights`
         raise _delta(index.parent, metadata)
+    files = weight_map(index, whole)
     names = sorted(set(files.values()), key=natural_order)
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
