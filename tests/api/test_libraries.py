@@ -64,7 +64,7 @@ def test_what_no_library_is_known_to_load_is_called_weights(
     assert written == {**config, **added}
     report = unshard.merge(checkpoint, tmp_path / "again")
     assert (report.loadable, report.library) == (False, library)
-    with pytest.raises((UsageError, OutputError), match="is not of transformers|does not load"):
+    with pytest.raises((UsageError, OutputError), match=r"is not of transformers|does not load"):
         unshard.verify(tmp_path / "out", checkpoint, load=True)
 
 
