@@ -182,10 +182,10 @@ def test_plots_are_zoomed_read_and_saved(browser: Browser, server: Live, view: V
     view.page.mouse.down()
     view.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 60, steps=3)
     view.page.mouse.up()
-    first_step = "[...document.querySelectorAll('figure')].map((one) => one.plot.scales.x.min)"
-    view.until(f"{first_step}.every((step) => step > 5)")
+    plots = "[...document.querySelectorAll('figure')].map((one) => one.plot)"
+    view.until(f"{plots}.every((one) => one.scales.x.min > 5)")
     view.page.get_by_role("button", name="All steps").click()
-    view.until(f"{first_step}.every((step) => step < 1)")
+    view.until(f"{plots}.every((one) => one.scales.x.min <= one.data[0][0])")
     view.page.locator(".legend button").first.click()
     expect(view.page.locator(".legend button").first).to_have_attribute("aria-pressed", "false")
     view.page.get_by_label("Log steps").check()
