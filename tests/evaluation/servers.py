@@ -294,11 +294,13 @@ class Still:
 
 
 @contextmanager
-def still(root: Path, **profiles: CommandProfile | LmEvalProfile) -> Iterator[Still]:
+def still(
+    root: Path, *, token_file: Path | None = None, **profiles: CommandProfile | LmEvalProfile
+) -> Iterator[Still]:
     """Make the application of a server of one root, whose work directory is below it."""
     config = ServerConfig(roots=(root,), work_directory=root / "work", profiles=profiles)
     service = make_service(config)
-    app = application.make_app(service, rules_for("127.0.0.1", None))
+    app = application.make_app(service, rules_for("127.0.0.1", token_file))
     with closing(service.store), TestClient(app, base_url="http://127.0.0.1") as client:
         yield Still(service, app, client)
 

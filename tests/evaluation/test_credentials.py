@@ -43,7 +43,7 @@ def reading(file: Path) -> list[Callable[[], object]]:
 def test_the_line_break_at_the_end_of_a_file_is_not_part_of_the_token(tmp_path: Path) -> None:
     file = token_file(tmp_path, f" {SECRET}\r\n")
     assert [read() for read in reading(file)[:2]] == [SECRET, SECRET]
-    assert rules_for("127.0.0.1", file).token == SECRET
+    assert rules_for("127.0.0.1", file).users[0].token == SECRET
 
 
 @pytest.mark.parametrize("text", BAD)

@@ -12,12 +12,17 @@ from unshard.errors import UsageError
 
 def read_token(file: Path, *, what: str) -> str:
     """Return the token in a file, which errors call `what`, without white space around it."""
-    try:
-        text = file.expanduser().read_bytes().decode("latin-1").strip()
-    except OSError as error:
-        raise UsageError(f"{what}: cannot be read", found=error.strerror or str(error)) from error
+    text = read_text(file, what=what)
     check_token(text, what=what)
     return text
+
+
+def read_text(file: Path, *, what: str) -> str:
+    """Return what is in a file, which errors call `what`, without white space around it."""
+    try:
+        return file.expanduser().read_bytes().decode("latin-1").strip()
+    except OSError as error:
+        raise UsageError(f"{what}: cannot be read", found=error.strerror or str(error)) from error
 
 
 def check_token(text: str, *, what: str) -> None:

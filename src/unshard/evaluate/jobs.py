@@ -188,6 +188,7 @@ class Request:
         run_id: of the training run.
         directory: of the training run, where the checkpoint is not in it (a base model).
         again: what distinguishes a request to evaluate again what has been evaluated.
+        user: the name of the user who submitted it, where tokens have names.
     """
 
     checkpoint: str
@@ -202,6 +203,7 @@ class Request:
     run_id: str = ""
     directory: str = ""
     again: str = ""
+    user: str = ""
 
     @property
     def key(self) -> str:

@@ -14,13 +14,8 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Fields, Live, cli, live
 from unshard.errors import UsageError
 from unshard.evaluate.pins.pin import Quota, pin_checkpoint
-from unshard.evaluate.server.http.security import (
-    LASTS_S,
-    cookie_name,
-    make_session,
-    rules_for,
-    shows_session,
-)
+from unshard.evaluate.server.http.security import rules_for
+from unshard.evaluate.server.http.users import LASTS_S, cookie_name, make_session, shows_session
 from waiting import LIMIT_S
 from waiting import wait_until as until
 

@@ -62,6 +62,7 @@ def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[st
             "tasks": ",".join(map(str, tasks))
             if isinstance(tasks := job["tasks"], Sequence)
             else tasks,
+            **({"user": job.get("user")} if any(one.get("user") for one in jobs) else {}),
             "submitted (local)": _write_time(job.get("created_at")),
             "ended (local)": _write_time(job.get("completed_at")),
         }

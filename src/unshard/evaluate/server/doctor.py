@@ -102,7 +102,9 @@ def _look_at_access(config: ServerConfig, given: Given) -> Finding:
         rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
     except UnshardError as error:
         return Finding(subject, is_fine=False, text=str(error))
-    who = "no token: everybody on this machine" if rules.token is None else "with a token"
+    who = "with a token" if rules.users else "no token: everybody on this machine"
+    if names := [f"{user.name} ({user.role})" for user in rules.users if user.name]:
+        who = f"users {', '.join(names)}"
     return Finding(subject, is_fine=True, text=who)
 
 

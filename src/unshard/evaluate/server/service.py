@@ -201,14 +201,15 @@ class Service:
             raise UsageError(f"{path}: no run is known there")
         return self.finder.at(path)
 
-    def drain(self) -> int:
+    def drain(self, user: str = "") -> int:
         """Begin no more jobs, and end the server when none runs; return how many run now.
 
         Jobs are still accepted: they stay in the queue for the next server.
         """
         self.scheduler.drain()
         running = len(self.store.running())
-        _log.info("draining: %s to end, then the server ends", counted(running, "job"))
+        who, left = f" for {user}" if user else "", counted(running, "job")
+        _log.info("draining%s: %s to end, then the server ends", who, left)
         return running
 
     def _store(self, request: Request, pin: str | None) -> tuple[Job, bool]:

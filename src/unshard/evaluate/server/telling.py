@@ -45,6 +45,7 @@ def _about(request: Request) -> dict[str, str | int | None]:
         "step": request.step,
         "weights": request.weights,
         "profile": request.profile,
+        **({"user": request.user} if request.user else {}),
     }
 
 
@@ -85,7 +86,8 @@ def _where(request: Request) -> str:
         return one_line("/".join(parts)) or "-"
     step = "-" if request.step is None else request.step
     weights = "" if request.weights == "model" else f" ({request.weights})"
-    return one_line(f"{request.run}/{step}{weights}")
+    user = f" of {request.user}" if request.user else ""
+    return one_line(f"{request.run}/{step}{weights}{user}")
 
 
 def _shown(metrics: Mapping[str, float]) -> str:

@@ -16,7 +16,9 @@ from starlette.requests import HTTPConnection
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.server.admission import MOST_TASKS
+from unshard.evaluate.server.http.users import User
 from unshard.evaluate.server.service import Service
+from unshard.evaluate.server.telling import tell
 from unshard.fronts import Command
 
 _PAGE_BYTES = 1 << 20
@@ -33,6 +35,28 @@ async def _service_of(connection: HTTPConnection) -> Service:  # async: it needs
 
 Served = Annotated[Service, Depends(_service_of)]
 """The service of the application that got a request."""
+
+
+async def _user_of(connection: HTTPConnection) -> User:
+    user: User = connection.scope["user"]
+    return user
+
+
+Asking = Annotated[User, Depends(_user_of)]
+"""Who sent a request."""
+
+
+def check_may_change(job: Job, user: User, what: str) -> None:
+    """Log that a user changes a job; `what` says how.
+
+    Raises:
+        HTTPException: 403: it is not the user's.
+    """
+    if not user.may_change(job.request.user):
+        whose = f"{job.request.user}'s" if job.request.user else "of nobody who is known"
+        raise HTTPException(403, f"job {job.id} is {whose}: only operators change others' jobs")
+    if user.name:
+        tell(job, f"{what} by {user.name}")
 
 
 def find_job(service: Service, job_id: str) -> Job:

@@ -60,7 +60,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(Guard, rules=rules)
     _add_metrics(app, service)
-    if rules.token is not None:  # /openapi.json describes how it is given; `Guard` checks it
+    if rules.users:  # /openapi.json describes how it is given; `Guard` checks it
         spec = app.openapi()
         schemes = {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic")}
         spec.setdefault("components", {})["securitySchemes"] = schemes

@@ -18,7 +18,15 @@ from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Arguments, Job, Request, Status, WeightsName
 from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
 from unshard.evaluate.server.health import UnhealthyError
-from unshard.evaluate.server.http.answers import BoundedText, ErrorFields, Served, Tasks, answer
+from unshard.evaluate.server.http.answers import (
+    Asking,
+    BoundedText,
+    ErrorFields,
+    Served,
+    Tasks,
+    answer,
+    check_may_change,
+)
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.telling import tell_refusal
 from unshard.evaluate.values import Scalar, in_our_words
@@ -160,10 +168,10 @@ def health(service: Served, response: Response) -> Health:
 
 
 @router.post("/evaluate")
-def evaluate(service: Served, asked: EvaluateRequest) -> Submitted:
+def evaluate(service: Served, user: Asking, asked: EvaluateRequest) -> Submitted:
     """Queue a job."""
     try:
-        request = _as_request(asked)
+        request = replace(_as_request(asked), user=user.name)
     except UsageError as error:
         tell_refusal(Request("", asked.model, tuple(asked.tasks)), str(error))
         raise HTTPException(400, str(error)) from error
@@ -195,9 +203,10 @@ def job(service: Served, job_id: str) -> Response:
 
 
 @router.delete("/jobs/{job_id}")
-def cancel(service: Served, job_id: str) -> Message:
+def cancel(service: Served, user: Asking, job_id: str) -> Message:
     """Cancel a job, whether it is queued or running."""
     found = _find(service, job_id)
+    check_may_change(found, user, "cancelled")
     if found.status.is_final:
         raise HTTPException(400, f"Cannot cancel job with status {found.status}")
     service.scheduler.cancel(found.id)

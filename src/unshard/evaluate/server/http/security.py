@@ -5,25 +5,15 @@ none; without a token, clients on loopback need none either. A request without a
 this server, or an address, in its Host header, and a browser's Origin must always be this server: a
 page of another site can reach the server under a host name that the site controls (DNS rebinding),
 but it cannot forge these headers. Headers in which proxies describe their clients are ignored.
+Without a token a browser is led to the form to log in, which needs none.
 
-A browser shows the token by the cookie that it got when its user logged in. Without it, it is led
-to the form; the form and the files that it loads need no token. The cookie has the time at which it
-ends, and a code of it made with the token, but not the token: other servers of the same host get
-it, too, because cookies do not distinguish ports. It is valid until then, also for the next server
-with the same token; another token ends all of them.
+Users have roles (`users`). A viewer only reads; whose jobs an owner may change, the routes decide.
 """
 
 import asyncio
-import hashlib
-import hmac
 import socket
-import time
-from base64 import b64decode
-from binascii import Error as Base64Error
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from ipaddress import (
     IPv4Address,
     IPv4Network,
@@ -39,27 +29,35 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
-from unshard.evaluate.credentials import read_token
+from unshard.evaluate.server.http.users import Role, User, find_user, read_users
 
 Network = IPv4Network | IPv6Network
 
 LOG_IN = "/view/log-in"
 """Where the form for the token is."""
 
+LOG_OUT = "/view/log-out"
+"""Where a browser gives its cookie back."""
+
 PAGE_HEADER = "x-unshard-page"
 """A header of the page's own requests: a browser must not ask for a password if one is refused."""
-
-LASTS_S = 30 * 86400
-"""How long a browser stays logged in, seconds."""
 
 _OPEN = (LOG_IN, "/view/static/")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
 _DRAINED = 16  # times as much is read and dropped: a client that is still sending reads no refusal
-_MIN_TOKEN = 16
 _BODY_S = 10.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_VIEWER = "a viewer changes nothing: ask for a token with the role owner"
+_PROXY = (
+    "behind a proxy, start the server with --token-file: without one, every client of the proxy "
+    "counts as a user of this machine"
+)
+_ORIGIN = (
+    "behind a proxy, have it pass on the Host that browsers send (nginx: proxy_set_header Host "
+    "$http_host)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,21 @@ class Rules:
     """Which requests are served.
 
     Attributes:
-        token: the token that every request must have; None: no request needs one.
+        users: those whose token every request must have; none: no request needs one.
         free: networks whose clients need no token.
         hosts: the Host names that a request without a token may have; an address is always allowed.
         max_body: the largest body of a request, in bytes.
     """
 
-    token: str | None
+    users: tuple[User, ...]
     free: tuple[Network, ...] = ()
     hosts: frozenset[str] = frozenset()
     max_body: int = _MAX_BODY
+
+    @property
+    def anyone(self) -> User:
+        """Whoever needs no token: a viewer, if users have roles."""
+        return User(role=Role.VIEWER if any(user.name for user in self.users) else Role.OPERATOR)
 
 
 def rules_for(
@@ -88,12 +91,10 @@ def rules_for(
         UsageError: the address is not loopback, and neither a token nor a network is given; or the
             token is too short, or other users may read its file.
     """
-    token = None
+    users: tuple[User, ...] = ()
     if token_file is not None:
         what = f"--token-file {token_file}"
-        token = read_token(token_file, what=what)
-        if len(token) < _MIN_TOKEN:
-            raise UsageError(f"{what}: a token has at least {_MIN_TOKEN} ASCII characters")
+        users = read_users(token_file, what=what)
         if token_file.expanduser().stat().st_mode & 0o077:
             raise UsageError(f"{what}: others may read it", hint=f"chmod 600 {token_file}")
     try:
@@ -101,18 +102,18 @@ def rules_for(
     except ValueError as error:
         raise UsageError(f"--allow-unauthenticated: {error}") from error
     if is_loopback(host):
-        return Rules(token, free if token else (), frozenset(_LOOPBACK))
-    if token is None and not free:
+        return Rules(users, free if users else (), frozenset(_LOOPBACK))
+    if not users and not free:
         raise UsageError(
             f"--host {host}: other machines can reach it, so requests must be authenticated",
             expected="--token-file, or --allow-unauthenticated CIDR",
             hint="write a long random text into a file that only you can read",
         )
-    if token is None:
+    if not users:
         free += tuple(map(ip_network, _LOOPBACK_NETWORKS))
     name = socket.gethostname().lower()
     names = {host.lower(), name, name.partition(".")[0], socket.getfqdn().lower(), *_LOOPBACK}
-    return Rules(token, free, frozenset(names))
+    return Rules(users, free, frozenset(names))
 
 
 def is_loopback(host: str) -> bool:
@@ -159,16 +160,21 @@ class Guard:
             await refusal(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+        """Return what is wrong with a request; else it has a `user` from now on."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        is_open = self._rules.token is not None and scope["path"].startswith(_OPEN)
-        if not is_open and not self._shows_token(headers):
+        user = find_user(self._rules.users, headers)
+        if user is None and not (self._rules.users and scope["path"].startswith(_OPEN)):
             if self._needs_token(scope.get("client")):
                 return _ask_for_token(scope, headers)
             name = (_split(f"//{host}").hostname or "").lower()
             if name not in self._rules.hosts and _address(name) is None:
-                return refused(403, f"Host {host!r:.200} is not this server")
+                return refused(403, f"Host {host!r:.200} is not this server", hint=_PROXY)
+        scope["user"] = user = user or self._rules.anyone
+        is_change = scope["method"] not in _SAFE and scope["path"] not in (LOG_IN, LOG_OUT)
+        if user.role is Role.VIEWER and is_change:
+            return refused(403, f"{user.name or 'who has no token'} is a viewer", hint=_VIEWER)
         if origin is not None and _split(origin).netloc.lower() != host.lower():
-            return refused(403, f"Origin {origin!r:.200} is not this server")
+            return refused(403, f"Origin {origin!r:.200} is not this server", hint=_ORIGIN)
         length = headers.get("content-length", "0")
         is_number = length.isascii() and length.isdecimal() and len(length) < 20
         if not is_number or int(length) > _DRAINED * self._rules.max_body:
@@ -178,22 +184,9 @@ class Guard:
     def _too_large(self) -> JSONResponse:
         return refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
 
-    def _shows_token(self, headers: Mapping[str, str]) -> bool:
-        """Return whether the token is shown: as Bearer, as the password of Basic, by a cookie."""
-        if self._rules.token is None:
-            return False
-        if shows_session(self._rules.token, headers.get("cookie", "")):
-            return True
-        kind, _, value = headers.get("authorization", "").partition(" ")
-        shown = value.strip() if kind.lower() == "bearer" else ""
-        if kind.lower() == "basic":
-            with suppress(Base64Error, UnicodeDecodeError, ValueError):
-                shown = b64decode(value, validate=True).decode().partition(":")[2]
-        return hmac.compare_digest(shown.encode(), self._rules.token.encode())
-
     def _needs_token(self, client: object) -> bool:
         if not self._rules.free:
-            return self._rules.token is not None
+            return bool(self._rules.users)
         address = _address(str(client[0])) if isinstance(client, tuple | list) and client else None
         return address is None or not any(address in network for network in self._rules.free)
 
@@ -239,11 +232,14 @@ def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
     return refused(415, "Content-Type must be application/json")
 
 
-def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+def refused(
+    status: int, message: str, headers: Mapping[str, str] | None = None, *, hint: str = ""
+) -> JSONResponse:
     """Return an error that both protocols understand, for what no endpoint has answered."""
-    stated = {"expected": "", "found": "", "hint": ""}
+    stated = {"expected": "", "found": "", "hint": hint}
     error = {"type": "Refused", "code": status, "message": message, **stated}
-    return JSONResponse({"detail": message, "error": error}, status, headers)
+    detail = f"{message}; {hint}" if hint else message
+    return JSONResponse({"detail": detail, "error": error}, status, headers)
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
@@ -274,32 +270,3 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return take
-
-
-def cookie_name(token: str) -> str:
-    """Return the name of the cookie: another for each token, so that servers do not share one."""
-    return f"unshard_{_code(token, 'name')[:8]}"
-
-
-def make_session(token: str) -> str:
-    """Return the value of a cookie that is valid from now on."""
-    end = str(int(time.time()) + LASTS_S)
-    return f"{end}.{_code(token, end)}"
-
-
-def shows_session(token: str, cookies: str) -> bool:
-    """Return whether the header `Cookie` has a valid session."""
-    try:
-        found = SimpleCookie(cookies).get(cookie_name(token))
-    except CookieError:
-        return False
-    if found is None:
-        return False
-    end, _, code = found.value.partition(".")
-    is_time = end.isascii() and end.isdecimal() and len(end) < 16
-    is_ours = hmac.compare_digest(code.encode(), _code(token, end).encode())
-    return is_ours and is_time and time.time() < int(end)
-
-
-def _code(token: str, what: str) -> str:
-    return hmac.new(token.encode(), f"unshard page: {what}".encode(), hashlib.sha256).hexdigest()

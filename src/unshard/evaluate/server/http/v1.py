@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, BinaryIO
 from urllib.parse import quote
@@ -20,15 +21,18 @@ from starlette.types import Receive, Scope, Send
 from unshard.evaluate.jobs import Filters, Job, Result, Status
 from unshard.evaluate.server.evaluators.profiles import base_of, resolve_name
 from unshard.evaluate.server.http.answers import (
+    Asking,
     BoundedText,
     ErrorBody,
     Served,
     answer,
     answer_page,
+    check_may_change,
     find_job,
 )
 from unshard.evaluate.server.http.page.rendering import HEADERS
 from unshard.evaluate.server.http.security import refused
+from unshard.evaluate.server.http.users import Role
 from unshard.evaluate.server.http.views import (
     Drain,
     FileList,
@@ -67,9 +71,9 @@ def _view(service: Service, job: Job) -> JobView:
 
 
 @router.post("/jobs", status_code=201, responses={200: {"model": JobView}})
-def submit(service: Served, response: Response, submission: Submission) -> JobView:
+def submit(service: Served, user: Asking, response: Response, submission: Submission) -> JobView:
     """Queue a job; the same job (run, step, weights, profile, tasks) is not queued twice."""
-    job, is_new = service.submit(submission.request(), submission.pin)
+    job, is_new = service.submit(replace(submission.request(), user=user.name), submission.pin)
     if not is_new:
         response.status_code = 200
     return _view(service, job)
@@ -99,39 +103,46 @@ def job(service: Served, job_id: str) -> Response:
 
 
 @router.delete("/jobs/{job_id}")
-def cancel(service: Served, job_id: str) -> JobView:
+def cancel(service: Served, user: Asking, job_id: str) -> JobView:
     """Cancel a job that is queued or running; a job that has ended stays as it is."""
     found = find_job(service, job_id)
+    check_may_change(found, user, "cancelled")
     service.scheduler.cancel(found.id)
     return _view(service, find_job(service, found.id))
 
 
 @router.post("/jobs/{job_id}/retry")
-def retry(service: Served, job_id: str) -> JobView:
+def retry(service: Served, user: Asking, job_id: str) -> JobView:
     """Queue a job again that has ended; one that is completed stays, and gets a new one beside."""
-    return _view(service, service.retry(find_job(service, job_id)))
+    found = find_job(service, job_id)
+    check_may_change(found, user, "retried")
+    return _view(service, service.retry(found))
 
 
 @router.post("/jobs/{job_id}/hide")
-def hide(service: Served, job_id: str, why: Reason) -> JobView:
+def hide(service: Served, user: Asking, job_id: str, why: Reason) -> JobView:
     """Leave a job's results out of curves and tables."""
     found = find_job(service, job_id)
+    check_may_change(found, user, f"hidden ({why.reason})")
     service.store.hiding.hide(found.id, why.reason)
     return _view(service, find_job(service, found.id))
 
 
 @router.post("/jobs/{job_id}/show")
-def show(service: Served, job_id: str) -> JobView:
+def show(service: Served, user: Asking, job_id: str) -> JobView:
     """Show a job's results again; the reason why they were hidden is kept."""
     found = find_job(service, job_id)
+    check_may_change(found, user, "shown again")
     service.store.hiding.show(found.id)
     return _view(service, find_job(service, found.id))
 
 
 @router.post("/drain")
-def drain(service: Served) -> Drain:
+def drain(service: Served, user: Asking) -> Drain:
     """Begin no more jobs, and end the server when none runs; jobs are still accepted and kept."""
-    running = service.drain()
+    if user.role is not Role.OPERATOR:
+        raise HTTPException(403, "only operators drain the server")
+    running = service.drain(user.name)
     return Drain(running=running, queued=service.store.counts()[Status.QUEUED])
 
 

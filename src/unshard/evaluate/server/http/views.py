@@ -13,7 +13,7 @@ from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Whole, expects
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
-_OF_REQUEST = "run step weights profile tasks checkpoint fingerprint again".split()
+_OF_REQUEST = "run step weights profile tasks checkpoint fingerprint again user".split()
 _OF_JOB = (
     "id status phase created_at started_at completed_at attempts error superseded_by metrics"
     " stderr hidden was_hidden"
@@ -114,6 +114,7 @@ class JobView(BaseModel):
     `run_id` stays when the run's directory is moved.
     `arguments` are those of the submission, `measured_with` what they became.
     `hidden`: why its results are left out of curves and tables; `was_hidden`: why they were.
+    `user`: whose token submitted it; empty: one without a name, or none.
     """
 
     id: str
@@ -145,6 +146,7 @@ class JobView(BaseModel):
     measured_with: SettingsView | None
     hidden: str | None
     was_hidden: str | None
+    user: str
 
     @classmethod
     def of(cls, job: Job, position: int | None, waits_for: str | None) -> "JobView":

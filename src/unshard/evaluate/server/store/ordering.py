@@ -12,6 +12,7 @@ from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.statements import add_event
 
 _OF_RUN = f"run = ? AND profile = ? AND status = 'queued' AND step > {BASE_STEP}"
+_OF_USER = f"{_OF_RUN} AND COALESCE(json_extract(request, '$.user'), '') = ?"
 
 
 class Ordering:
@@ -44,20 +45,20 @@ class Ordering:
     def skip(self, job: Job, most: int) -> list[str]:
         """End the queued jobs of lower steps than a job's, but of the `most` highest steps.
 
-        Only jobs of its run and profile are meant, and none of step 0. They are superseded, by no
-        other job.
+        Only jobs of its run, profile and user are meant, and none of step 0. They are superseded,
+        by no other job.
 
         Returns:
             Their ids.
         """
         step, now = job.request.step or 0, time.time()
-        of_run = (job.run.id, job.request.profile)
-        query = f"SELECT DISTINCT step FROM jobs WHERE {_OF_RUN} ORDER BY step DESC LIMIT ?"  # noqa: S608
+        of_run = (job.run.id, job.request.profile, job.request.user)
+        query = f"SELECT DISTINCT step FROM jobs WHERE {_OF_USER} ORDER BY step DESC LIMIT ?"  # noqa: S608
         with self._connections.transaction() as connection:
             steps = [row["step"] for row in connection.execute(query, (*of_run, most))]
             rows = connection.execute(
                 "UPDATE jobs SET status = ?, completed_at = ?, superseded_by = NULL,"  # noqa: S608
-                f" error = ? WHERE {_OF_RUN} AND step < ? AND step < ? RETURNING id",
+                f" error = ? WHERE {_OF_USER} AND step < ? AND step < ? RETURNING id",
                 (
                     *(Status.SUPERSEDED, now),
                     f"skipped: {most} newer steps of the run wait (max_lag: {most})",

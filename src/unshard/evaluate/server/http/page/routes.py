@@ -3,7 +3,6 @@
 Logging in with the server's token, and out, is here, too.
 """
 
-import hmac
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +17,20 @@ from starlette.requests import HTTPConnection
 
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.pins.pin import Pin
-from unshard.evaluate.server.http.answers import BoundedText, Served, find_job
+from unshard.evaluate.server.http.answers import Asking, BoundedText, Served, find_job
 from unshard.evaluate.server.http.page.progress import Progress, progress_of
 from unshard.evaluate.server.http.page.rendering import HEADERS, STATIC, render, version_of
 from unshard.evaluate.server.http.security import (
-    LASTS_S,
     LOG_IN,
+    LOG_OUT,
     Rules,
+)
+from unshard.evaluate.server.http.users import (
+    LASTS_S,
+    User,
     cookie_name,
     make_session,
+    user_with,
 )
 from unshard.evaluate.server.processes.bounded_log import log_end
 from unshard.evaluate.server.processes.supervise import LOG_NAME
@@ -95,6 +99,7 @@ class _Views:
     """What views are made of."""
 
     service: Service
+    user: User
     has_token: bool
 
     def show(self, template: str, title: str, **values: object) -> HTMLResponse:
@@ -109,13 +114,14 @@ class _Views:
             "gpus": len(service.config.gpus),
             "busy": len(service.config.gpus) - len(service.slots.free()),
             "has_token": self.has_token,
+            "user": self.user,
         }
         return render(template, common | values)
 
 
-async def _views_of(connection: HTTPConnection, service: Served) -> _Views:
+async def _views_of(connection: HTTPConnection, service: Served, user: Asking) -> _Views:
     rules: Rules = connection.app.state.rules
-    return _Views(service, rules.token is not None)
+    return _Views(service, user, bool(rules.users))
 
 
 Views = Annotated[_Views, Depends(_views_of)]
@@ -246,24 +252,34 @@ async def log_in_form() -> HTMLResponse:
 
 @router.post(LOG_IN)
 async def log_in(connection: HTTPConnection, shown: Shown) -> Response:
-    """Give the browser a cookie if it has the token."""
+    """Give the browser a cookie if it has a token, and take those of other users back."""
     rules: Rules = connection.app.state.rules
-    token = rules.token
-    if token is None:
+    if not rules.users:
         raise HTTPException(400, "this server needs no token")
-    if not hmac.compare_digest(shown.token.strip().encode(), token.encode()):
+    user = user_with(rules.users, shown.token.strip())
+    if user is None:
         raise HTTPException(401, "this token is not the server's")
-    response = Response(status_code=204, headers=HEADERS)
-    name, value = cookie_name(token), make_session(token)
-    response.set_cookie(name, value, max_age=LASTS_S, httponly=True, samesite="strict")
+    response = await log_out(connection)
+    # The origin of a browser's POST says how it reaches the server, also through a proxy.
+    is_secure = connection.headers.get("origin", "").startswith("https://")
+    response.set_cookie(
+        cookie_name(user.token),
+        make_session(user.token),
+        max_age=LASTS_S,
+        httponly=True,
+        samesite="strict",
+        secure=is_secure,
+    )
     return response
 
 
-@router.post("/view/log-out")
+@router.post(LOG_OUT)
 async def log_out(connection: HTTPConnection) -> Response:
-    """Take the cookie back."""
+    """Take the cookies back."""
     rules: Rules = connection.app.state.rules
     response = Response(status_code=204, headers=HEADERS)
-    if rules.token is not None:
-        response.delete_cookie(cookie_name(rules.token), httponly=True, samesite="strict")
+    for user in rules.users:
+        name = cookie_name(user.token)
+        if name in connection.cookies:
+            response.delete_cookie(name, httponly=True, samesite="strict")
     return response
