@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from evaluation.running import job_of, request, whole_model
 from evaluation.servers import Live, cli, live
 from properties import examples
-from unshard.evaluate.jobs import Filters, Status
+from unshard.evaluate.jobs import Filters, Request, Status
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
@@ -170,3 +171,31 @@ def test_places_are_exchanged_within_a_run_only(
     assert len(store.jobs(Filters(status=Status.QUEUED))) == len(places)
     for table in ("attempts", "jobs"):
         store.connection.execute(f"DELETE FROM {table}")  # noqa: S608
+
+
+def test_runs_take_turns(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+
+        def submit(run: str, step: int) -> str:
+            asked = Request(f"/{run}/{step}", "script", ("task",), step, run)
+            return store.submit(asked, pin=None)[0].id
+
+        jobs = {(run, step): submit(run, step) for run in "aab" for step in range(3)}
+        jobs["c", 0] = submit("c", 0)
+        names = {job_id: name for name, job_id in jobs.items()}
+
+        def waiting() -> list[tuple[str, int]]:
+            ids = store.queued_ids()
+            assert [job_id for job_id, _, _ in store.due(2e9, 99)] == ids
+            assert [store.position(one) for one in ids] == list(range(1, len(ids) + 1))
+            return [names[one] for one in ids]
+
+        turns = [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+        assert waiting() == turns
+        for begun in turns[:2]:
+            store.claim(2e9, jobs[begun])
+        submitted = names[submit("d", 0)] = ("d", 0)
+        assert waiting() == [("c", 0), submitted, ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+        store.cancel(jobs["c", 0])
+        store.claim(2e9, jobs["b", 1])
+        assert waiting() == [submitted, ("a", 1), ("b", 2), ("a", 2)]

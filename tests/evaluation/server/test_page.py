@@ -270,3 +270,18 @@ def test_the_progress_of_an_evaluator_is_that_of_its_last_bar(tmp_path: Path) ->
     log.write_text("RuntimeError: 0.5% of all\n")
     assert (found := progress_of(log)) is not None
     assert found.percent is None
+
+
+def test_a_job_shows_how_to_do_it_again(served: Still) -> None:
+    job_id = complete(served, "run", 3, {"task/acc": 0.5})
+    address = f"/view/jobs/{job_id}/again.sh"
+    assert address not in served.client.get(f"/view/jobs/{job_id}").text
+    assert served.client.get(address).status_code == 404
+    served.service.store.record_recipe(job_id, f"#!/bin/sh\necho '{HOSTILE}\udcff'\n", "{}")
+    text = served.client.get(f"/view/jobs/{job_id}").text
+    assert f'href="{address}"' in text
+    assert "unshard.json of the merged model" in text
+    assert "<img" not in text
+    script = served.client.get(address)
+    assert script.headers["content-type"].startswith("text/plain")
+    assert HOSTILE in script.text

@@ -106,8 +106,8 @@ class ServerConfig(BaseModel):
     port: Annotated[int, whole(0, 65535)] = 8000
     """The port to listen on; 0 picks a free one."""
     token_file: Place | None = None
-    """The file with the token of clients, 16 characters or more, or a line `NAME ROLE TOKEN` for each
-    user; readable by its owner alone."""
+    """The file with the clients' token, 16 characters or more, or with a line `NAME ROLE TOKEN` for
+    each user; readable by its owner alone."""
     work_directory: Place | None = None
     """The database, logs, results and merged models."""
     pin_quota: Annotated[Quota, BeforeValidator(_without_limit_of_bytes)] = Quota(bytes=None)

@@ -42,7 +42,6 @@ from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.versions import fingerprint
-from unshard.read.hub_files import RECORD_NAME
 from unshard.read.step_names import step_of
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
@@ -50,7 +49,6 @@ from unshard.write.dirfd import write_whole
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 1000
-_MOST_RECORD = 1 << 16  # characters
 _SHORT_ID = re.compile(r"[0-9a-f]{4,15}", re.ASCII)
 _SHOWN_IDS = 20
 _RETRIED = frozenset({Status.FAILED, Status.CANCELLED, Status.EXPIRED})
@@ -338,15 +336,6 @@ class Service:
                 found=", ".join(ids),
             )
         return self.store.get(ids[0]) if ids else None
-
-    def merged_model(self, job: Job) -> tuple[Path, str] | None:
-        """Return a job's merged model and its record of what it was made from, if it is there."""
-        model = self.work_dir / "merged" / job.id
-        try:
-            with (model / RECORD_NAME).open(encoding="utf-8", errors="replace") as file:
-                return model, file.read(_MOST_RECORD)
-        except OSError:
-            return None
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
         """Return a part of the log of a job's last attempt, where the next begins, and if it ends.

@@ -22,6 +22,7 @@ from unshard.evaluate.server.attempts.merging import (
     PassingError,
     ask_disk,
 )
+from unshard.evaluate.server.attempts.recipe import make_recipe
 from unshard.evaluate.server.config.arguments import fill
 from unshard.evaluate.server.endings import (
     SHOWN_LINES,
@@ -223,6 +224,9 @@ class Runner:
     def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
         profile, directory = attempt.profile, str(attempt.directory)
         command, own, what = profile.command_line(work), profile.environment, ""
+        merged, gpus = self._merger.merged(attempt.job.id), gpus_of(attempt.gpus) or ()
+        recipe = make_recipe(attempt.job, work, command, gpus, merged)
+        self._store.record_recipe(attempt.job.id, *recipe)
         if engine := profile.engine:
             place, is_new = self._find_engine(attempt, engine, work)
             command, own = [*command, str(place)], {}  # its worker has the profile's

@@ -23,10 +23,16 @@ _MOST_KNOWN = 100_000
 _PROBE_S = 30.0
 _AGAIN_S = 60.0  # then an interpreter that did not answer is asked again
 _PROBE = """
-import sys
-from importlib.metadata import distribution
+import platform, sys
+from importlib.metadata import distribution, version
+all = [f"Python {platform.python_version()}"]
+for name in (sys.argv[1], "torch", "transformers", "vllm", "datasets"):
+    try:
+        all.append(f"{name} {version(name)}")
+    except ImportError:
+        pass
 found = distribution(sys.argv[1])
-print(found.version, found.locate_file(""), sep="\\n")
+print(found.version, ", ".join(all), found.locate_file(""), sep="\\n")
 """
 # Secrets, and variables that say where something is, or how it is logged.
 _NO_SETTING = re.compile(
@@ -39,7 +45,7 @@ _NOT_TASKS = re.compile(r"\..*|__pycache__|.*\.pyc|README.*|LICENSE.*|.*~")
 _Stamp = tuple[int, ...]
 
 _contents: dict[Path, tuple[_Stamp, str]] = {}
-_versions: dict[object, tuple[object, str | None, Path | None]] = {}
+_versions: dict[object, tuple[object, tuple[str, str] | None, Path | None]] = {}
 _asking = threading.Lock()
 
 
@@ -101,7 +107,15 @@ def _digest(path: Path, most_bytes: int) -> tuple[str, int]:
 
 
 def installed_version(python: str, module: str, environment: Mapping[str, str]) -> str | None:
-    """Return the version of a module that an interpreter would import; None if it has none.
+    """Return the version of a module that an interpreter would import; None if it has none."""
+    found = installed_versions(python, module, environment)
+    return None if found is None else found[0]
+
+
+def installed_versions(
+    python: str, module: str, environment: Mapping[str, str]
+) -> tuple[str, str] | None:
+    """Return the version of a module that an interpreter would import, and what else it would.
 
     The interpreter is asked again after something was installed where the module is.
     """
@@ -128,7 +142,7 @@ def _stamp(python: str, place: Path | None) -> object:
 
 def _ask(
     python: str, module: str, environment: Mapping[str, str]
-) -> tuple[str, Path] | tuple[None, None]:
+) -> tuple[tuple[str, str], Path] | tuple[None, None]:
     directory = os.sep  # where nothing is that could be imported
     try:
         done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
@@ -141,7 +155,7 @@ def _ask(
             timeout=_PROBE_S,
             check=True,
         )
-        version, place = done.stdout.strip().splitlines()[-2:]
+        version, versions, place = done.stdout.strip().splitlines()[-3:]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, None
-    return version, Path(place)
+    return (version, versions), Path(place)

@@ -285,6 +285,11 @@ class Profile(BaseModel):
         """The version of its evaluator, as it is installed; None if that is not known."""
         return None
 
+    @property
+    def versions(self) -> str:
+        """The versions of what it runs, as a text; empty if they are not known."""
+        return ""
+
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield which arguments of a request it does not allow."""
         yield from self.list_untaken(self.chosen(chosen))

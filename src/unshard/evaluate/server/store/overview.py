@@ -151,6 +151,13 @@ def results_of(connection: sqlite3.Connection, job_id: str) -> list[Result]:
     return list(map(as_result, rows))
 
 
+def recipe_of(connection: sqlite3.Connection, job_id: str) -> tuple[str, str]:
+    """Return the script by which a job can be done again, and its model's record, if known."""
+    query = "SELECT script, record FROM jobs WHERE id = ?"
+    row = connection.execute(query, (job_id,)).fetchone()
+    return row[0], row[1]
+
+
 def list_holders(connection: sqlite3.Connection) -> list[Holder]:
     """Return the jobs that have GPUs, or the CPU."""
     rows = connection.execute(

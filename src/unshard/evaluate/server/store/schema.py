@@ -221,12 +221,21 @@ def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
             connection.execute("UPDATE jobs SET settings = ? WHERE number = ?", (settings, number))
 
 
+def _say_how(connection: sqlite3.Connection) -> None:
+    """Version 6: how a job can be done again; and which run had the last turn."""
+    for column in ("script", "record"):
+        connection.execute(f"ALTER TABLE jobs ADD COLUMN {column} TEXT NOT NULL DEFAULT ''")
+    connection.execute("ALTER TABLE runs ADD COLUMN turn INTEGER NOT NULL DEFAULT 0")
+    connection.execute("CREATE INDEX jobs_in_turn ON jobs (status, run, queued_at, number)")
+
+
 _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _make_tables,
     _complete_tables,
     _add_direction,
     _add_deliveries,
     _say_more_of_numbers,
+    _say_how,
 )
 """What was released is never changed: a new one is appended, and the tests get a database of the
 version before it."""

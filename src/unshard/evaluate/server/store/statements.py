@@ -36,9 +36,24 @@ CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 
     AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL)"""
 """Which jobs may be claimed, at a time that is its one value."""
 
-DUE = f"""SELECT id, profile, json_extract(request, '$.num_gpus') FROM jobs
-    WHERE {CLAIMABLE} ORDER BY queued_at, jobs.number LIMIT ?"""  # noqa: S608
-"""Id, profile and wanted GPUs of those, at a time; the second value is how many at most."""
+
+def _in_turn(columns: str, condition: str) -> str:
+    """Return a query for queued jobs: one of each run, then the second of each, and so on.
+
+    Of runs, that is first whose last turn is longest ago. Its last value is how many at most.
+    """
+    order = "ORDER BY place, turn, turns.queued_at, number"
+    places = "ROW_NUMBER() OVER (PARTITION BY run ORDER BY queued_at, jobs.number) AS place"
+    return f"""SELECT {columns} FROM (SELECT * FROM (SELECT jobs.number, turn, queued_at, {places}
+        FROM jobs LEFT JOIN runs ON runs.id = run WHERE {condition}) AS turns {order} LIMIT ?)
+        AS turns JOIN jobs USING (number) {order}"""  # noqa: S608
+
+
+QUEUE = _in_turn("id", "jobs.status = 'queued'")
+"""Ids of queued jobs, in the order in which they begin."""
+
+DUE = _in_turn("id, profile, json_extract(request, '$.num_gpus')", CLAIMABLE)
+"""Id, profile and wanted GPUs of those that may be claimed at a time, the first value."""
 
 NEEDS_PIN = f"(jobs.status = 'queued' OR {_ATTEMPT} AND attempts.ended_at IS NULL))"
 """Which jobs need their pins."""

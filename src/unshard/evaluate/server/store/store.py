@@ -22,6 +22,7 @@ from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
     DUE,
+    QUEUE,
     RESULT_COLUMNS,
     Facts,
     Numbers,
@@ -38,6 +39,7 @@ from unshard.evaluate.server.store.statements import (
     read_jobs,
     replace_results,
     settings_as_json,
+    storable,
 )
 from unshard.evaluate.settings import Settings
 
@@ -168,6 +170,11 @@ class Store:
                 "INSERT INTO attempts (job_id, number, began_at, gpus) VALUES (?, ?, ?, ?)",
                 (row["id"], row["attempts"], now, gpus_as_json(gpus)),
             )
+            connection.execute(
+                "UPDATE runs SET turn = (SELECT MAX(turn) + 1 FROM runs)"
+                " WHERE id = (SELECT run FROM jobs WHERE id = ?)",
+                (row["id"],),
+            )
             add_event(connection, row["id"], now)
             return read_job(connection, row["id"])
 
@@ -197,6 +204,14 @@ class Store:
             connection.execute(
                 "UPDATE jobs SET settings = ?, facts = ? WHERE id = ?",
                 (settings_as_json(settings), json.dumps(facts), job_id),
+            )
+
+    def record_recipe(self, job_id: str, script: str, record: str) -> None:
+        """Record how a job can be done again, and the record of the model that it evaluates."""
+        with self._transaction() as connection:
+            connection.execute(
+                "UPDATE jobs SET script = ?, record = ? WHERE id = ?",
+                (storable(script), storable(record), job_id),
             )
 
     def complete(
@@ -322,13 +337,9 @@ class Store:
 
     def position(self, job_id: str) -> int | None:
         """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""
-        (row,) = self._rows(
-            "SELECT COUNT(*) FROM jobs AS other JOIN jobs AS own ON own.id = ?"
-            " WHERE own.status = 'queued' AND other.status = 'queued'"
-            " AND (other.queued_at, other.number) <= (own.queued_at, own.number)",
-            job_id,
-        )
-        return row[0] or None
+        (row,) = self._rows("SELECT status FROM jobs WHERE id = ?", job_id) or (None,)
+        is_queued = row is not None and row["status"] == Status.QUEUED
+        return self.queued_ids().index(job_id) + 1 if is_queued else None
 
     def count_in_a_row(self, job_id: str, outcome: str) -> int:
         """Return how many attempts ended like this since the job was submitted, or last failed.
@@ -354,8 +365,7 @@ class Store:
 
     def queued_ids(self, most: int | None = None) -> list[str]:
         """Return the jobs that wait, the next first; `most` of them at most."""
-        query = "SELECT id FROM jobs WHERE status = 'queued' ORDER BY queued_at, number LIMIT ?"
-        return self._texts(query, -1 if most is None else most)
+        return self._texts(QUEUE, -1 if most is None else most)
 
     def results(
         self, filters: Filters, after: int = 0, *, are_hidden_read: bool = False

@@ -39,6 +39,7 @@ from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import (
     last_event,
     list_holders,
+    recipe_of,
     results_of,
 )
 
@@ -191,10 +192,21 @@ def job(views: Views, job_id: str) -> HTMLResponse:
         row=_row(service, found),
         results=results_of(service.store.connection, found.id),
         log_start=max(0, end - _TAIL_BYTES),
-        model=service.merged_model(found),
+        model=model if (model := service.work_dir / "merged" / found.id).is_dir() else None,
+        recipe=recipe_of(service.store.connection, found.id),
         stamps=found.request.stamps,
         files=list_files(service.work_dir, found),
     )
+
+
+@router.get("/view/jobs/{job_id}/again.sh")
+def again(service: Served, job_id: str) -> Response:
+    """Return the script by which a job can be done again without the server."""
+    found = find_job(service, job_id)
+    script, _ = recipe_of(service.store.connection, found.id)
+    if not script:
+        raise HTTPException(404, f"job {job_id} has not begun, or before this was recorded")
+    return Response(script, media_type=_TEXT, headers=HEADERS)
 
 
 @router.get("/view/jobs/{job_id}/log.txt")

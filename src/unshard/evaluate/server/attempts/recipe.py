@@ -1,0 +1,114 @@
+"""How to do an attempt again without the server: a script, made when the attempt begins.
+
+It merges the checkpoint, writes the files that the evaluator's command reads, and runs the command
+in an empty directory. Secrets are not in it.
+"""
+
+import os
+import platform
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from unshard import __version__
+from unshard.evaluate.jobs import Job
+from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.processes.launching import scrub
+from unshard.read.hub_files import RECORD_NAME
+
+_MOST = 1 << 16  # characters of a file
+_END = "END_OF_UNSHARD_FILE"
+# Variables of the server's own environment that can change what an evaluator does.
+_TELLING = re.compile(r"(?:HF|TRANSFORMERS|CUDA|TORCH|VLLM|NCCL|OMP|TOKENIZERS|LMMS?)_.*")
+_SECRET = re.compile(
+    r"""((?:api_?key|secret|passw(?:or)?d|credentials?|_token)["']?\s*[=:]\s*)[^\s,"']+""",
+    re.IGNORECASE,
+)
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def make_recipe(
+    job: Job, work: Work, command: Sequence[str], gpus: Sequence[str], merged: Path
+) -> tuple[str, str]:
+    """Return a script, and the record of the model that it makes; either is empty if unknown.
+
+    Args:
+        job: which is done.
+        work: the attempt.
+        command: of the evaluator, as the server runs it.
+        gpus: that it can see.
+        merged: the directory of the job's merged model, which `work` need not use.
+    """
+    notes, request = list[str](), job.request
+    is_merged = work.model == merged
+    if work.profile.weights == "direct" or work.profile.engine:
+        notes.append("The server read the shards without a merge, which gives the same numbers.")
+        profile = work.profile.model_copy(update={"weights": "merged"})
+        work = replace(work, profile=profile, directory=work.directory / "again")
+        with suppress(FileExistsError):
+            work.directory.mkdir()
+        command, is_merged = profile.command_line(work), True
+    if work.profile.launch:
+        notes.append(f"The server put before its command: {shlex.join(work.profile.launch)}")
+    places = {str(work.model): "./model"} if is_merged else {}
+    places |= {str(work.output): "./output", str(work.directory): "."}
+
+    def here(text: str) -> str:
+        for place, name in places.items():
+            text = text.replace(place, name)
+        return _SECRET.sub(r"\1...", _PASSWORD.sub("...", text))
+
+    versions = [f"unshard {__version__}", *filter(None, [work.profile.versions])]
+    step = "" if request.step is None else f", step {request.step}"
+    about = [f"Job {job.id}: run {request.run or '-'}{step}", "Run this in an empty directory."]
+    about.append(f"It ran on {platform.node()} with {', '.join(versions)}.")
+    lines = ["#!/bin/sh", *(f"# {' '.join(one.split())}" for one in [*about, *notes]), "set -e"]
+    if is_merged:
+        lines.append(shlex.join(_merge_command(work)))
+    lines.append("mkdir output")
+    for path in _list_files(work, command):
+        with suppress(OSError, UnicodeDecodeError):
+            text = here(path.read_text(encoding="utf-8")[:_MOST]).rstrip("\n")
+            name = shlex.quote(here(str(path)))
+            lines += [f"cat > {name} <<'{_END}'", text, _END]
+    lines += _list_variables(work, gpus)
+    lines.append(f"exec {shlex.join(map(here, command))}")
+    with suppress(OSError), (work.model / RECORD_NAME).open(errors="replace") as file:
+        return "\n".join([*lines, ""]), file.read(_MOST)
+    return "\n".join([*lines, ""]), ""
+
+
+def _merge_command(work: Work) -> list[str]:
+    request, config = work.request, work.profile.config
+    weights = [] if request.weights == "model" else [f"--weights={request.weights}"]
+    if config is None and not (work.model / "config.json").exists():
+        weights.append("--config=none")
+    elif config is not None:
+        weights.append(f"--config={config}")
+    return ["unshard", "merge", request.checkpoint, "model", "--no-extra-state", *weights]
+
+
+def _list_files(work: Work, command: Sequence[str]) -> Iterator[Path]:
+    """Yield the files in the attempt's directory that arguments of its command name."""
+    for argument in command:
+        path = Path(argument.rpartition("=")[2])
+        if path.parent == work.directory and path.is_file():
+            yield path
+
+
+def _list_variables(work: Work, gpus: Sequence[str]) -> Iterator[str]:
+    """Yield lines that set the variables that can matter; a secret is only named."""
+    own = dict(work.profile.environment)
+    found = {name: value for name, value in scrub(os.environ).items() if _TELLING.fullmatch(name)}
+    found |= own
+    if not work.profile.launch:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    plain = scrub(found)
+    for name, value in found.items():
+        if name in plain:
+            yield f"export {name}={shlex.quote(_PASSWORD.sub('...', value))}"
+        else:
+            yield f"export {name}  # set it: it may be a secret"
