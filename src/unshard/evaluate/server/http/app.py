@@ -24,7 +24,7 @@ from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.health import RETRY_AFTER_S, UnhealthyError
 from unshard.evaluate.server.http import lmms, v1
 from unshard.evaluate.server.http.answers import ErrorBody, ErrorFields
-from unshard.evaluate.server.http.page import routes, runs
+from unshard.evaluate.server.http.page import answers, routes, runs
 from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.security import Guard, Rules
 from unshard.evaluate.server.service import Service
@@ -48,6 +48,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.include_router(lmms.router)
     app.include_router(routes.router)
     app.include_router(runs.router)
+    app.include_router(answers.router)
     for kind, handler in {
         UnshardError: _on_error,
         UnhealthyError: _on_unhealthy,

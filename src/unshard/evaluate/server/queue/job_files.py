@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ JOBS = "jobs"
 _FILES = "files"
 _LIST = "files.json"
 _PATTERNS = ("*samples_*.jsonl", "*results*.json")  # as both harnesses call them
+_TASK = re.compile(r"samples_(.+?)(?:_\d{4}-\d\d-\d\dT[\d.:-]+)?\.jsonl$")
 _MOST = 1000
 _PIECE = 1 << 20
 
@@ -47,6 +49,12 @@ def list_files(work_dir: Path, job: Job) -> list[JobFile]:
     if job.status is not Status.COMPLETED:
         return []
     return _list_written(_output_of(work_dir, job), job.results) or _list_kept(work_dir, job)
+
+
+def list_samples(work_dir: Path, job: Job) -> dict[str, str]:
+    """Return the tasks of which a completed job has samples, each with its file."""
+    names = [one.name for one in list_files(work_dir, job) if one.is_kept]
+    return {found[1]: name for name in names if (found := _TASK.search(name))}
 
 
 def open_file(work_dir: Path, job: Job, name: str) -> BinaryIO | None:

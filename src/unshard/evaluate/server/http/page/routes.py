@@ -34,7 +34,7 @@ from unshard.evaluate.server.http.users import (
 )
 from unshard.evaluate.server.processes.bounded_log import log_end
 from unshard.evaluate.server.processes.supervise import LOG_NAME
-from unshard.evaluate.server.queue.job_files import list_files
+from unshard.evaluate.server.queue.job_files import list_files, list_samples
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import (
     last_event,
@@ -196,6 +196,7 @@ def job(views: Views, job_id: str) -> HTMLResponse:
         recipe=recipe_of(service.store.connection, found.id),
         stamps=found.request.stamps,
         files=list_files(service.work_dir, found),
+        samples=list_samples(service.work_dir, found),
     )
 
 

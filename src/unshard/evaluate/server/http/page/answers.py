@@ -1,0 +1,211 @@
+"""What a model answered to each question of a task, and how the answers of two jobs differ.
+
+The samples of lm-eval and lmms-eval have an object a line. Files may be large: they are read twice,
+first without keeping texts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Annotated, Literal, NamedTuple
+
+from fastapi import APIRouter, HTTPException, Query
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+
+from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.server.http.answers import BoundedText, find_job
+from unshard.evaluate.server.http.page.routes import Views
+from unshard.evaluate.server.http.page.runs import PageNumber
+from unshard.evaluate.server.queue.job_files import list_samples, open_file
+from unshard.evaluate.server.service import Service
+
+router = APIRouter(include_in_schema=False)
+
+_SHOWN = 20
+_MOST = 20_000  # questions
+_MOST_LINE = 4 << 20  # bytes
+_MOST_TEXT = 4000  # characters; of a prompt with examples the end is the question
+_OTHERS = 200
+_OWN_KEYS = frozenset({"doc_id", "idx"})
+
+Key = tuple[str, str]
+Change = Literal["lost", "gained", "changed", "same"]
+
+
+class Answer(NamedTuple):
+    """An answer to a question; `key` is the same for the same question of another job."""
+
+    key: Key
+    question: str
+    answer: str
+    target: str
+    scores: Mapping[str, float]
+
+
+class Pair(NamedTuple):
+    """The answers of one or two jobs to a question."""
+
+    first: Answer
+    second: Answer | None
+    change: Change
+
+
+def read_answers(service: Service, job: Job, name: str) -> Iterator[Answer]:
+    """Yield the answers in a file of samples, up to a bound; lines that are no sample are left."""
+    file = open_file(service.work_dir, job, name)
+    if file is None:
+        return
+    with file:
+        for number in range(_MOST):
+            if not (line := file.readline(_MOST_LINE)):
+                return
+            with suppress(ValueError, TypeError, LookupError, AttributeError):
+                yield _as_answer(json.loads(line), number)
+
+
+def _as_answer(sample: Mapping[str, object], number: int) -> Answer:
+    named = sample.get("metrics")
+    names = named if isinstance(named, list) else sample.keys() - _OWN_KEYS
+    scores = {str(key): score for key in names if (score := _score(sample.get(key))) is not None}
+    place = f"{sample.get('doc_id', number)} {sample.get('doc_hash', '')}"
+    prompts = list(_texts(sample.get("arguments"))) or [_write(sample.get("doc"))]
+    return Answer(
+        (str(sample.get("filter", "")), place),
+        prompts[0][-_MOST_TEXT:],
+        _answer_of(sample)[:_MOST_TEXT],
+        _write(sample.get("target"))[:_MOST_TEXT],
+        dict(sorted(scores.items())),
+    )
+
+
+def _answer_of(sample: Mapping[str, object]) -> str:
+    """Return a text; of a choice, that with the highest likelihood."""
+    given = sample.get("filtered_resps", sample.get("resps"))
+    answers = given if isinstance(given, list) else [given]
+    if all(isinstance(one, list) and len(one) == 2 and _number(one[0]) for one in answers):
+        likely = [float(one[0]) for one in answers]
+        best = likely.index(max(likely))
+        if len(answers) == 1:  # whether the target is what the model would have written
+            return str(answers[0][1])
+        arguments = sample["arguments"]
+        chosen = list(arguments.values() if isinstance(arguments, dict) else arguments)[best]  # type: ignore[call-overload]
+        return list(_texts(chosen))[-1].strip()
+    return "\n".join(map(_write, answers))
+
+
+def _number(value: object) -> bool:
+    with suppress(ValueError, TypeError):
+        float(value)  # type: ignore[arg-type]  # what is none raises
+        return True
+    return False
+
+
+def _score(value: object) -> float | None:
+    if isinstance(value, dict):
+        value = value.get("score")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the texts in a document, in their order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
+
+
+def _write(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def change_of(first: Answer, second: Answer | None) -> Change:
+    """Return what became of an answer: whether a score of 0 or 1 fell or rose, or the text changed.
+
+    Where no score is 0 or 1 in both, the first score counts if the text has changed.
+    """
+    if second is None:
+        return "same"
+    is_same = first.answer == second.answer
+    both = [(one, second.scores[key]) for key, one in first.scores.items() if key in second.scores]
+    plain = [one for one in both if {*one} <= {0.0, 1.0}]
+    for before, after in plain or ([] if is_same else both[:1]):
+        if before != after:
+            return "gained" if after > before else "lost"
+    return "same" if is_same else "changed"
+
+
+class AnswersPage(BaseModel):
+    """Which answers to show: of a job, and of another, `with`, where they differ."""
+
+    job: BoundedText
+    other: Annotated[BoundedText, Query(alias="with")] = ""
+    task: BoundedText = ""
+    show: Change | Literal[""] = ""
+    page: PageNumber = 1
+
+
+def _compare(
+    service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage
+) -> tuple[list[Pair], dict[str, int], bool]:
+    """Return a page of answers, how many there are of each change, and whether more follow."""
+    names = [list_samples(service.work_dir, job)[task] for job in jobs]
+    others = {}
+    if len(jobs) > 1:
+        cut = read_answers(service, jobs[1], names[1])
+        others = {one.key: one._replace(question="", answer=str(hash(one.answer))) for one in cut}
+    counts, keys = dict[str, int](), list[Key]()
+    for one in read_answers(service, jobs[0], names[0]):
+        if len(jobs) > 1 and one.key not in others:
+            continue
+        change = change_of(one._replace(answer=str(hash(one.answer))), others.get(one.key))
+        counts[change] = counts.get(change, 0) + 1
+        if wanted.show in ("", change):
+            keys.append(one.key)
+    start = (wanted.page - 1) * _SHOWN
+    chosen = set(keys[start : start + _SHOWN])
+    first, second = (
+        {one.key: one for one in read_answers(service, job, name) if one.key in chosen}
+        for job, name in list(zip(jobs, names, strict=True)) * (3 - len(jobs))
+    )
+    pairs = [
+        Pair(one, other, change_of(one, other))
+        for key, one in first.items()
+        for other in [second[key] if len(jobs) > 1 else None]
+    ]
+    return pairs, counts, len(keys) > start + _SHOWN
+
+
+@router.get("/view/answers")
+def answers(views: Views, wanted: Annotated[AnswersPage, Query()]) -> HTMLResponse:
+    """Show the answers of a job, or how those of another job differ from them."""
+    service = views.service
+    own = find_job(service, wanted.job)
+    jobs = [own, *([find_job(service, wanted.other)] if wanted.other else [])]
+    jobs.sort(key=lambda job: (job.request.step or 0, job.created_at))
+    samples = [list_samples(service.work_dir, job) for job in jobs]
+    tasks = [task for task in samples[0] if task in samples[-1]]
+    task = wanted.task or next(iter(tasks), "")
+    if task not in tasks:
+        raise HTTPException(404, "these jobs have no samples of the same task")
+    pairs, counts, has_more = _compare(service, jobs, task, wanted)
+    of = own.request
+    filters = Filters(Status.COMPLETED, own.run.id, weights=of.weights, profile=of.profile)
+    others = {one.id: one for one in [*jobs, *islice(service.store.newest(filters), _OTHERS)]}
+    others.pop(own.id)
+    return views.show(
+        "answers.html",
+        f"Answers: {task}",
+        wanted=wanted,
+        own=own,
+        jobs=jobs,
+        others=list(others.values()),
+        task=task,
+        tasks=tasks,
+        pairs=pairs,
+        changes=counts,
+        has_more=has_more,
+        most=_MOST,
+    )
