@@ -295,12 +295,16 @@ class Still:
 
 @contextmanager
 def still(
-    root: Path, *, token_file: Path | None = None, **profiles: CommandProfile | LmEvalProfile
+    root: Path,
+    *,
+    token_file: Path | None = None,
+    root_path: str = "",
+    **profiles: CommandProfile | LmEvalProfile,
 ) -> Iterator[Still]:
     """Make the application of a server of one root, whose work directory is below it."""
     config = ServerConfig(roots=(root,), work_directory=root / "work", profiles=profiles)
     service = make_service(config)
-    app = application.make_app(service, rules_for("127.0.0.1", token_file))
+    app = application.make_app(service, rules_for("127.0.0.1", token_file, root=root_path))
     with closing(service.store), TestClient(app, base_url="http://127.0.0.1") as client:
         yield Still(service, app, client)
 

@@ -129,6 +129,8 @@ def test_two_steps_are_compared_question_by_question(server: Still) -> None:
         assert lost.index(">a</pre>") < lost.index(">x</pre>")
         assert "There is no such question" in server.client.get(f"{address}&page=2").text
     assert server.client.get(f"/view/answers?job={early.id}&task=none").status_code == 404
+    itself = server.client.get(f"/view/answers?job={early.id}&with={early.id}").text
+    assert "0 lost, 0 gained, 0 changed, 6 same" in " ".join(itself.split())
 
 
 def test_a_large_file_is_shown_page_by_page(server: Still, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Users of one server: what each role may do, by every route and on the page."""
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.routing import Route, Router
@@ -208,3 +210,36 @@ def test_a_refusal_says_what_to_configure(served: Still, tmp_path: Path) -> None
     with still(tmp_path / "open") as without:
         refusal = without.client.get("/", headers={"Host": "eval.example.org"}).json()["error"]
     assert "--token-file" in refusal["hint"]
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_a_proxy_may_have_the_server_below_a_path(tmp_path: Path, *, strips: bool) -> None:
+    """Whether it removes the path from addresses, or passes them on as they are."""
+    file = token_file(tmp_path, token_of("one"))
+    with still(tmp_path / "root", token_file=file, root_path="/group/eval") as served:
+
+        def get(address: str) -> Any:
+            assert address.startswith("/group/eval/"), address
+            place = address.removeprefix("/group/eval") if strips else address
+            return served.client.get(place, headers=HTML, follow_redirects=False)
+
+        asked = get("/group/eval/view/jobs?run=/view/x")
+        assert asked.headers["location"].endswith(
+            "next=%2Fgroup%2Feval%2Fview%2Fjobs%3Frun%3D%2Fview%2Fx"
+        )
+        form = get(asked.headers["location"])
+        assert form.status_code == 200
+        place = "" if strips else "/group/eval"
+        body = {"token": token_of("one")}
+        cookie = served.client.post(f"{place}/view/log-in", json=body).headers["set-cookie"]
+        assert "path=/group/eval/;" in cookie.lower()
+        served.client.headers["Cookie"] = cookie.partition(";")[0]
+        text = get("/group/eval/view/jobs?run=/view/x").text
+        assert 'value="/view/x"' in text  # what a user wrote is no address
+        assert 'data-root="/group/eval"' in text
+        found = re.findall(r'(?:href|src|action)="(/[^"]*)"', text)
+        assert len(found) > 8
+        for address in found:
+            assert get(address).status_code == 200
+        assert "Overview" in get("/group/eval/view/jobs/0000").text
+        assert served.app.openapi()["servers"] == [{"url": "/group/eval"}]

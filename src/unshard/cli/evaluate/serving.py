@@ -66,6 +66,9 @@ def serve(
             "What the log has: lines for people, or a JSON object per line.  [default: text]",
         ),
     ] = None,
+    root_path: Annotated[
+        str | None, option("/PATH", "The path at which a proxy has the server, such as /eval.")
+    ] = None,
 ) -> None:
     """Run the evaluation server."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
@@ -73,7 +76,8 @@ def serve(
 
     networks = tuple(allow_unauthenticated or ())
     given = Given(
-        *(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir, log_format)
+        *(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir, log_format),
+        root_path=root_path,
     )
     try:
         serve(given)

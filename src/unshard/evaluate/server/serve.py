@@ -36,7 +36,9 @@ from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
 from unshard.evaluate.server.queue.work_lock import locked
 from unshard.evaluate.server.server_yaml import (
     LOG_FORMATS,
+    ROOT_PATH_EXPECTED,
     ServerConfig,
+    is_root_path,
     read_server_yaml,
 )
 from unshard.evaluate.server.service import Service
@@ -65,6 +67,7 @@ class Given:
     allow_unauthenticated: tuple[str, ...] = ()
     work_dir: Path | None = None
     log_format: str | None = None
+    root_path: str | None = None
 
 
 def configure(given: Given) -> ServerConfig:
@@ -79,6 +82,10 @@ def configure(given: Given) -> ServerConfig:
             known = ", ".join(LOG_FORMATS)
             raise UsageError(f"--log-format {given.log_format}: unknown", expected=known)
         stated["log_format"] = given.log_format
+    if given.root_path is not None:
+        if not is_root_path(given.root_path):
+            raise UsageError(f"--root-path {given.root_path}", expected=ROOT_PATH_EXPECTED)
+        stated["root_path"] = given.root_path
     if given.gpus is not None:
         stated["gpus"] = list(parse_gpus(given.gpus))
     if given.config is None:
@@ -207,7 +214,8 @@ def serve(given: Given) -> None:
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s", as_json=is_json)
     raise_file_limit()
     _check_gpus(config)
-    rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
+    networks = given.allow_unauthenticated
+    rules = rules_for(config.host, config.token_file, networks, config.root_path)
     service = make_service(config)
     # First: a process that inherited the lock from a killed server has inherited its port, too.
     service.scheduler.lock()

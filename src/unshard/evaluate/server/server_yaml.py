@@ -1,5 +1,6 @@
 """The server's configuration: the keys of its YAML, and what is wrong with a file, in our words."""
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -29,6 +30,7 @@ from unshard.evaluate.values import expects, problem_of, shown, whole
 from unshard.evaluate.yaml_files import read_yaml
 
 LOG_FORMATS = ("text", "json")
+ROOT_PATH_EXPECTED = "a path such as /eval, without a slash at its end"
 _LAUNCH = (
     "the server places no evaluators on Ray: give a profile `launch`, such as "
     "[srun, ...] or [ray, job, submit, ...], and `slots: N`"
@@ -58,6 +60,11 @@ def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
 
 def _without_limit_of_bytes(quota: object) -> object:
     return {"bytes": None, **quota} if isinstance(quota, dict) else quota
+
+
+def is_root_path(text: str) -> bool:
+    """Return whether a text can be the path of the server behind a proxy; an empty one is none."""
+    return re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*", text) is not None
 
 
 def _or_default(value: object, info: ValidationInfo) -> object:
@@ -105,6 +112,8 @@ class ServerConfig(BaseModel):
     """The address to listen on."""
     port: Annotated[int, whole(0, 65535)] = 8000
     """The port to listen on; 0 picks a free one."""
+    root_path: Annotated[str, expects(ROOT_PATH_EXPECTED, is_root_path)] = ""
+    """The path at which a proxy has the server, such as /eval."""
     token_file: Place | None = None
     """The file with the clients' token, 16 characters or more, or with a line `NAME ROLE TOKEN` for
     each user; readable by its owner alone."""

@@ -40,6 +40,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        servers=[{"url": rules.root}] if rules.root else None,
     )
     app.state.service = service
     app.state.rules = rules
@@ -181,7 +182,8 @@ def _answer(
     """Return an error in the form of the request's protocol; theirs has one text, `detail`."""
     if _is_view(connection):
         parts = {"expected": fields.expected, "found": fields.found, "hint": fields.hint}
-        return show_error(status, fields.message, parts)
+        rules: Rules = connection.app.state.rules
+        return show_error(status, fields.message, parts, root=rules.root)
     body: dict[str, object] = {"detail": fields.message if detail is None else detail}
     if _is_ours(connection):
         body = ErrorBody(error=fields).model_dump()

@@ -69,12 +69,14 @@ class Rules:
         free: networks whose clients need no token.
         hosts: the Host names that a request without a token may have; an address is always allowed.
         max_body: the largest body of a request, in bytes.
+        root: the path at which a proxy has the server, such as `/eval`.
     """
 
     users: tuple[User, ...]
     free: tuple[Network, ...] = ()
     hosts: frozenset[str] = frozenset()
     max_body: int = _MAX_BODY
+    root: str = ""
 
     @property
     def anyone(self) -> User:
@@ -83,7 +85,10 @@ class Rules:
 
 
 def rules_for(
-    host: str, token_file: Path | None, allow_unauthenticated: tuple[str, ...] = ()
+    host: str,
+    token_file: Path | None,
+    allow_unauthenticated: tuple[str, ...] = (),
+    root: str = "",
 ) -> Rules:
     """Return the rules for an address to listen on.
 
@@ -102,7 +107,7 @@ def rules_for(
     except ValueError as error:
         raise UsageError(f"--allow-unauthenticated: {error}") from error
     if is_loopback(host):
-        return Rules(users, free if users else (), frozenset(_LOOPBACK))
+        return Rules(users, free if users else (), frozenset(_LOOPBACK), root=root)
     if not users and not free:
         raise UsageError(
             f"--host {host}: other machines can reach it, so requests must be authenticated",
@@ -113,7 +118,7 @@ def rules_for(
         free += tuple(map(ip_network, _LOOPBACK_NETWORKS))
     name = socket.gethostname().lower()
     names = {host.lower(), name, name.partition(".")[0], socket.getfqdn().lower(), *_LOOPBACK}
-    return Rules(users, free, frozenset(names))
+    return Rules(users, free, frozenset(names), root=root)
 
 
 def is_loopback(host: str) -> bool:
@@ -139,6 +144,8 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        if self._rules.root and scope["path"].startswith(f"{self._rules.root}/"):
+            scope["path"] = scope["path"].removeprefix(self._rules.root)  # else the proxy did it
         headers = {
             key.decode("latin-1").lower(): value.decode("latin-1")
             for key, value in scope["headers"]
@@ -165,7 +172,7 @@ class Guard:
         user = find_user(self._rules.users, headers)
         if user is None and not (self._rules.users and scope["path"].startswith(_OPEN)):
             if self._needs_token(scope.get("client")):
-                return _ask_for_token(scope, headers)
+                return _ask_for_token(scope, headers, self._rules.root)
             name = (_split(f"//{host}").hostname or "").lower()
             if name not in self._rules.hosts and _address(name) is None:
                 return refused(403, f"Host {host!r:.200} is not this server", hint=_PROXY)
@@ -210,13 +217,13 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _ask_for_token(scope: Scope, headers: Mapping[str, str]) -> Response:
+def _ask_for_token(scope: Scope, headers: Mapping[str, str], root: str) -> Response:
     """Refuse a request without the token; lead a browser that wants to see a page to the form."""
     is_script = PAGE_HEADER in headers
     if scope["method"] == "GET" and "text/html" in headers.get("accept", "") and not is_script:
         query = scope.get("query_string", b"").decode("latin-1")
-        place = quote(f"{scope['path']}?{query}" if query else scope["path"], safe="")
-        return RedirectResponse(f"{LOG_IN}?next={place}", 303, {"Cache-Control": "no-store"})
+        place = quote(f"{root}{scope['path']}" + (f"?{query}" if query else ""), safe="")
+        return RedirectResponse(f"{root}{LOG_IN}?next={place}", 303, {"Cache-Control": "no-store"})
     why = "this token is not the server's" if "authorization" in headers else "none came"
     response = refused(401, f"a token is needed, and {why}: Authorization: Bearer TOKEN")
     if not is_script:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import HTMLResponse
@@ -32,6 +32,7 @@ _OWN_KEYS = frozenset({"doc_id", "idx"})
 
 Key = tuple[str, str]
 Change = Literal["lost", "gained", "changed", "same"]
+CHANGES: tuple[Change, ...] = get_args(Change)
 
 
 class Answer(NamedTuple):
@@ -149,19 +150,19 @@ class AnswersPage(BaseModel):
 
 def _compare(
     service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage
-) -> tuple[list[Pair], dict[str, int], bool]:
+) -> tuple[list[Pair], dict[Change, int], bool]:
     """Return a page of answers, how many there are of each change, and whether more follow."""
     names = [list_samples(service.work_dir, job)[task] for job in jobs]
     others = {}
     if len(jobs) > 1:
         cut = read_answers(service, jobs[1], names[1])
         others = {one.key: one._replace(question="", answer=str(hash(one.answer))) for one in cut}
-    counts, keys = dict[str, int](), list[Key]()
+    counts, keys = dict.fromkeys(CHANGES, 0), list[Key]()
     for one in read_answers(service, jobs[0], names[0]):
         if len(jobs) > 1 and one.key not in others:
             continue
         change = change_of(one._replace(answer=str(hash(one.answer))), others.get(one.key))
-        counts[change] = counts.get(change, 0) + 1
+        counts[change] += 1
         if wanted.show in ("", change):
             keys.append(one.key)
     start = (wanted.page - 1) * _SHOWN

@@ -6,6 +6,7 @@ a document, and nothing from another host.
 """
 
 import hashlib
+import re
 import time
 from base64 import b64encode
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from unshard.errors import printable
 from unshard.showing import human_size
 
 _HERE = Path(__file__).parent
+_ADDRESS = re.compile(r'\b(href|src|action|data-source|data-csv)="/')
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     " form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -55,9 +57,15 @@ def version_of(name: str) -> str:
     return hashlib.sha256(STATIC[name][0]).hexdigest()[:12]
 
 
-def render(template: str, values: Mapping[str, object], status: int = 200) -> HTMLResponse:
-    """Return a template with values as an answer."""
-    text = _environment().get_template(template).render(values)
+def render(
+    template: str, values: Mapping[str, object], status: int = 200, *, root: str
+) -> HTMLResponse:
+    """Return a template with values as an answer; its own addresses begin at `root`.
+
+    They are found in the markup. No value can look like one, because quotes are escaped.
+    """
+    text = _environment().get_template(template).render({"root": root, **values})
+    text = _ADDRESS.sub(rf'\1="{root}/', text) if root else text
     return HTMLResponse(text, status, headers=HEADERS)
 
 
@@ -81,11 +89,11 @@ def render_file(template: str, title: str, data: str) -> Response:
     return HTMLResponse(text, headers={**HEADERS, **attached})
 
 
-def show_error(status: int, message: str, parts: Mapping[str, str]) -> HTMLResponse:
+def show_error(status: int, message: str, parts: Mapping[str, str], *, root: str) -> HTMLResponse:
     """Return an error for people; `parts` says what was expected and found, and what to do."""
     given = {name: text for name, text in parts.items() if text}
     values = {"title": "Not shown", "message": message, "parts": given}
-    return render("error.html", values, status)
+    return render("error.html", values, status, root=root)
 
 
 @cache

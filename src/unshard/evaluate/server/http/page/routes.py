@@ -101,7 +101,7 @@ class _Views:
 
     service: Service
     user: User
-    has_token: bool
+    rules: Rules
 
     def show(self, template: str, title: str, **values: object) -> HTMLResponse:
         """Return a view with what every view has."""
@@ -114,15 +114,15 @@ class _Views:
             "counts": service.store.counts(),
             "gpus": len(service.config.gpus),
             "busy": len(service.config.gpus) - len(service.slots.free()),
-            "has_token": self.has_token,
+            "has_token": bool(self.rules.users),
             "user": self.user,
         }
-        return render(template, common | values)
+        return render(template, common | values, root=self.rules.root)
 
 
 async def _views_of(connection: HTTPConnection, service: Served, user: Asking) -> _Views:
     rules: Rules = connection.app.state.rules
-    return _Views(service, user, bool(rules.users))
+    return _Views(service, user, rules)
 
 
 Views = Annotated[_Views, Depends(_views_of)]
@@ -258,9 +258,10 @@ class Shown(BaseModel):
 
 
 @router.get(LOG_IN)
-async def log_in_form() -> HTMLResponse:
+async def log_in_form(connection: HTTPConnection) -> HTMLResponse:
     """Show the form."""
-    return render("log_in.html", {"title": "Log in"})
+    rules: Rules = connection.app.state.rules
+    return render("log_in.html", {"title": "Log in"}, root=rules.root)
 
 
 @router.post(LOG_IN)
@@ -282,6 +283,7 @@ async def log_in(connection: HTTPConnection, shown: Shown) -> Response:
         httponly=True,
         samesite="strict",
         secure=is_secure,
+        path=f"{rules.root}/",
     )
     return response
 
@@ -294,5 +296,5 @@ async def log_out(connection: HTTPConnection) -> Response:
     for user in rules.users:
         name = cookie_name(user.token)
         if name in connection.cookies:
-            response.delete_cookie(name, httponly=True, samesite="strict")
+            response.delete_cookie(name, f"{rules.root}/", httponly=True, samesite="strict")
     return response

@@ -10,6 +10,8 @@ const SOON_MS = 300;
 const LOG_KEPT = 1 << 18; // characters
 const HEADERS = { "X-Unshard-Page": "1" };
 
+const ROOT = document.body.dataset.root ?? ""; // behind a proxy
+
 const byId = (id) => document.getElementById(id);
 
 /* Times as the reader's clock has them. */
@@ -32,7 +34,7 @@ let isRefreshing = false;
 const shown = new Map();
 
 function goToLogIn() {
-  location.assign(`/view/log-in?next=${encodeURIComponent(location.pathname + location.search)}`);
+  location.assign(`${ROOT}/view/log-in?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
 function setStale(why) {
@@ -99,7 +101,7 @@ function later(delay) {
 function follow() {
   source?.close();
   isOpen = false;
-  source = new EventSource(`/api/v1/events?since=${since}`);
+  source = new EventSource(`${ROOT}/api/v1/events?since=${since}`);
   source.onopen = () => {
     isOpen = true;
     later(0); // what has changed while there was no connection
@@ -118,7 +120,7 @@ function follow() {
 }
 
 function announce(event) {
-  const isShown = document.querySelector(`[href="/view/jobs/${event.job?.id}"], [data-job="${event.job?.id}"]`);
+  const isShown = document.querySelector(`[href="${ROOT}/view/jobs/${event.job?.id}"], [data-job="${event.job?.id}"]`);
   if (isShown) byId("announce").textContent = `Job ${event.job.id.slice(0, 8)}: ${event.status}`;
 }
 
@@ -174,10 +176,10 @@ document.addEventListener("click", async (event) => {
   if (action === "hide" && !reason) return;
   button.ariaBusy = "true"; // a button that is disabled would lose the focus
   try {
-    if (action === "cancel") await ask("DELETE", `/api/v1/jobs/${job}`);
+    if (action === "cancel") await ask("DELETE", `${ROOT}/api/v1/jobs/${job}`);
     else {
-      const found = await ask("POST", `/api/v1/jobs/${job}/${action}`, reason ? { reason } : undefined);
-      if (action === "retry" && found.id !== job) return void (location.href = `/view/jobs/${found.id}`);
+      const found = await ask("POST", `${ROOT}/api/v1/jobs/${job}/${action}`, reason ? { reason } : undefined);
+      if (action === "retry" && found.id !== job) return void (location.href = `${ROOT}/view/jobs/${found.id}`);
     }
     await refresh();
   } catch (error) {
@@ -211,14 +213,14 @@ async function sendJob(fields) {
   body.tasks = fields.get("tasks").split(",").map((one) => one.trim()).filter(Boolean);
   if (fields.get("run").trim()) body.run = fields.get("run").trim();
   if (fields.get("step")) body.step = Number(fields.get("step"));
-  const job = await ask("POST", "/api/v1/jobs", body);
-  location.assign(`/view/jobs/${job.id}`);
+  const job = await ask("POST", `${ROOT}/api/v1/jobs`, body);
+  location.assign(`${ROOT}/view/jobs/${job.id}`);
 }
 
 async function sendToken(fields) {
-  await ask("POST", "/view/log-in", { token: fields.get("token") });
-  const next = new URLSearchParams(location.search).get("next") ?? "/";
-  location.assign(/^\/(?![/\\])/.test(next) ? next : "/");
+  await ask("POST", `${ROOT}/view/log-in`, { token: fields.get("token") });
+  const next = new URLSearchParams(location.search).get("next") ?? `${ROOT}/`;
+  location.assign(/^\/(?![/\\])/.test(next) ? next : `${ROOT}/`);
 }
 
 /* ---- The log ---- */
@@ -284,6 +286,6 @@ if (byId("submit")) onSubmit(byId("submit"), sendJob);
 if (byId("log-in")) onSubmit(byId("log-in"), sendToken);
 if (byId("log")) followLog(byId("log"));
 byId("log-out")?.addEventListener("click", async () => {
-  await ask("POST", "/view/log-out");
-  location.assign("/view/log-in");
+  await ask("POST", `${ROOT}/view/log-out`);
+  location.assign(`${ROOT}/view/log-in`);
 });

@@ -331,8 +331,8 @@ function addFigure(plot) {
   add("PNG", null, "of").addEventListener("click", () => picture(figure));
   if (csv) {
     add("CSV", `${csv}&metric=${name}`, "of");
-    add("Show first", `/view/runs${here}&metric=${name}`, "of all:");
-    if (plot.subtasks) add(`${plot.subtasks} subtasks`, `/view/runs${here}&q=${encodeURIComponent(`${plot.task}_`)}`, "of");
+    add("Show first", `${here}&metric=${name}`, "of all:");
+    if (plot.subtasks) add(`${plot.subtasks} subtasks`, `${here}&q=${encodeURIComponent(`${plot.task}_`)}`, "of");
   }
   const canvas = make("div", null, { className: "canvas" });
   canvas.setAttribute("role", "img");
