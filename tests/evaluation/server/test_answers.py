@@ -121,7 +121,7 @@ def test_two_steps_are_compared_question_by_question(server: Still) -> None:
         assert "<img" not in text
         assert r"y &lt;img src=x onerror=alert(1)&gt;\x1b[31m" in text
         lost = server.client.get(f"{address}&show=lost").text
-        assert (lost.count("<section"), "question 0" in lost, "question 1" in lost) == (
+        assert (lost.count("<section"), "question 0<" in lost, "question 1<" in lost) == (
             1,
             True,
             False,

@@ -337,9 +337,10 @@ class Store:
 
     def position(self, job_id: str) -> int | None:
         """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""
-        (row,) = self._rows("SELECT status FROM jobs WHERE id = ?", job_id) or (None,)
-        is_queued = row is not None and row["status"] == Status.QUEUED
-        return self.queued_ids().index(job_id) + 1 if is_queued else None
+        if not self._rows("SELECT 1 FROM jobs WHERE id = ? AND status = 'queued'", job_id):
+            return None
+        ids = self.queued_ids()
+        return ids.index(job_id) + 1 if job_id in ids else None  # it may have begun meanwhile
 
     def count_in_a_row(self, job_id: str, outcome: str) -> int:
         """Return how many attempts ended like this since the job was submitted, or last failed.
