@@ -83,7 +83,7 @@ def test_what_both_evaluators_write_is_read(server: Still) -> None:
         1,
         {
             f"samples_gen_{TIME}.jsonl": [
-                generated(0, "five", 1),
+                generated(0, "42", 1),
                 "{",
                 "[]",
                 '{"doc_id": NaN}',
@@ -96,7 +96,7 @@ def test_what_both_evaluators_write_is_read(server: Still) -> None:
     samples = list_samples(server.service.work_dir, job)
     assert set(samples) == {"gen", "mme"}
     first, _, choice, only = read_answers(server.service, job, samples["gen"])
-    assert first[1:] == ("question 0", "five", "target 0", {"exact_match": 1.0})
+    assert first[1:] == ("question 0", "42", "target 0", {"exact_match": 1.0})
     assert choice[1:] == ("Which?", "choice 1", "target 1", {"acc": 1.0})
     assert only.answer == "False"
     (seen,) = read_answers(server.service, job, samples["mme"])

@@ -297,10 +297,10 @@ def test_the_version_of_an_installed_evaluator_is_found_and_its_change_noticed(
     profile = LmEvalProfile(environment=environment)
     install("0.4.13")
     first = profile.revision()
-    assert revision.installed_version(sys.executable, "lm_eval", environment) == "0.4.13"
+    assert revision.installed_versions(sys.executable, "lm_eval", environment)[0] == "0.4.13"
     assert LmEvalProfile(environment=environment).revision() == first
     install("0.5.0")
-    assert revision.installed_version(sys.executable, "lm_eval", environment) == "0.5.0"
+    assert revision.installed_versions(sys.executable, "lm_eval", environment)[0] == "0.5.0"
     assert profile.revision() != first
 
 

@@ -29,7 +29,7 @@ from unshard.evaluate.server.config.keys import (
     Texts,
     find_program,
 )
-from unshard.evaluate.server.evaluators.revision import installed_version, installed_versions
+from unshard.evaluate.server.evaluators.revision import installed_versions
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import Profile, Work
 from unshard.evaluate.server.processes.bounded_log import last_lines
@@ -86,13 +86,12 @@ class HarnessKeys(Profile):
     @property
     def version(self) -> str | None:
         """The version that the interpreter would import."""
-        return installed_version(self.interpreter, self.module, self.environment)
+        return installed_versions(self.interpreter, self.module, self.environment)[0]
 
     @property
     def versions(self) -> str:
         """The versions of the interpreter, the module, and others that it would import."""
-        found = installed_versions(self.interpreter, self.module, self.environment)
-        return "" if found is None else found[1]
+        return installed_versions(self.interpreter, self.module, self.environment)[1]
 
     @property
     def files(self) -> Mapping[str, Path]:

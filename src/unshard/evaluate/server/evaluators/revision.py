@@ -106,16 +106,12 @@ def _digest(path: Path, most_bytes: int) -> tuple[str, int]:
     return digest, status.st_size
 
 
-def installed_version(python: str, module: str, environment: Mapping[str, str]) -> str | None:
-    """Return the version of a module that an interpreter would import; None if it has none."""
-    found = installed_versions(python, module, environment)
-    return None if found is None else found[0]
-
-
 def installed_versions(
     python: str, module: str, environment: Mapping[str, str]
-) -> tuple[str, str] | None:
-    """Return the version of a module that an interpreter would import, and what else it would.
+) -> tuple[str | None, str]:
+    """Return the version of a module that an interpreter would import, None if it has none.
+
+    And the version of the interpreter, with those of other packages that matter.
 
     The interpreter is asked again after something was installed where the module is.
     """
@@ -127,7 +123,7 @@ def installed_versions(
             found, place = _ask(python, module, environment)
             # A busy machine is not another version.
             known = _versions[key] = _stamp(python, place), found or before, place
-    return known[1]
+    return known[1] or (None, "")
 
 
 def _stamp(python: str, place: Path | None) -> object:

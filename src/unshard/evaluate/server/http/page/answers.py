@@ -45,14 +45,6 @@ class Answer(NamedTuple):
     scores: Mapping[str, float]
 
 
-class Pair(NamedTuple):
-    """The answers of one or two jobs to a question."""
-
-    first: Answer
-    second: Answer | None
-    change: Change
-
-
 def read_answers(service: Service, job: Job, name: str) -> Iterator[Answer]:
     """Yield the answers in a file of samples, up to a bound; lines that are no sample are left."""
     file = open_file(service.work_dir, job, name)
@@ -85,27 +77,22 @@ def _answer_of(sample: Mapping[str, object]) -> str:
     """Return a text; of a choice, that with the highest likelihood."""
     given = sample.get("filtered_resps", sample.get("resps"))
     answers = given if isinstance(given, list) else [given]
-    if all(isinstance(one, list) and len(one) == 2 and _number(one[0]) for one in answers):
-        likely = [float(one[0]) for one in answers]
-        best = likely.index(max(likely))
-        if len(answers) == 1:  # whether the target is what the model would have written
-            return str(answers[0][1])
-        arguments = sample["arguments"]
-        chosen = list(arguments.values() if isinstance(arguments, dict) else arguments)[best]  # type: ignore[call-overload]
-        return list(_texts(chosen))[-1].strip()
-    return "\n".join(map(_write, answers))
-
-
-def _number(value: object) -> bool:
-    with suppress(ValueError, TypeError):
-        float(value)  # type: ignore[arg-type]  # what is none raises
-        return True
-    return False
+    are_likely = answers and all(isinstance(one, list) and len(one) == 2 for one in answers)
+    try:  # likelihoods, each with whether the model would have written the text
+        likely = [float(one[0]) for one in answers] if are_likely else []
+    except (ValueError, TypeError):
+        likely = []
+    if not likely:
+        return "\n".join(map(_write, answers))
+    if len(likely) == 1:
+        return str(answers[0][1])
+    asked = sample["arguments"]
+    choices = list(asked.values()) if isinstance(asked, dict) else asked
+    return [*_texts(choices[likely.index(max(likely))])][-1].strip()  # type: ignore[index]  # a list
 
 
 def _score(value: object) -> float | None:
-    if isinstance(value, dict):
-        value = value.get("score")
+    value = value.get("score") if isinstance(value, dict) else value
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -122,13 +109,11 @@ def _write(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def change_of(first: Answer, second: Answer | None) -> Change:
+def _change_of(first: Answer, second: Answer) -> Change:
     """Return what became of an answer: whether a score of 0 or 1 fell or rose, or the text changed.
 
     Where no score is 0 or 1 in both, the first score counts if the text has changed.
     """
-    if second is None:
-        return "same"
     is_same = first.answer == second.answer
     both = [(one, second.scores[key]) for key, one in first.scores.items() if key in second.scores]
     plain = [one for one in both if {*one} <= {0.0, 1.0}]
@@ -150,33 +135,28 @@ class AnswersPage(BaseModel):
 
 def _compare(
     service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage
-) -> tuple[list[Pair], dict[Change, int], bool]:
+) -> tuple[list[tuple[Change, list[Answer]]], dict[Change, int], bool]:
     """Return a page of answers, how many there are of each change, and whether more follow."""
-    names = [list_samples(service.work_dir, job)[task] for job in jobs]
-    others = {}
-    if len(jobs) > 1:
-        cut = read_answers(service, jobs[1], names[1])
-        others = {one.key: one._replace(question="", answer=str(hash(one.answer))) for one in cut}
-    counts, keys = dict.fromkeys(CHANGES, 0), list[Key]()
-    for one in read_answers(service, jobs[0], names[0]):
-        if len(jobs) > 1 and one.key not in others:
-            continue
-        change = change_of(one._replace(answer=str(hash(one.answer))), others.get(one.key))
-        counts[change] += 1
-        if wanted.show in ("", change):
-            keys.append(one.key)
+
+    def read(job: Job) -> Iterator[Answer]:
+        return read_answers(service, job, list_samples(service.work_dir, job)[task])
+
+    def without_texts(one: Answer) -> Answer:
+        return one._replace(question="", target="", answer=str(hash(one.answer)))
+
+    others = {one.key: without_texts(one) for one in read(jobs[-1])}
+    counts, found = dict.fromkeys(CHANGES, 0), dict[Key, Change]()
+    for one in map(without_texts, read(jobs[0])):
+        if (other := others.get(one.key)) is not None:
+            change = _change_of(one, other)
+            counts[change] += 1
+            if wanted.show in ("", change):
+                found[one.key] = change
     start = (wanted.page - 1) * _SHOWN
-    chosen = set(keys[start : start + _SHOWN])
-    first, second = (
-        {one.key: one for one in read_answers(service, job, name) if one.key in chosen}
-        for job, name in list(zip(jobs, names, strict=True)) * (3 - len(jobs))
-    )
-    pairs = [
-        Pair(one, other, change_of(one, other))
-        for key, one in first.items()
-        for other in [second[key] if len(jobs) > 1 else None]
-    ]
-    return pairs, counts, len(keys) > start + _SHOWN
+    shown = dict(islice(found.items(), start, start + _SHOWN))
+    whole = [{one.key: one for one in read(job) if one.key in shown} for job in jobs]
+    pairs = [(change, [one[key] for one in whole]) for key, change in shown.items()]
+    return pairs, counts, len(found) > start + _SHOWN
 
 
 @router.get("/view/answers")
