@@ -67,7 +67,12 @@ def test_the_files_of_a_command_are_in_its_script(tmp_path: Path) -> None:
     merged, directory = tmp_path / "merged" / "id", tmp_path / "jobs" / "id" / "1"
     for one in (merged, directory / "output"):
         one.mkdir(parents=True)
-    job = Job("id", asked, Status.RUNNING, 0.0)
+    pin = tmp_path / "_unshard" / "pins" / "1" / "step_1"
+    job = Job("id", asked, Status.RUNNING, 0.0, pin=str(pin))
+    work = Work(pin, directory / "output", directory, asked, profile)  # a whole model
+    script, _ = make_recipe(job, work, profile.command_line(work), (), merged)
+    assert "pretrained: /runs/x/step_1\n" in script
+    assert "unshard merge" not in script
     for weights in ("merged", "direct"):
         chosen = profile.model_copy(update={"weights": weights})
         work = Work(merged, directory / "output", directory, asked, chosen)

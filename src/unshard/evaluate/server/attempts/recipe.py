@@ -54,6 +54,7 @@ def make_recipe(
     if work.profile.launch:
         notes.append(f"The server put before its command: {shlex.join(work.profile.launch)}")
     places = {str(work.model): "./model"} if is_merged else {}
+    places |= {job.pin: request.checkpoint} if job.pin else {}  # it will be removed
     places |= {str(work.output): "./output", str(work.directory): "."}
 
     def here(text: str) -> str:
