@@ -31,6 +31,11 @@ DIRECTED = """
 document = {task: numbers for task in tasks.split(",")}
 document["higher_is_better"] = {task: {"acc": True} for task in tasks.split(",")}
 (output / "results.json").write_text(json.dumps(document))
+asked = [[f"{'long' * number} question {number}"] for number in range(25)]
+with open(output / "samples_score.jsonl", "w") as file:
+    for number, one in enumerate(asked):
+        sample = {"doc_id": number, "target": "x" * 200, "arguments": one, "acc": number % 2}
+        print(json.dumps({**sample, "filtered_resps": [step], "filter": "strict"}), file=file)
 """
 PAGE_SCRIPT = (
     SCRIPT.replace('"acc_stderr": 9', '"acc_stderr,none": 0.05').replace(
@@ -350,7 +355,10 @@ def test_every_view_fits_and_can_be_read_by_everyone(
     browser: Browser, server: Live, waiting: dict[str, object], size: ViewportSize, scheme: Scheme
 ) -> None:
     with viewing(browser, server, size=size, scheme=scheme) as view:
-        for address in (*VIEWS, f"/view/jobs/{waiting['id']}"):
+        jobs = server.v1("GET", "/jobs?run=a&status=completed&profile=script")["jobs"]
+        first, second = (one["id"] for one in jobs[-2:])  # type: ignore[index]  # its list
+        own = [f"/view/jobs/{one}" for one in (waiting["id"], first)]
+        for address in (*VIEWS, *own, f"/view/answers?job={first}&with={second}"):
             view.open(address)
             if "runs" in address:
                 plotted(view)
