@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import HTMLResponse
@@ -76,7 +76,7 @@ def _as_answer(sample: Mapping[str, object], number: int) -> Answer:
 def _answer_of(sample: Mapping[str, object]) -> str:
     """Return a text; of a choice, that with the highest likelihood."""
     given = sample.get("filtered_resps", sample.get("resps"))
-    answers = given if isinstance(given, list) else [given]
+    answers: list[Any] = given if isinstance(given, list) else [given]
     are_likely = answers and all(isinstance(one, list) and len(one) == 2 for one in answers)
     try:  # likelihoods, each with whether the model would have written the text
         likely = [float(one[0]) for one in answers] if are_likely else []
@@ -86,9 +86,9 @@ def _answer_of(sample: Mapping[str, object]) -> str:
         return "\n".join(map(_write, answers))
     if len(likely) == 1:
         return str(answers[0][1])
-    asked = sample["arguments"]
+    asked: Any = sample["arguments"]
     choices = list(asked.values()) if isinstance(asked, dict) else asked
-    return [*_texts(choices[likely.index(max(likely))])][-1].strip()  # type: ignore[index]  # a list
+    return [*_texts(choices[likely.index(max(likely))])][-1].strip()
 
 
 def _score(value: object) -> float | None:
