@@ -62,11 +62,8 @@ def make_recipe(
             text = text.replace(place, name)
         return _SECRET.sub(r"\1...", _PASSWORD.sub("...", text))
 
-    versions = [f"unshard {__version__}", *filter(None, [work.profile.versions])]
-    step = "" if request.step is None else f", step {request.step}"
-    about = [f"Job {job.id}: run {request.run or '-'}{step}", "Run this in an empty directory."]
-    about.append(f"It ran on {platform.node()} with {', '.join(versions)}.")
-    lines = ["#!/bin/sh", *(f"# {' '.join(one.split())}" for one in [*about, *notes]), "set -e"]
+    about = [*_describe(job, work), *notes]
+    lines = ["#!/bin/sh", *(f"# {' '.join(one.split())}" for one in about), "set -e"]
     if is_merged:
         lines.append(shlex.join(_merge_command(work)))
     lines.append("mkdir output")
@@ -80,6 +77,14 @@ def make_recipe(
     with suppress(OSError), (work.model / RECORD_NAME).open(errors="replace") as file:
         return "\n".join([*lines, ""]), file.read(_MOST)
     return "\n".join([*lines, ""]), ""
+
+
+def _describe(job: Job, work: Work) -> Iterator[str]:
+    versions = [f"unshard {__version__}", *filter(None, [work.profile.versions])]
+    step = "" if job.request.step is None else f", step {job.request.step}"
+    yield f"Job {job.id}: run {job.request.run or '-'}{step}"
+    yield "Run this in an empty directory."
+    yield f"It ran on {platform.node()} with {', '.join(versions)}."
 
 
 def _merge_command(work: Work) -> list[str]:
