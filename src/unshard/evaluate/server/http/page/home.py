@@ -92,8 +92,10 @@ def sort_runs(
             of = {"step": run.step, "waiting": open_, "failed": run.counts[Status.FAILED]}
             return run.run.label.casefold() if text == "name" else of.get(text, 0)
         cell = cells.get((run.run.id, metric))
-        point = cell and (cell.best if text.startswith(_BEST) else cell.last)
-        return point and (-1 if cell and cell.sign < 0 else 1) * point.value
+        if cell is None:
+            return None
+        point = cell.best if text.startswith(_BEST) else cell.last
+        return point and (-1 if cell.sign < 0 else 1) * point.value
 
     keyed = [(key(run), run) for run in runs]
     known = [one for one in keyed if one[0] is not None]
