@@ -14,7 +14,7 @@ import unshard
 from ranks import save_ranks, some_tensors
 from unshard.cli.main import main
 from unshard.compat import verl_omni
-from unshard.errors import ConversionError, CorruptError, OutputError, UsageError
+from unshard.errors import ConversionError, CorruptError, IncompleteError, OutputError, UsageError
 from unshard.read.model_config import TYPES_OF_LMMS_ENGINE
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -219,12 +219,82 @@ def test_each_module_gets_its_file(tmp_path: Path, inner: str) -> None:
     assert [one.name for one in differing] == ["2_Dense/linear.weight"]
 
 
-def test_names_of_modules_without_their_list_are_refused(tmp_path: Path) -> None:
-    save_ranks(tmp_path / "ckpt", {"0.model.w": torch.ones(4, 2), "2.linear.w": torch.ones(4)}, 2)
+def test_names_of_modules_without_their_list_are_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"0.model.w": torch.ones(4, 2), "2.linear.w": torch.ones(4)}
+    save_ranks(tmp_path / "ckpt", names, 2)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "own"}))
-    with pytest.raises(ConversionError, match=r"modules\.json was not found"):
-        unshard.merge(tmp_path / "ckpt", tmp_path / "out", config=config)
+    main_of("merge", tmp_path / "ckpt", tmp_path / "out", "--config", config)
+    told = capsys.readouterr()
+    assert told.out.splitlines()[-1] == "weights only: the names are those of training"
+    assert "without its modules.json, stay; to get those of its files: --base MODEL" in told.err
+    report = unshard.merge(tmp_path / "ckpt", tmp_path / "bare", config="none")
+    assert report.tensors == 2
+
+
+def test_the_checksums_of_all_modules_are_recorded(tmp_path: Path) -> None:
+    names = {"0.model.w": torch.ones(4, 2), "2.linear.w": torch.ones(4)}
+    save_ranks(tmp_path / "ckpt", names, 2)
+    config = sentences_in(tmp_path / "config")
+    unshard.merge(tmp_path / "ckpt", tmp_path / "out", config=config, checksums=True)
+    record = tmp_path / "out" / "unshard.json"
+    found = json.loads(record.read_text())["checksums"]
+    assert found == unshard.checksums(tmp_path / "ckpt", config=config)
+    assert found.keys() == {"w", "2_Dense/linear.w"}
+    assert unshard.verify(tmp_path / "out", checksums=record).equal
+
+
+def test_a_pipeline_is_copied_whole_or_refused(tmp_path: Path) -> None:
+    base = pipeline_in(tmp_path / "pipe", "transformer")
+    (base / "vae").rename(tmp_path / "elsewhere")
+    (base / "vae").symlink_to(tmp_path / "elsewhere")
+    checkpoint = save_with(tmp_path / "ckpt", DIFFUSERS)
+    report = unshard.merge(checkpoint, tmp_path / "out", base=base)
+    assert "vae/diffusion_pytorch_model.safetensors" in report.companions
+    (tmp_path / "elsewhere").rename(tmp_path / "gone")
+    with pytest.raises(IncompleteError, match="has no folder vae"):
+        unshard.merge(checkpoint, tmp_path / "none", base=base)
+    fields = json.loads((base / "model_index.json").read_text())
+    fields["../ckpt"] = fields.pop("vae")
+    (base / "model_index.json").write_text(json.dumps(fields))
+    with pytest.raises(CorruptError, match="a component outside of the pipeline"):
+        unshard.merge(checkpoint, tmp_path / "none", base=base)
+
+
+def test_a_component_of_another_class_is_refused(tmp_path: Path) -> None:
+    base = pipeline_in(tmp_path / "pipe", "transformer")
+    vae = save_with(tmp_path / "ckpt", {**DIFFUSERS, "_class_name": "AutoencoderKL"})
+    with pytest.raises(ConversionError, match="and the checkpoint a AutoencoderKL"):
+        unshard.merge(vae, tmp_path / "out", base=base)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("model_index.json", '{"x": 1}')]
+    + [("modules.json", one) for one in ('{"x": 1}', '["q_proj"]', "[]", "no JSON")],
+)
+def test_a_file_of_the_same_name_and_another_meaning_does_not_matter(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    checkpoint = save_with(tmp_path / "ckpt", {"model_type": "llama"})
+    (checkpoint / "huggingface" / name).write_text(text)
+    (checkpoint / name).write_text(text)
+    report = unshard.merge(checkpoint, tmp_path / "out")
+    assert report.library == "transformers"
+    assert name not in report.companions
+
+
+def test_what_another_library_was_written_for_is_removed_with_it(tmp_path: Path) -> None:
+    names = {"0.model.w": torch.ones(4, 2), "2.linear.w": torch.ones(4)}
+    save_ranks(tmp_path / "sentences", names, 2)
+    config = sentences_in(tmp_path / "config")
+    unshard.merge(tmp_path / "sentences", tmp_path / "out", config=config)
+    other = save_with(tmp_path / "ckpt", DIFFUSERS)
+    unshard.merge(other, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "modules.json").exists()
+    assert unshard.verify(tmp_path / "out", other).equal
 
 
 @pytest.mark.parametrize("folder", ["../elsewhere", "/etc", "a/../../b"])

@@ -393,7 +393,7 @@ NOT_PASTED = {
     "write the adapter by itself (⟦+--lora adapter⟧)": PARSES,
     "write the adapter by itself: ⟦+--lora adapter⟧": PARSES,
     "keep the tensors as they were trained: ⟦+--names training⟧": PARSES,
-    "give the model that was trained: ⟦+--base MODEL⟧": PARSES,
+    "to get those of its files: ⟦+--base MODEL⟧": PARSES,
     "first: ⟦+--dtype bfloat16⟧ ⟦+--names training⟧": PARSES,
     "give the config of the model that was trained: ⟦+--config FILE|DIR⟧": PARSES,
     "copy it here from the node that wrote it, or name that node's directory: ": PARSES,

@@ -19,6 +19,7 @@ from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
 from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
+from unshard.read.hub_files import MODULES
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, listed
@@ -206,6 +207,11 @@ def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateA
             hint="leave it out, or write the fused model",
         )
     named, model, base = adapter_tensors(split), checkpoint.config, checkpoint.base
+    if MODULES in checkpoint.companions.files:
+        raise ConversionError(
+            "sentence-transformers would not load an adapter under the names that it has here",
+            hint="fuse the adapter: ⟦+--lora fuse⟧",
+        )
     config = read_adapter_config(source.location)
     fields = None if model is None else model.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)

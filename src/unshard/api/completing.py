@@ -193,11 +193,18 @@ def _digest_output(
     from unshard.engines.checksums import digest_contents
     from unshard.plan.pieces import Contents
 
-    layout = prepared.plan.layout
-    listener(Progress("hashing", layout.total_size))
+    layout, folders = prepared.plan.layout, prepared.checkpoint.companions.folders
+    own = [("", file) for file in layout.model_files]
+    own += [
+        (folder, file)
+        for file in layout.files[len(own) :]
+        for folder in folders
+        if file.filename.startswith(folder)
+    ]
+    listener(Progress("hashing", sum(file.data_bytes for _, file in own)))
     contents = (
-        (one.name, [Contents.of_file(directory / file.filename, end - start, at + start)])
-        for file in layout.model_files
+        (folder + one.name, [Contents.of_file(directory / file.filename, end - start, at + start)])
+        for folder, file in own
         for at in [len(file.header)]
         for one in file.tensors
         for start, end in [one.data_offsets]

@@ -50,6 +50,7 @@ from unshard.convert.quantised import (
 )
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
+from unshard.fronts import Text
 from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
@@ -173,7 +174,8 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     tensors: Mapping[str, Recipe] = without_trl_wrapper(adapted.value)
     notes = adapted.notes
     if options.names == "hub":
-        tensors = _in_modules(tensors, checkpoint)
+        tensors, more = _in_modules(tensors, checkpoint)
+        notes += more
     # How a model is stored is what its own config says: the user's may be that of the output.
     own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)
     tensors = dequantise(tensors, rule, chain(own, [config]))
@@ -205,17 +207,21 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     return Conversion(converted, config, notes)
 
 
-def _in_modules(tensors: Mapping[str, Recipe], checkpoint: Checkpoint) -> Mapping[str, Recipe]:
+def _in_modules(
+    tensors: Mapping[str, Recipe], checkpoint: Checkpoint
+) -> Noted[Mapping[str, Recipe]]:
     """Rename the tensors of a model of sentence-transformers to the names in its files."""
     listed = checkpoint.companions.files.get(MODULES)
     if listed is None and not any(name.startswith("0.") for name in tensors):
-        return tensors
-    from unshard.read.beside.modules import in_folders, modules_at, refuse_unlisted
+        return Noted(tensors)
+    from unshard.read.beside.modules import are_unlisted, in_folders, modules_at
 
     if listed is not None:
-        return in_folders(tensors, modules_at(listed))
-    refuse_unlisted(tensors)
-    return tensors
+        return Noted(in_folders(tensors, modules_at(listed)))
+    if not are_unlisted(tensors):
+        return Noted(tensors)
+    what = "names of a model of sentence-transformers in training, without its modules.json, stay"
+    return Noted(tensors, (Text(f"{what}; to get those of its files: ⟦+--base MODEL⟧"),))
 
 
 def _without_trainers_names(

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ from unshard.write.verification.output import verify_light, without_checksums
 
 _log = logging.getLogger(__name__)
 
+_OF_TRAINING = re.compile(r"\.lora_A\.|^0\.(auto_)?model\.")  # names that no library loads
 _COMPANION_ALLOWANCE = 64 * 1024
 
 
@@ -85,17 +87,13 @@ class Prepared:
     def library(self) -> Library:
         """The library that loads the output."""
         if self.config is not None:
-            has_modules = MODULES in self.checkpoint.companions.files
-            return SENTENCES if has_modules else self.config.library
-        if ADAPTER_CONFIG_NAME in self.files:
-            return Library("peft")
-        is_adapter = any(one.filename == PIPELINE_ADAPTER for one in self.plan.layout.files)
-        return Library("diffusers") if is_adapter else NO_LIBRARY
-
-    @property
-    def loadable(self) -> bool:
-        """Whether a library is known to load the output."""
-        return self.library.loads is True
+            found = self.config.library
+            found = SENTENCES if MODULES in self.checkpoint.companions.files else found
+            loads = found.loads and not any(_OF_TRAINING.search(one.name) for one in self.tensors)
+            return found._replace(loads=loads)
+        adapters = {ADAPTER_CONFIG_NAME: "peft", PIPELINE_ADAPTER: "diffusers"}
+        names = adapters.keys() & {*_weight_files(self), *self.files}
+        return Library(adapters[names.pop()]) if names else NO_LIBRARY
 
 
 def plan_output(
@@ -107,8 +105,8 @@ def plan_output(
         alone = replace(sources, checkpoints=(replace(sources.last, companions=Companions()),))
         name, metadata = made.adapter
         plan = make_plan(lay_out(made.tensors, ONE_FILE, pattern=name, metadata=metadata))
-        by, told = made.names_checked, (*read, *made.notes)
-        return Prepared(alone, made.tensors, plan, None, told, made.files, names_checked=by)
+        by, files = made.names_checked, made.files
+        return Prepared(alone, made.tensors, plan, None, (*read, *made.notes), files, by)
     base, size = sources.last.base, options.max_shard_size
     like = like if size is None else None
     # The files are those of the base model, unless a size is given.
@@ -117,7 +115,7 @@ def plan_output(
         like = base.files if is_safetensors else None
     shard_bytes = size_in_bytes(SHARD_SIZE if size is None else str(size))
     config, written, notes = made.config, main_dtype(made.tensors), list(made.notes)
-    stem = (NO_LIBRARY if config is None else config.library).weights
+    stem = (config.library if config else NO_LIBRARY).weights
     pattern = f"{sources.last.companions.folder}{stem}{{suffix}}.safetensors"
     tensors, apart = lay_out_apart(made.tensors, sources.last.companions.folders)
     layout = lay_out(tensors, shard_bytes, like=like, pattern=pattern)
@@ -136,7 +134,7 @@ def plan_output(
         sources,
         made.tensors,
         plan,
-        config=None if config is None else config.as_written(written),
+        config=config and config.as_written(written),
         warnings=(*read, *notes, *sources.training.warnings),
         files=made.files,
         names_checked=made.names_checked,
@@ -230,7 +228,7 @@ def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
     state = [*state_file_names(sources.training)]
     state += filter(is_state_file, (*_weight_files(prepared), *prepared.files))
     output: dict[str, object] = {
-        "loadable": prepared.loadable,
+        "loadable": prepared.library.loads is True,
         "names_checked": prepared.names_checked,
     }
     output |= {"fingerprint": fingerprint_of(prepared)}
@@ -357,7 +355,7 @@ def make_report(
         world_size=checkpoints[-1].catalog.world_size,
         files={file.filename: file.size for file in plan.layout.files},
         companions=(*_companion_files(prepared), *state_file_names(prepared.sources.training)),
-        tensors=len(plan.layout.weight_map),
+        tensors=len(prepared.tensors),
         parameters=plan.layout.total_parameters,
         dtypes=dict(dtypes.most_common()),
         operations=dict(sorted(operations.items())),
@@ -367,7 +365,7 @@ def make_report(
         seconds=round(time.monotonic() - prepared.sources.opening, 3),
         peak_memory_bytes=peak_memory(),
         dry_run=dry_run,
-        loadable=prepared.loadable,
+        loadable=prepared.library.loads is True,
         library=prepared.library.name,
         names_checked=prepared.names_checked,
         changed_from_base=changed,

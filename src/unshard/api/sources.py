@@ -197,6 +197,9 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
         if options.names == "training":
             return checkpoint
         return _with_recorded_base(_with_recorded_config(checkpoint), options)
+    if base.companions.folder and (note := base.note_of(checkpoint.config)):
+        catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, note))
+        checkpoint = replace(checkpoint, catalog=catalog)
     companions = completed(checkpoint.companions, base.companions)
     if options.lora != "adapter" and not base.tensors:
         recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}

@@ -38,7 +38,9 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     if report.names_checked == "none":
         print("names not checked: neither a base model nor the config says which tensors there are")
     if not report.loadable:
-        if report.library:
+        if report.library in ("transformers", "diffusers", "sentence_transformers"):
+            print("weights only: the names are those of training")
+        elif report.library:
             print(f"weights only: nobody tried whether {report.library} loads them")
         elif "config.json" in report.companions:
             print("weights only: config.json does not say which library loads them")

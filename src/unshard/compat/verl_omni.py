@@ -66,7 +66,7 @@ def _add_options_of_merge(merge: argparse.ArgumentParser) -> None:
     merge.add_argument(*size, type=int, default=2 << 30, help=about)
     about = f"{_NOT_NEEDED}nothing in a pickle is run"
     merge.add_argument("--trust-checkpoint", action="store_true", help=about)
-    about = "accepted; a checkpoint of several adapters is refused"
+    about = "default; a checkpoint of several adapters is refused"
     merge.add_argument("--adapter-name", default="default", help=about)
 
 
@@ -82,6 +82,12 @@ def _merge(arguments: argparse.Namespace) -> None:
 
     if arguments.local_dir is None:
         raise UsageError("--local_dir is missing", expected="the checkpoint: global_step_N/actor")
+    if arguments.adapter_name != "default":
+        what = f"--adapter-name {arguments.adapter_name}: only the adapter of a checkpoint is fused"
+        raise UsageError(what, expected="default")
+    if arguments.target_dir.exists():
+        what = f"--target_dir {arguments.target_dir}: exists already"
+        raise UsageError(what, hint="give another")
     options = MergeOptions(
         dtype="keep" if arguments.dtype == "preserve" else arguments.dtype,
         base=_base(arguments.base_model, arguments.output_format),

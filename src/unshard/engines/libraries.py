@@ -60,7 +60,9 @@ def load_diffusers(
             expected="dtype",
         )
     dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype: {options} has none of torch", expected="torch.bfloat16")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -14,9 +14,10 @@ from pathlib import Path
 from unshard.containers.file_states import FileStates, noting
 from unshard.errors import CheckpointError, ConversionError, IncompleteError
 from unshard.read.beside.companions import Companions, companions_in
-from unshard.read.beside.pipelines import component_of, others_of
+from unshard.read.beside.pipelines import component_of, is_pipeline, others_of
 from unshard.read.format import Location, ReadOptions, blaming
 from unshard.read.hub_files import INDEX_NAME, INDEX_NAMES, PIPELINE_INDEX, file_names, weight_map
+from unshard.read.model_config import ModelConfig
 from unshard.read.tree import Tree
 from unshard.read.whole_files.reader import WHOLE_FILES
 from unshard.stores.remote_path import path_of
@@ -49,6 +50,24 @@ class Base:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     states: FileStates = field(default_factory=FileStates)
 
+    def note_of(self, trained: ModelConfig | None) -> str:
+        """Return which components of a pipeline stay that may be meant, for people; "" for none.
+
+        Raises:
+            ConversionError: what was trained is of another class than what it would replace.
+        """
+        own, folder = self.companions.model, self.companions.folder.rstrip("/")
+        classes = [one and one.fields.get("_class_name") for one in (trained, own)]
+        if trained is not None and classes[0] != classes[1]:
+            raise ConversionError(
+                f"{self.name}: its {folder} is a {classes[1]}, and the checkpoint a {classes[0]}",
+                hint="give the folder of its component as the base; only a transformer or unet is "
+                "put into a pipeline",
+            )
+        others = {one.partition("/")[0] for one in self.companions.files}
+        stay = sorted(one for one in others if one.startswith(f"{folder}_"))
+        return f"{folder} is replaced; {', '.join(stay)} stays that of {self.name}" if stay else ""
+
 
 def read_base(spec: str, *, needs_weights: bool = False) -> Base:
     """Return the base model that a path or a hub id ("Qwen/Qwen3-8B") means.
@@ -73,7 +92,7 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
         )
     if not is_local:
         directory = _from_hub(spec, needs_weights=needs_weights)
-    if (directory / PIPELINE_INDEX).is_file():
+    if (directory / PIPELINE_INDEX).is_file() and is_pipeline(directory / PIPELINE_INDEX):
         return _in_pipeline(spec, directory, states, is_local=is_local)
     companions = companions_in(directory)
     companions.note(states)

@@ -53,12 +53,12 @@ _LIBRARIES = (  # the fields that name one; the first that a config has all of
     (("model_type",), TRANSFORMERS),
     (("architectures",), TRANSFORMERS),
     (("transformers_version",), TRANSFORMERS),
-    (("_class_name",), Library("diffusers", "diffusion_pytorch_model")),
     (("architecture", "pretrained_cfg"), Library("timm", loads=None)),
     (("model_cfg", "preprocess_cfg"), Library("open_clip", loads=None)),
     (("type", "input_features", "output_features"), Library("lerobot", loads=None)),
 )
 NO_LIBRARY = Library("", loads=False)
+_DIFFUSERS = Library("diffusers", "diffusion_pytorch_model")
 _LMMS_ENGINE = Library("lmms_engine", loads=None)
 OF_TRANSFORMERS = ("transformers", "lmms_engine")
 """Libraries whose configs are those of transformers."""
@@ -86,6 +86,10 @@ class ModelConfig:
         """The library that loads a model with this config."""
         if self.fields.get("model_type") in TYPES_OF_LMMS_ENGINE and "auto_map" not in self.fields:
             return _LMMS_ENGINE
+        name = self.fields.get("_class_name")
+        if isinstance(name, str) and "_diffusers_version" in self.fields:
+            is_model = not name.endswith(("Pipeline", "Scheduler"))
+            return _DIFFUSERS if is_model else NO_LIBRARY
         found = (one for marks, one in _LIBRARIES if all(mark in self.fields for mark in marks))
         return next(found, NO_LIBRARY)
 

@@ -189,9 +189,9 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
     with blaming(path):
         start = path.parent.resolve() / path.name if path.is_file() else path.resolve()
         if (start / PIPELINE_INDEX).is_file():
-            from unshard.read.beside.pipelines import component_of
+            from unshard.read.beside.pipelines import component_of, is_pipeline
 
-            start = component_of(start)
+            start = component_of(start) if is_pipeline(start / PIPELINE_INDEX) else start
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(Tree(), start)):
             what = "has no whole weights" if start.exists() else "no such file or directory"

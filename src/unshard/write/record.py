@@ -15,7 +15,7 @@ from unshard.containers.json_file import json_object
 from unshard.errors import CheckpointError
 from unshard.plan.layout import Layout
 from unshard.read.format import Location
-from unshard.read.hub_files import INDEX_NAMES, RECORD_NAME
+from unshard.read.hub_files import INDEX_NAMES, MODULES, PIPELINE_INDEX, RECORD_NAME
 from unshard.read.open import Checkpoint
 from unshard.stores.remote_path import RemotePath
 from unshard.write.companions import ADAPTER_CONFIG_NAME, ADAPTER_NAME
@@ -40,7 +40,7 @@ def is_loaded(name: str) -> bool:
     `adapter_config.json` it loads the adapter, on the base model named there. Source:
     `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
     """
-    return is_weight_file(name) or name == ADAPTER_CONFIG_NAME
+    return is_weight_file(name) or name in (ADAPTER_CONFIG_NAME, MODULES, PIPELINE_INDEX)
 
 
 def is_last(name: str) -> bool:

@@ -12,6 +12,7 @@ from unshard.errors import ConversionError
 from unshard.read.model_config import ModelConfig
 
 _CONFIG = "lora_adapter_metadata"
+_PARTS = (("UNet", "unet."), ("Transformer", "transformer."), ("DiT", "transformer."))
 
 
 def pipeline_adapter(
@@ -27,13 +28,19 @@ def pipeline_adapter(
     Raises:
         ConversionError: modules were trained whole, for which a pipeline has no place.
     """
+    name = str(model.fields["_class_name"])
+    part = next((one for key, one in _PARTS if key in name), None)
+    if part is None:
+        raise ConversionError(
+            f"pipelines load the adapters of transformers and UNets, and this is a {name}",
+            hint="fuse the adapter: ⟦+--lora fuse⟧",
+        )
     if saved := config.get("modules_to_save"):
         raise ConversionError(
             "modules were trained whole beside the adapter, and diffusers loads none with it",
             found=str(saved),
             hint="fuse the adapter: ⟦+--lora fuse⟧",
         )
-    part = "unet." if "UNet" in str(model.fields["_class_name"]) else "transformer."
     named = {part + name.removeprefix(FRONT): recipe for name, recipe in tensors.items()}
     stated = {f"{part}{key}": value for key, value in config.items() if value is not None}
     return named, {_CONFIG: json.dumps(stated, indent=2, sort_keys=True)}

@@ -68,7 +68,9 @@ class Companions:
         """With a slash, the folders of the modules of sentence-transformers; none of others."""
         if MODULES not in self.files:
             return ()
-        return tuple({f"{name.rpartition('/')[0]}/" for name in self.files if "/" in name})
+        from unshard.read.beside.modules import modules_at
+
+        return tuple({f"{one.folder}/" for one in modules_at(self.files[MODULES]) if one.folder})
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -172,7 +174,7 @@ def companions_in(folder: Path) -> Companions:
         if child.is_file() and (child.name in _NAMES or child.name.endswith(_SUFFIXES))
     }
     if MODULES in files:
-        files |= _of_modules(folder, files[MODULES])
+        files = _with_modules(folder, files)
     templates = folder / _TEMPLATES
     if templates.is_dir():
         files |= {
@@ -184,12 +186,17 @@ def companions_in(folder: Path) -> Companions:
     return Companions(ConfigFile(config) if is_there else None, files)
 
 
-def _of_modules(folder: Path, modules: Path) -> dict[str, Path]:
-    """Return the files, but for weights, in the folders of the modules of sentence-transformers."""
-    from unshard.read.beside.modules import modules_at
+def _with_modules(folder: Path, files: dict[str, Path]) -> dict[str, Path]:
+    """Return files with those, but for weights, in the folders of sentence-transformers' modules.
 
-    inside = (folder / one.folder for one in modules_at(modules) if one.folder)
-    return {
+    A modules.json of another meaning is left out.
+    """
+    from unshard.read.beside.modules import lists_modules, modules_at
+
+    if not lists_modules(files[MODULES]):
+        return {name: path for name, path in files.items() if name != MODULES}
+    inside = (folder / one.folder for one in modules_at(files[MODULES]) if one.folder)
+    return files | {
         child.relative_to(folder).as_posix(): child
         for place in inside
         if place.is_dir()

@@ -6,15 +6,18 @@ with that of its module, and of a Transformer also with `auto_model` (until vers
 Here its name is that of its file, with the folder before it: `2_Dense/linear.weight`.
 """
 
+import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from unshard.containers.json_file import shown
-from unshard.errors import ConversionError, CorruptError
-from unshard.read.hub_files import MODULES
+from unshard.containers.open_files import read_whole
+from unshard.errors import CorruptError
 
 _INNER = ("auto_model.", "model.")
+_KEYS = {"name", "path", "type"}
+_LONGEST = 255  # of a name, on every file system that Linux has
 _T = TypeVar("_T")
 
 
@@ -25,24 +28,35 @@ class Module(NamedTuple):
     folder: str
 
 
+def lists_modules(path: Path) -> bool:
+    """Return whether a modules.json has what sentence-transformers writes, a type for each module.
+
+    A file that is no JSON has not.
+    """
+    try:
+        listed = json.loads(read_whole(path))
+    except (ValueError, RecursionError):
+        return False
+    is_list = isinstance(listed, list) and bool(listed)
+    return is_list and all(isinstance(one, dict) and {*one} >= _KEYS for one in listed)
+
+
 def modules_at(path: Path) -> tuple[Module, ...]:
-    """Return what a modules.json lists.
+    """Return what a modules.json lists, of which `lists_modules` is true.
 
     Raises:
-        CorruptError: it is damaged, or a folder is not inside the model's directory.
+        CorruptError: a name is none, or a folder is not inside the model's directory.
     """
-    import json
-
-    try:
-        listed = json.loads(path.read_bytes())
-        found = tuple(Module(str(one["name"]), str(one["path"])) for one in listed)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CorruptError(f"{path}: is not a list of modules with a name and a path") from error
-    for one in found:
-        parts = PurePosixPath(one.folder).parts
-        if ".." in parts or one.folder.startswith("/") or "\0" in one.folder:
-            raise CorruptError(f"{path}: a folder outside its own", found=shown(one.folder))
-    return found
+    found = []
+    for one in json.loads(read_whole(path)):
+        name, folder = one["name"], one["path"]
+        if not (isinstance(name, str) and isinstance(folder, str)):
+            raise CorruptError(f"{path}: is not a list of modules with a name and a path")
+        is_long = any(len(part.encode()) > _LONGEST for part in folder.split("/"))
+        if is_long or ".." in folder.split("/") or folder.startswith("/") or "\0" in folder:
+            raise CorruptError(f"{path}: a folder outside its own", found=shown(folder))
+        found.append(Module(name, folder))
+    return tuple(found)
 
 
 def in_folders(tensors: Mapping[str, _T], modules: Iterable[Module]) -> dict[str, _T]:
@@ -61,12 +75,9 @@ def in_folders(tensors: Mapping[str, _T], modules: Iterable[Module]) -> dict[str
     return found
 
 
-def refuse_unlisted(names: Iterable[str]) -> None:
-    """Raise a ConversionError for the names of a model of modules, where nothing lists them."""
-    if all(name.partition(".")[0].isdigit() for name in names) and any(
-        name.startswith(tuple(f"0.{inner}" for inner in _INNER)) for name in names
-    ):
-        raise ConversionError(
-            f"a model of sentence-transformers, whose {MODULES} was not found",
-            hint="give the model that was trained: ⟦+--base MODEL⟧",
-        )
+def are_unlisted(names: Iterable[str]) -> bool:
+    """Return whether names may be those of a model of modules in training, where no list says."""
+    found = list(names)
+    starts = tuple(f"0.{inner}" for inner in _INNER)
+    is_numbered = all(name.partition(".")[0].isdigit() for name in found)
+    return is_numbered and any(name.startswith(starts) for name in found)

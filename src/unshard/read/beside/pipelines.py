@@ -6,29 +6,30 @@ a scheduler) stay as they are.
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
-from unshard.containers.json_file import json_object
-from unshard.errors import UsageError
-from unshard.read.hub_files import PIPELINE_INDEX
+from unshard.containers.json_file import json_object, shown
+from unshard.errors import CorruptError, IncompleteError, UsageError
+from unshard.read.hub_files import PIPELINE_INDEX, RECORD_NAME
 
-_TRAINED = re.compile(r"Transformer|UNet")
+_TRAINED = re.compile(r"(transformer|unet)(_\d+)?")
+
+
+def is_pipeline(index: Path) -> bool:
+    """Return whether a model_index.json is that of a pipeline: it names a class."""
+    return isinstance(json_object(index).get("_class_name"), str)
 
 
 def component_of(pipeline: Path) -> Path:
-    """Return the folder of the component that training changes.
+    """Return the folder of the component that training changes, by its name.
 
     Raises:
         UsageError: there is none, or several may be meant.
         CorruptError: model_index.json is damaged.
+        IncompleteError: a component that it lists is not there.
     """
-    stated = json_object(pipeline / PIPELINE_INDEX).items()
-    found = [
-        name
-        for name, value in stated
-        if isinstance(value, list) and len(value) == 2 and value[0] == "diffusers"
-        if _TRAINED.search(str(value[1])) and (pipeline / name / "config.json").is_file()
-    ]
+    found = list(filter(_TRAINED.fullmatch, _components(pipeline)))
     # By its convention the second of two (`transformer_2` of Wan 2.2) has a number.
     first = [name for name in found if not name[-1].isdigit()]
     if len(first) == 1:
@@ -36,19 +37,54 @@ def component_of(pipeline: Path) -> Path:
     meant = " or ".join(shlex.quote(str(pipeline / name)) for name in found)
     raise UsageError(
         f"{pipeline}: a pipeline, of which one component is needed",
-        expected="one folder of a transformer or UNet without a number, by model_index.json",
+        expected="one folder that is called transformer or unet, by model_index.json",
         found=", ".join(found) or "none",
-        hint=f"give {meant}" if found else "",
+        hint=f"give {meant}" if found else "give the folder of the component",
     )
 
 
+def _components(pipeline: Path) -> list[str]:
+    """Return the components that a pipeline has."""
+    index = pipeline / PIPELINE_INDEX
+    found = []
+    for name, value in json_object(index).items():
+        if not (isinstance(value, list) and len(value) == 2 and all(value)):
+            continue  # a setting, or a component that was left out
+        if "/" in name or name in ("", ".", ".."):
+            raise CorruptError(f"{index}: a component outside of the pipeline", found=shown(name))
+        if not (pipeline / name).is_dir():
+            raise IncompleteError(
+                f"{pipeline}: has no folder {name}, which {PIPELINE_INDEX} lists",
+                hint="download or copy the whole pipeline",
+            )
+        found.append(name)
+    return found
+
+
 def others_of(component: Path) -> dict[str, Path]:
-    """Return all other files of a component's pipeline, by their paths in it; none are hidden."""
+    """Return all other files of a component's pipeline, by their paths in it; none are hidden.
+
+    Raises:
+        IncompleteError: a link leads nowhere.
+    """
     pipeline = component.parent
-    paths = (path for path in sorted(pipeline.rglob("*")) if path.is_file())
-    named = {path.relative_to(pipeline).as_posix(): path for path in paths}
     return {
-        name: path
-        for name, path in named.items()
-        if not name.startswith((f"{component.name}/", ".", "unshard.json")) and "/." not in name
+        path.relative_to(pipeline).as_posix(): path
+        for child in sorted(pipeline.iterdir())
+        if child.name not in (component.name, RECORD_NAME)
+        for path in _files_in(child, ())
     }
+
+
+def _files_in(path: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield a file, or those in a folder; links are followed, as those of the hub's cache."""
+    if path.name.startswith("."):
+        return
+    if path.is_dir():
+        place = path.resolve()
+        for child in sorted(path.iterdir()) if place not in above else ():
+            yield from _files_in(child, (*above, place))
+    elif path.exists():
+        yield path
+    else:
+        raise IncompleteError(f"{path}: a link to a file that is not there")

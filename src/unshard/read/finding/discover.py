@@ -80,9 +80,9 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
             )
         start = tree.resolve(path.parent) / path.name if is_file else tree.resolve(path)
         if not is_file and PIPELINE_INDEX in tree.inside(start):
-            from unshard.read.beside.pipelines import component_of
+            from unshard.read.beside.pipelines import component_of, is_pipeline
 
-            start = component_of(start)
+            start = component_of(start) if is_pipeline(start / PIPELINE_INDEX) else start
         place = start.parent if is_file else start
         if is_checkpoint_file(tree, start):
             yield choose(tree, start, [alone(tree, start)], choice, start=start)
