@@ -14,7 +14,14 @@ import unshard
 from ranks import save_ranks, some_tensors
 from unshard.cli.main import main
 from unshard.compat import verl_omni
-from unshard.errors import ConversionError, CorruptError, IncompleteError, OutputError, UsageError
+from unshard.errors import (
+    CheckpointError,
+    ConversionError,
+    CorruptError,
+    IncompleteError,
+    OutputError,
+    UsageError,
+)
 from unshard.read.model_config import TYPES_OF_LMMS_ENGINE
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
@@ -327,7 +334,7 @@ def test_the_drop_in_of_verl_omni_merges_and_checks(
     more = ("--output_format", form, "--max_shard_size", 400, "--trust-checkpoint")
     drop_in(monkeypatch, "merge", *common, *given, *more)
     told = json.loads(capsys.readouterr().out)
-    assert told == {"output_dir": str(out), "manifest_path": str(out / "unshard.json")}
+    assert told == {"output_dir": str(out), "manifest_path": str(out / "merge_manifest.json")}
     model = out / "transformer" if form == "pipeline" else out
     assert (out / "model_index.json").exists() == (form == "pipeline")
     assert unshard.verify(model, checkpoint).equal
@@ -337,12 +344,18 @@ def test_the_drop_in_of_verl_omni_merges_and_checks(
     assert told == {"integrity": "passed", "architecture": name}
     weights = sorted(model.glob("*.safetensors"))
     assert len(weights) > 1
-    for file, change in ((weights[0], b"x"), (model / "config.json", b"{}")):
+    for file in [*out.rglob("*")]:
+        if file.is_dir() or file.name in ("unshard.json", "merge_manifest.json"):
+            continue
         data = file.read_bytes()
-        file.write_bytes(data[:-1] + change)
-        with pytest.raises(CorruptError, match="is not what was written"):
+        file.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        with pytest.raises(CheckpointError):
             drop_in(monkeypatch, "test", *common, "--test_hf_dir", out)
         file.write_bytes(data)
+    drop_in(monkeypatch, "test", *common, "--test_hf_dir", out)
+    (model / "more.py").symlink_to("/etc/passwd")
+    with pytest.raises(CorruptError, match="is not what was written"):
+        drop_in(monkeypatch, "test", *common, "--test_hf_dir", out)
 
 
 def test_the_drop_in_of_verl_omni_needs_a_pipeline_for_one(

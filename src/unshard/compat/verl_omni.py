@@ -6,14 +6,20 @@ if __name__ == "__main__":
     signals.end_at_once()  # before the imports, which take time
 
 import argparse
+import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from unshard.compat.commands import merge_line, path_argument, run, showing
 from unshard.errors import ConversionError, CorruptError, UsageError
 from unshard.fronts import Call, Command
 
-_RECORD = "unshard.json"
+if TYPE_CHECKING:
+    from unshard.api.making import Prepared
+
+_RECORD, _MANIFEST = "unshard.json", "merge_manifest.json"
 _INDEX = "model_index.json"
 _OWN = {
     "push-to-hub": "--hf_upload_path",
@@ -102,10 +108,30 @@ def _merge(arguments: argparse.Namespace) -> None:
     front = Command(_OWN, merge_line(arguments.local_dir, arguments.target_dir, options))
     with showing(front) as listener:
         report = merge_checkpoint(
-            arguments.local_dir, arguments.target_dir, options, listener, pass_over=False
+            *(arguments.local_dir, arguments.target_dir, options, listener),
+            before=_with_manifest,
+            pass_over=False,
         )
-    record = str(Path(report.output) / _RECORD)
-    print(json.dumps({"output_dir": report.output, "manifest_path": record}))
+    manifest = str(Path(report.output) / _MANIFEST)
+    print(json.dumps({"output_dir": report.output, "manifest_path": manifest}))
+
+
+def _with_manifest(prepared: "Prepared") -> "Prepared":
+    """Add the SHA-256 of every file that is not weights, which `unshard.json` does not have."""
+    from unshard.write.companions import companion_files
+
+    copied = companion_files(prepared.checkpoint.companions, prepared.config)
+    sums = {
+        name: hashlib.sha256(one).hexdigest() if isinstance(one, bytes) else _sha256(one)
+        for name, one in (copied | prepared.plan.layout.indices | dict(prepared.files)).items()
+    }
+    text = json.dumps({"schema_version": 1, "files": sums}, indent=2, sort_keys=True) + "\n"
+    return replace(prepared, files={**prepared.files, _MANIFEST: text.encode()})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _base(given: Path, output_format: str) -> Path:
@@ -123,28 +149,32 @@ def _base(given: Path, output_format: str) -> Path:
 
 
 def _test(arguments: argparse.Namespace) -> None:
-    """Compare all files of an output with its record: their sizes, and the values of all tensors.
+    """Compare an output with what was recorded of it: all files, and the values of all tensors.
 
     Raises:
-        CorruptError: one is missing, or is not what was written.
+        CorruptError: a file is missing, is one more, or is not what was written.
     """
     from unshard import api
-    from unshard.containers.json_file import json_object
+    from unshard.containers.json_file import JsonFields, json_object
     from unshard.write.record import parse_record
 
     output: Path = arguments.test_hf_dir
-    path = output / _RECORD
+    path, manifest = output / _RECORD, output / _MANIFEST
     front = Command({}, Call("unshard verify", (str(output),), {"checksums": str(path)}))
     with showing(front) as listener:
-        record = parse_record(path.read_bytes()) if path.is_file() else None
-        if record is None or "checksums" not in json_object(path):
-            raise UsageError(f"{output}: has no {_RECORD} with checksums", hint="merge it again")
-        sizes = {name: output / name for name in record.sizes}
-        wrong = [
-            name
-            for name, file in sizes.items()
-            if not file.is_file() or file.stat().st_size != record.sizes[name]
-        ]
+        if not (path.is_file() and manifest.is_file()):
+            what = f"{output}: has no {_MANIFEST}, or no {_RECORD}"
+            raise UsageError(what, expected="what this command has merged")
+        record = parse_record(path.read_bytes())
+        sums = JsonFields(manifest, json_object(manifest)).inside("files").fields
+        there = {
+            one.relative_to(output).as_posix()
+            for one in output.rglob("*")
+            if one.is_symlink() or not one.is_dir()
+        }
+        known = {_RECORD, _MANIFEST, *sums, *(record.sizes if record else ())}
+        wrong = sorted(there ^ known)
+        wrong += [one for one in sums if one in there and _sha256(output / one) != sums[one]]
         found = api.verify(output, checksums=path, listener=listener)
         wrong += [f"tensor {one.name}" for one in found.different]
         wrong += [f"tensor {name}" for name in (*found.missing, *found.unexpected)]
