@@ -344,6 +344,8 @@ def make_report(
     """Return the report of a merge; `target` is None if nothing was written."""
     checkpoints, plan = prepared.sources.checkpoints, prepared.plan
     dtypes = Counter(one.dtype.name for file in plan.layout.model_files for one in file.tensors)
+    folders = prepared.checkpoint.companions.folders
+    modules = [one for one in plan.layout.beside if one.name.startswith(folders)]
     operations = Counter(type(one).__name__ for one in plan.tiled)
     operations += Counter(CopyRange=len(plan.copies))
     return Report(
@@ -355,7 +357,7 @@ def make_report(
         world_size=checkpoints[-1].catalog.world_size,
         files={file.filename: file.size for file in plan.layout.files},
         companions=(*_companion_files(prepared), *state_file_names(prepared.sources.training)),
-        tensors=len(prepared.tensors),
+        tensors=sum(len(one.weight_map) for one in (plan.layout, *modules)),
         parameters=plan.layout.total_parameters,
         dtypes=dict(dtypes.most_common()),
         operations=dict(sorted(operations.items())),
