@@ -451,7 +451,7 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
             assert one["error"] is None
         theirs = server.call("GET", f"/jobs/{jobs[0].id}").json()
         assert (theirs["status"], theirs["error"].startswith(why)) == ("queued", True)
-        for page in ("/", f"/view/jobs/{jobs[0].id}"):
+        for page in ("/view/queue", f"/view/jobs/{jobs[0].id}"):
             assert (
                 "waits for the server&#39;s configuration: unknown" in server.call("GET", page).text
             )

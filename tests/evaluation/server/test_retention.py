@@ -217,8 +217,9 @@ def test_a_database_of_an_earlier_version_gets_what_it_lacks(store: Store, work:
         connection.execute("PRAGMA user_version = 1")
         for what in ("VIEW run_calls", "TABLE run_names", "TABLE runs", "TABLE forgotten"):
             connection.execute(f"DROP {what}")
-        connection.execute("DROP INDEX jobs_by_key")
-        for column in ("again", "settings", "hidden", "was_hidden", "facts"):
+        for index in ("jobs_by_key", "jobs_in_turn"):
+            connection.execute(f"DROP INDEX {index}")
+        for column in ("again", "settings", "hidden", "was_hidden", "facts", "script", "record"):
             connection.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
         connection.execute("ALTER TABLE results DROP COLUMN higher_is_better")
     grow_older(work)
