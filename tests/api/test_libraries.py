@@ -291,6 +291,9 @@ def test_a_file_of_the_same_name_and_another_meaning_does_not_matter(
     report = unshard.merge(checkpoint, tmp_path / "out")
     assert report.library == "transformers"
     assert name not in report.companions
+    (tmp_path / "out" / name).write_text(text)
+    again = unshard.merge(tmp_path / "out", tmp_path / "again")
+    assert name not in again.companions
 
 
 def test_what_another_library_was_written_for_is_removed_with_it(tmp_path: Path) -> None:

@@ -191,11 +191,11 @@ def _with_modules(folder: Path, files: dict[str, Path]) -> dict[str, Path]:
 
     A modules.json of another meaning is left out.
     """
-    from unshard.read.beside.modules import lists_modules, modules_at
+    from unshard.read.beside.modules import modules_at
 
-    if not lists_modules(files[MODULES]):
+    if not (modules := modules_at(files[MODULES])):
         return {name: path for name, path in files.items() if name != MODULES}
-    inside = (folder / one.folder for one in modules_at(files[MODULES]) if one.folder)
+    inside = (folder / one.folder for one in modules if one.folder)
     return files | {
         child.relative_to(folder).as_posix(): child
         for place in inside

@@ -28,27 +28,21 @@ class Module(NamedTuple):
     folder: str
 
 
-def lists_modules(path: Path) -> bool:
-    """Return whether a modules.json has what sentence-transformers writes, a type for each module.
-
-    A file that is no JSON has not.
-    """
-    try:
-        listed = json.loads(read_whole(path))
-    except (ValueError, RecursionError):
-        return False
-    is_list = isinstance(listed, list) and bool(listed)
-    return is_list and all(isinstance(one, dict) and {*one} >= _KEYS for one in listed)
-
-
 def modules_at(path: Path) -> tuple[Module, ...]:
-    """Return what a modules.json lists, of which `lists_modules` is true.
+    """Return what a modules.json lists; nothing if it is not one of sentence-transformers.
 
     Raises:
         CorruptError: a name is none, or a folder is not inside the model's directory.
     """
+    try:
+        listed = json.loads(read_whole(path))
+    except (ValueError, RecursionError):
+        return ()
+    known = isinstance(listed, list) and all(isinstance(one, dict) for one in listed)
+    if not known or not all({*one} >= _KEYS for one in listed):
+        return ()
     found = []
-    for one in json.loads(read_whole(path)):
+    for one in listed:
         name, folder = one["name"], one["path"]
         if not (isinstance(name, str) and isinstance(folder, str)):
             raise CorruptError(f"{path}: is not a list of modules with a name and a path")
