@@ -71,7 +71,8 @@ class Point(NamedTuple):
 
 def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
     """Return runs whose labels or directories contain a text, that of the newest job first."""
-    states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in Status)
+    statuses = tuple(Status)
+    states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in statuses)
     rows = connection.execute(
         f"SELECT runs.id, name, directory, label, MAX(step), {states} FROM"  # noqa: S608
         # An index has all of this, in this order.
@@ -82,7 +83,7 @@ def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
         (text, text, text),
     )
     return [
-        RunSummary(Run(*row[:4]), dict(zip(Status, row[5:], strict=True)), row[4]) for row in rows
+        RunSummary(Run(*row[:4]), dict(zip(statuses, row[5:], strict=True)), row[4]) for row in rows
     ]
 
 

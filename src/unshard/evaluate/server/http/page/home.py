@@ -35,8 +35,10 @@ class Cell:
     @property
     def best(self) -> Point | None:
         """The best point, of equals that of the lowest step; None: no direction is known."""
-        rank = (lambda one: (self.sign * one.value, -one.step)) if self.sign else None
-        return max(self.line.values(), key=rank) if rank else None
+        sign = self.sign
+        if sign == 0:
+            return None
+        return max(self.line.values(), key=lambda one: (sign * one.value, -one.step))
 
     @property
     def drawn(self) -> str:
