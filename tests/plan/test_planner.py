@@ -22,7 +22,7 @@ from unshard.plan.layout import lay_out
 from unshard.plan.operations import Cast, CopyRange, Gather, Operation, Plan
 from unshard.plan.planner import LONG_RUN, make_plan
 from unshard.plan.work import Tile, Unit, split_into_units, units_by_file
-from unshard.read.zero.flat import FlatCuts, Run
+from unshard.read.zero.flat import FlatCuts, FlatRun
 from unshard.tensors.boxes import Box, row_major_strides
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.chunk_rows import ChunkRows
@@ -229,7 +229,7 @@ def test_runs_that_follow_on_in_source_and_target_become_one() -> None:
 @all_runs_long
 def test_pieces_of_a_flattened_tensor_are_a_copy_each() -> None:
     flat = FlatCuts(PATHS)
-    runs = [Run(rank, rank, 100 * rank, count) for rank, count in enumerate((11, 11, 8))]
+    runs = [FlatRun(rank, rank, 100 * rank, count) for rank, count in enumerate((11, 11, 8))]
     found = copies(flat.entry("w", BY_NAME["uint8"], (2, 5, 3), runs))
     places = [(one.source.name, one.start, one.target, one.length) for one in found]
     assert places == [("rank0", 0, 0, 11), ("rank1", 100, 11, 11), ("rank2", 200, 22, 8)]

@@ -1,15 +1,15 @@
-"""Tensors that were flattened, laid end to end and cut at any element, as boxes.
+"""Flat tensors as boxes: ZeRO lays tensors end to end and cuts the result at any element.
 
 A range of a flattened tensor of N dimensions is at most 2N-1 boxes: the rest of a row, whole rows,
-and the start of another, again in every dimension. So a flat piece is chunks like any others.
+and the start of another, again in every dimension. A flat piece thus becomes ordinary chunks.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,64 +45,49 @@ def _in_row(row: int, boxes: _Boxes) -> _Boxes:
     return [((row, *offsets), (1, *sizes)) for offsets, sizes in boxes]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """`count` elements that follow one another in a file.
-
-    Attributes:
-        rank: the rank that wrote them.
-        file: number of the file.
-        start: its byte where they begin.
-        count: elements.
-    """
+class FlatRun(NamedTuple):
+    """`elements` that rank `rank` stored in a row from byte `start` on, in file number `file`."""
 
     rank: int
     file: int
     start: int
-    count: int
+    elements: int
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Runs of one dtype that are one flat tensor when they are laid end to end."""
+class FlatTensor:
+    """A flat tensor of one dtype: runs laid end to end."""
 
-    dtype: DType
-    runs: tuple[Run, ...]
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, dtype: DType, runs: Sequence[Run]) -> "Runs":
-        """Return these runs; empty ones are left out."""
-        kept = tuple(run for run in runs if run.count)
-        return cls(dtype, kept, tuple(accumulate(run.count for run in kept)))
+    def __init__(self, dtype: DType, runs: Sequence[FlatRun]) -> None:
+        self.dtype = dtype
+        self._runs = [run for run in runs if run.elements]
+        self._ends = list(accumulate(run.elements for run in self._runs))
 
     @property
-    def count(self) -> int:
-        """Elements of all."""
-        return self.ends[-1] if self.ends else 0
+    def elements(self) -> int:
+        """Number of elements."""
+        return self._ends[-1] if self._ends else 0
 
-    def cut(self, begin: int, count: int) -> list[Run]:
-        """Return the runs of `count` elements from `begin` on, which must be there."""
-        found: list[Run] = []
-        at = bisect_right(self.ends, begin)
-        while count:
-            run = self.runs[at]
-            skipped = begin - (self.ends[at] - run.count)
-            taken = min(run.count - skipped, count)
+    def cut(self, begin: int, elements: int) -> list[FlatRun]:
+        """Return the runs of `elements` from element `begin` on; the tensor must have them."""
+        runs: list[FlatRun] = []
+        at = bisect_right(self._ends, begin)
+        while elements:
+            run = self._runs[at]
+            skipped = begin - (self._ends[at] - run.elements)
+            size = min(run.elements - skipped, elements)
             start = run.start + skipped * self.dtype.itemsize
-            found.append(Run(run.rank, run.file, start, taken))
-            begin, count, at = begin + taken, count - taken, at + 1
-        return found
+            runs.append(FlatRun(run.rank, run.file, start, size))
+            begin, elements, at = begin + size, elements - size, at + 1
+        return runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cut:
-    """The boxes of a tensor that is cut at the same elements as others of its shape.
+class _RunBoxes(NamedTuple):
+    """The boxes that the runs of one tensor make.
 
     Attributes:
-        offsets, sizes: of all boxes.
-        run: of each box, the number of the run that it is in.
-        before: of each box, the elements of that run before it.
+        offsets, sizes: (boxes, dimensions).
+        run: the number of the run that contains each box.
+        before: the elements of that run before each box.
         elements: of each box.
     """
 
@@ -114,49 +99,47 @@ class _Cut:
 
 
 class FlatCuts:
-    """Makes tensors of flat runs; those that are cut alike share their arrays of boxes."""
+    """Makes tensors of flat runs; tensors cut at the same elements share their arrays of boxes."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         self._paths = paths
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], _Cut] = {}
+        self._boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], _RunBoxes] = {}
 
     def entry(
-        self, name: str, dtype: DType, shape: tuple[int, ...], runs: Sequence[Run]
+        self, name: str, dtype: DType, shape: tuple[int, ...], runs: Sequence[FlatRun]
     ) -> TensorEntry:
         """Return the tensor that runs make: all its elements, row-major."""
-        counts = tuple(run.count for run in runs)
-        key = shape, counts
-        cut = self._known.get(key)
-        if cut is None:
-            cut = self._known[key] = _cut(shape, counts)
-        columns = np.array([(one.rank, one.file, one.start) for one in runs], np.int64)
-        rank, file, start = columns.reshape(-1, 3)[cut.run].T
+        lengths = tuple(run.elements for run in runs)
+        key = shape, lengths
+        boxes = self._boxes.get(key)
+        if boxes is None:
+            boxes = self._boxes[key] = _boxes_of_runs(shape, lengths)
+        columns = np.array([(run.rank, run.file, run.start) for run in runs], np.int64)
+        rank, file, start = columns.reshape(-1, 3)[boxes.run].T
         table = ChunkTable(
             self._paths,
-            cut.offsets,
-            cut.sizes,
+            boxes.offsets,
+            boxes.sizes,
             None,
             file.astype(np.int32),
-            start + cut.before * dtype.itemsize,
-            cut.elements * dtype.itemsize,
+            start + boxes.before * dtype.itemsize,
+            boxes.elements * dtype.itemsize,
             rank.astype(np.int32),
-            np.zeros(len(cut.run), np.bool_),
+            np.zeros(len(boxes.run), np.bool_),
         )
         return TensorEntry(name, dtype, shape, table)
 
 
-def _cut(shape: tuple[int, ...], counts: Sequence[int]) -> _Cut:
+def _boxes_of_runs(shape: tuple[int, ...], lengths: Sequence[int]) -> _RunBoxes:
     rows: list[tuple[int, ...]] = []
     begin = 0
-    for number, count in enumerate(counts):
+    for number, length in enumerate(lengths):
         before = 0
-        for offsets, sizes in flat_boxes(shape, begin, begin + count):
-            elements = prod(sizes)
-            rows.append((number, before, elements, *offsets, *sizes))
-            before += elements
-        begin += count
+        for offsets, sizes in flat_boxes(shape, begin, begin + length):
+            rows.append((number, before, prod(sizes), *offsets, *sizes))
+            before += prod(sizes)
+        begin += length
     ndim = len(shape)
     grid = np.array(rows, np.int64).reshape(-1, 3 + 2 * ndim)
-    run, before_each, elements_each = grid[:, :3].T.copy()
     offsets_each, sizes_each = grid[:, 3 : 3 + ndim].copy(), grid[:, 3 + ndim :].copy()
-    return _Cut(offsets_each, sizes_each, run, before_each, elements_each)
+    return _RunBoxes(offsets_each, sizes_each, *grid[:, :3].T.copy())

@@ -1,24 +1,25 @@
 """Reads the moments of DeepSpeed's ZeRO, which are flattened and cut like its float32 weights.
 
 torch's optimizer has a flat tensor per group (of stage 3 per part of a group) instead of each
-parameter, so a moment is cut into parameters by the names and shapes that the model's file has.
+parameter, so a moment is cut into parameters by the names and shapes in the model's file.
 
-Universal checkpoints have a file for each kind of moments and parameter:
+Universal checkpoints have a file for each kind of moment and parameter:
 
-| in `zero/` | what it has |
+| in `zero/` | contents |
 |---|---|
-| `NAME/exp_avg.pt`, `NAME/exp_avg_sq.pt` | a moment, as `NAME/fp32.pt` has the values |
-| `NAME/step.pt` | how many steps the parameter was trained; not of stage 3 |
-| `optimizer_state.pt` | the parameter groups, whose names the model's file has |
+| `NAME/exp_avg.pt`, `NAME/exp_avg_sq.pt` | a moment, stored like the values in `NAME/fp32.pt` |
+| `NAME/step.pt` | the steps of the parameter; not of stage 3 |
+| `optimizer_state.pt` | the parameter groups, whose names are in the model's file |
 
 Source: DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `stage3.py`, `runtime/bf16_optimizer.py`,
 `checkpoint/ds_to_universal.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
@@ -41,18 +42,16 @@ from unshard.read.torch_save.values import TensorFormError, is_tensor, items_of,
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.zero.masters import unflattened
 from unshard.read.zero.partitions import Reading, open_zero
-from unshard.read.zero.states import OptimState, Shapes
-from unshard.read.zero.steps import number_in
+from unshard.read.zero.states import OptimState, Shapes, base_states, number_in
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
-_STEP, _SHOWN = "step", 200
+_STEP, _LONGEST_SHOWN = "step", 200
 _GROUPS = "optimizer_state.pt"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Base:
-    """The state of torch's optimizer on one rank: of each flat tensor, by key; and the groups."""
+class _RankOptimizer(NamedTuple):
+    """The state of torch's optimizer on one rank; `flat` has that of each flat tensor, by key."""
 
     state: OptimState
     flat: Sequence[Mapping[str, Value]]
@@ -70,86 +69,90 @@ def read_optimizer(location: Location, options: ReadOptions) -> SavedState | Non
     if not reading.files.optim:
         return _read_universal(reading) if reading.files.universal else None
     states, shapes = reading.partitions()
-    bases = [_base_of(state, len(shapes)) for state in states]
-    first = bases[0]
-    for base in bases:
-        _compare_groups(first, base)
-        refuse_quantised(str(base.state.path), chain(*base.flat))
-    kinds = _kinds(bases)
+    ranks = [_rank_optimizer(state, len(shapes)) for state in states]
+    first = ranks[0]
+    for rank in ranks:
+        _compare_groups(first, rank)
+        refuse_quantised(str(rank.state.path), chain(*rank.flat))
+    kinds = _kinds(ranks)
     paths = tuple(state.path for state in states)
     tensors: dict[str, TensorEntry] = {}
-    for key in dict.fromkeys(chain(*kinds)):
-        numbers = [number for number, own in enumerate(kinds) if key in own]
-        cut = [_part_of(base, key, numbers) for base in bases]
-        for name, entry in unflattened(cut, [shapes[one] for one in numbers], paths, 0).items():
-            tensors[flat_name(name, key)] = replace(entry, fqn=flat_name(name, key))
+    for kind in dict.fromkeys(chain(*kinds)):
+        numbers = [number for number, of_tensor in enumerate(kinds) if kind in of_tensor]
+        moments = [_with_moment(rank, kind, numbers) for rank in ranks]
+        own_shapes = [shapes[number] for number in numbers]
+        for name, entry in unflattened(moments, own_shapes, paths, 0).items():
+            tensors[flat_name(name, kind)] = replace(entry, fqn=flat_name(name, kind))
+    # The groups get the names of parameters, in place of numbers of flat tensors.
+    names = iter(shapes)
+    groups: list[Group] = [
+        ([name for _ in params for name in next(names)], own) for params, own in first.groups
+    ]
     return SavedState(
         str(first.state.path),
         Catalog("DeepSpeed", len(states), tensors),
         {name: own for group, own in zip(shapes, kinds, strict=True) for name in group},
-        _groups_of(first, shapes),
+        groups,
         _numbers(first, shapes),
         first.notes,
     )
 
 
-def _base_of(state: OptimState, count: int) -> _Base:
+def _rank_optimizer(state: OptimState, count: int) -> _RankOptimizer:
     """Return the state of torch's optimizer of a rank, which has `count` flat tensors."""
-    items = items_of(state.base)
-    if items is None and isinstance(state.base, list):
+    if items_of(state.base) is None and isinstance(state.base, list):
         raise NotMergeableError(
             f"{state.path}: the state of an elastic checkpoint, without parameter groups",
             expected="base_optimizer_state with state and param_groups",
             hint=WITHOUT_IT,
         )
-    saved = (items or {}).get("state")
-    found = saved.items() if isinstance(saved, dict) else ()
-    # The keys of pickles are salted, so that none can be made to collide.
-    numbered = {int(key): value for key, value in found if isinstance(key, int)}
-    read = _saved_groups(state.file, state.base)
-    groups, notes = read.value, left_out_note(state.path.name, read.notes)
+    by_number = base_states(state.base)
+    groups, left_out = _saved_groups(state.file, state.base)
     numbers = [number for params, _ in groups for number in params]
     # Without momentum a group has no state.
-    flat = [items_of(numbered.get(one, {})) if isinstance(one, int) else None for one in numbers]
-    kept = [one for one in flat if one is not None]
-    if len(kept) != count or len(flat) != count or not any(kept):
+    flat = [items_of(by_number.get(key, {})) if isinstance(key, int) else None for key in numbers]
+    readable = [items for items in flat if items is not None]
+    if len(readable) != count or len(flat) != count or not any(readable):
         raise CorruptError(
             f"{state.path}: the optimizer does not have the state of every flat tensor",
-            expected=f"of {count}",
-            found=f"of {len(kept)}",
+            expected=f"the state of {count}",
+            found=f"the state of {len(readable)}",
         )
-    return _Base(state, kept, groups, notes)
+    return _RankOptimizer(state, readable, groups, left_out_note(state.path.name, left_out))
 
 
 def _saved_groups(file: TorchFile, saved: Value) -> Noted[list[Group]]:
-    """Return the parameter groups in the state dict of torch's optimizer, which is in a file."""
+    """Return the parameter groups in a file's state dict of torch's optimizer."""
     listed = {"groups": (items_of(saved) or {}).get("param_groups")}
     noted = plain_values(file._replace(value=listed))
-    found = noted.value["groups"] if isinstance(noted.value, dict) else None
-    return Noted(saved_groups(found, str(file.path)), noted.notes)
+    groups = noted.value["groups"] if isinstance(noted.value, dict) else None
+    return Noted(saved_groups(groups, str(file.path)), noted.notes)
 
 
-def _compare_groups(first: _Base, base: _Base) -> None:
+def _compare_groups(first: _RankOptimizer, other: _RankOptimizer) -> None:
     """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
-    for number, ((_, ours), (_, theirs)) in enumerate(zip(first.groups, base.groups, strict=False)):
+    """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
+    pairs = zip(first.groups, other.groups, strict=False)
+    for number, ((_, ours), (_, theirs)) in enumerate(pairs):
         for key in dict.fromkeys([*ours, *theirs]):
             expected, found = ours.get(key), theirs.get(key)
             if expected != found and repr(expected) != repr(found):  # nan is not nan
                 raise CorruptError(
-                    f"{base.state.path}: disagrees with {first.state.path.name} about {key} of "
+                    f"{other.state.path}: disagrees with {first.state.path.name} about {key} of "
                     f"group {number}",
-                    expected=str(expected)[:_SHOWN],
-                    found=str(found)[:_SHOWN],
+                    expected=str(expected)[:_LONGEST_SHOWN],
+                    found=str(found)[:_LONGEST_SHOWN],
                     hint="files of two saves are in one directory: take another checkpoint",
                 )
 
 
-def _kinds(bases: Sequence[_Base]) -> list[list[str]]:
+def _kinds(ranks: Sequence[_RankOptimizer]) -> list[list[str]]:
     """Return the kinds of moments of each flat tensor."""
-    settings = [values for params, values in bases[0].groups for _ in params]
-    of_ranks = zip(*(base.flat for base in bases), strict=True)
-    each = [chain.from_iterable(flat.items() for flat in ranks) for ranks in of_ranks]
-    kinds = [[key for key, one in own if _is_moment(key, one)] for own in each]
+    settings = [values for params, values in ranks[0].groups for _ in params]
+    kinds = [
+        [key for items in of_ranks for key, value in items.items() if _is_moment(key, value)]
+        for of_ranks in zip(*(rank.flat for rank in ranks), strict=True)
+    ]
     return united_kinds(settings, kinds)
 
 
@@ -160,76 +163,76 @@ def _is_moment(key: str, value: Value) -> bool:
         return True  # `unflattened` refuses it
 
 
-def _part_of(base: _Base, key: str, numbers: Sequence[int]) -> OptimState:
-    """Return what a rank has of a kind of moments: flat tensors, in place of the weights."""
-    lost = [number for number in numbers if key not in base.flat[number]]
-    if lost:
+def _with_moment(rank: _RankOptimizer, kind: str, numbers: Sequence[int]) -> OptimState:
+    """Return a rank's partitions with a kind of moment in place of the weights.
+
+    `numbers` are the flat tensors that have this kind.
+    """
+    missing = [number for number in numbers if kind not in rank.flat[number]]
+    if missing:
         raise CorruptError(
-            f"{base.state.path}: {key} of a flat tensor is missing",
-            expected=f"that of flat tensor {lost[0]}: other ranks, or groups like its own, have it",
+            f"{rank.state.path}: {kind} of flat tensor {missing[0]} is missing",
+            expected="it, as other ranks or groups with the same settings have it",
             hint="take another checkpoint",
         )
-    paddings = [one for at, one in enumerate(base.state.paddings or ()) if at in numbers]
-    flat = tuple(base.flat[number][key] for number in numbers)
-    return replace(base.state, flat=flat, paddings=tuple(paddings) or None)
+    paddings = [group for at, group in enumerate(rank.state.paddings or ()) if at in numbers]
+    flat = tuple(rank.flat[number][kind] for number in numbers)
+    return rank.state._replace(flat=flat, paddings=tuple(paddings) or None)
 
 
-def _groups_of(base: _Base, shapes: Sequence[Shapes]) -> list[Group]:
-    """Return the groups with the names of parameters, in place of numbers of flat tensors."""
-    found: list[Group] = []
-    names = iter(shapes)
-    for params, values in base.groups:
-        found.append(([name for _ in params for name in next(names)], values))
-    return found
-
-
-def _numbers(base: _Base, shapes: Sequence[Shapes]) -> dict[int | str, Mapping[str, Plain]]:
-    """Return what each parameter has besides moments: its step, NAdam's `mu_product`."""
-    found: dict[int | str, Mapping[str, Plain]] = {}
-    for group, flat in zip(shapes, base.flat, strict=True):
-        others = {key: value for key, value in flat.items() if not _is_moment(key, value)}
-        read = {key: number_in(base.state.file, value) for key, value in others.items()}
-        numbers: dict[str, Plain] = {key: one for key, one in read.items() if one is not None}
-        found |= dict.fromkeys(group, numbers) if numbers else {}
-    return found
+def _numbers(rank: _RankOptimizer, shapes: Sequence[Shapes]) -> dict[Key, Mapping[str, Plain]]:
+    """Return the numbers of each parameter: its step, NAdam's `mu_product`."""
+    by_name: dict[Key, Mapping[str, Plain]] = {}
+    for group, items in zip(shapes, rank.flat, strict=True):
+        others = {key: value for key, value in items.items() if not _is_moment(key, value)}
+        read = {key: number_in(rank.state.file, value) for key, value in others.items()}
+        numbers: dict[str, Plain] = {key: value for key, value in read.items() if value is not None}
+        by_name |= dict.fromkeys(group, numbers) if numbers else {}
+    return by_name
 
 
 def _read_universal(reading: Reading) -> SavedState | None:
     """Return the moments of a universal checkpoint."""
     files, shapes, folders = reading.files, reading.state.groups, reading.folders()
-    if not _kinds_in(folders.values()):
+    if not (all_kinds := _kinds_in(folders.values())):
         return None
     if files.is_sliced or shapes is None:
         raise NotMergeableError(
-            f"{files.directory}: a universal checkpoint of slices, in which no file says "
-            "which parameters each group of the optimizer has",
+            f"{files.directory}: a universal checkpoint of slices, without the names of the "
+            "parameters in each group of the optimizer",
             expected="param_shapes of data parallelism alone",
             hint=WITHOUT_IT,
         )
     zero = files.directory / "zero"
-    refuse_quantised(str(zero), _kinds_in(folders.values()))
+    refuse_quantised(str(zero), all_kinds)
     if not (zero / _GROUPS).is_file():
         raise IncompleteError(f"{zero / _GROUPS} is missing, which has the parameter groups")
     file = read_torch_file(zero / _GROUPS)
-    groups = _groups_in(file, shapes)
+    saved, left_out = _saved_groups(file, file.value)
+    if len(saved) != len(shapes):
+        raise CorruptError(
+            f"{file.path}: {len(saved)} parameter groups",
+            expected=f"{len(shapes)}, as the model's file has",
+        )
+    groups: list[Group] = [([*group], own) for (_, own), group in zip(saved, shapes, strict=True)]
     of_groups = [_kinds_in(folders[name] for name in group) for group in shapes]
-    kinds = united_kinds((values for _, values in groups.value), of_groups)
-    both = zip(shapes, kinds, strict=True)
-    of_names: dict[Key, list[str]] = {name: own for group, own in both for name in group}
+    kinds = united_kinds((own for _, own in groups), of_groups)
+    pairs = zip(shapes, kinds, strict=True)
+    by_name: dict[Key, list[str]] = {name: own for group, own in pairs for name in group}
     return SavedState(
         str(zero),
-        _moments(shapes, folders, of_names),
-        of_names,
-        groups.value,
-        _steps({str(name): folders[str(name)] for name in of_names}, file),
-        left_out_note(_GROUPS, groups.notes),
+        _moments(shapes, folders, by_name),
+        by_name,
+        groups,
+        _steps({name: folders[name] for group in shapes for name in group}, file),
+        left_out_note(_GROUPS, left_out),
     )
 
 
 def _moments(
     shapes: Sequence[Shapes], folders: Mapping[str, Path], kinds: Mapping[Key, Sequence[str]]
 ) -> Catalog:
-    """Return the moments of all parameters, which have these kinds."""
+    """Return the moments of all parameters; `kinds` has the kinds of each."""
     trained = {name: shape for group in shapes for name, shape in group.items()}
     tensors: dict[str, TensorEntry] = {}
     archives: list[ByteRange] = []
@@ -237,8 +240,8 @@ def _moments(
         own = {name: shape for name, shape in trained.items() if kind in kinds[name]}
         paths = tuple(folders[name] / f"{kind}.pt" for name in own)
         having = {name: folders[name] for name in own}
-        for name, one in universal_tensors(having, own, paths, 0, file=f"{kind}.pt").items():
-            tensors[flat_name(name, kind)] = replace(one, fqn=flat_name(name, kind))
+        for name, entry in universal_tensors(having, own, paths, 0, file=f"{kind}.pt").items():
+            tensors[flat_name(name, kind)] = replace(entry, fqn=flat_name(name, kind))
         archives += [ByteRange(path, 0, path.stat().st_size) for path in paths]
     return Catalog("DeepSpeed", 1, tensors, archives=tuple(archives))
 
@@ -249,35 +252,22 @@ def _kinds_in(folders: Iterable[Path]) -> list[str]:
     return sorted({path.stem for path in files} - {Path(FILE).stem, _STEP})
 
 
-def _groups_in(file: TorchFile, shapes: tuple[Shapes, ...]) -> Noted[list[Group]]:
-    """Return the parameter groups, each with the names of the group of shapes at its place."""
-    saved = _saved_groups(file, file.value)
-    groups = saved.value
-    if len(groups) != len(shapes):
-        raise CorruptError(
-            f"{file.path}: {len(groups)} parameter groups",
-            expected=f"{len(shapes)}, as the model's file has",
-        )
-    named = zip(groups, shapes, strict=True)
-    return Noted([([*names], values) for (_, values), names in named], saved.notes)
-
-
 def _steps(folders: Mapping[str, Path], file: TorchFile) -> dict[Key, Mapping[str, Plain]]:
-    """Return how many steps each parameter was trained.
+    """Return the steps of each parameter.
 
-    Stage 3 has a step for each of its flat tensors instead, which count if they are equal.
+    Stage 3 has a step for each of its flat tensors instead; it is used if all are equal.
     """
-    found: dict[Key, Mapping[str, Plain]] = {}
+    by_name: dict[Key, Mapping[str, Plain]] = {}
     for name, folder in folders.items():
         if (folder / f"{_STEP}.pt").is_file():
-            own = read_torch_file(folder / f"{_STEP}.pt")
-            step = number_in(own, own.value)
-            found |= {} if step is None else {name: {_STEP: step}}
-    saved = items_of((items_of(file.value) or {}).get("optimizer_state_dict")) or {}
-    states = saved.get("state")
-    flat = [items_of(one) or {} for one in states.values()] if isinstance(states, dict) else []
-    steps = {number_in(file, one.get(_STEP)) for one in flat} - {None}
-    if found or len(steps) != 1:
-        return found
+            saved = read_torch_file(folder / f"{_STEP}.pt")
+            step = number_in(saved, saved.value)
+            by_name |= {} if step is None else {name: {_STEP: step}}
+    base = items_of((items_of(file.value) or {}).get("optimizer_state_dict")) or {}
+    states = base.get("state")
+    flat = [items_of(state) or {} for state in states.values()] if isinstance(states, dict) else []
+    steps = {number_in(file, items.get(_STEP)) for items in flat} - {None}
+    if by_name or len(steps) != 1:
+        return by_name
     (step,) = steps
     return {name: {_STEP: step} for name in folders}

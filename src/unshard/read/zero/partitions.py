@@ -1,6 +1,6 @@
-"""The partitions, model states and folders of a ZeRO checkpoint, united into tensors."""
+"""Unites the partitions, model states and folders of a ZeRO checkpoint into tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,17 +20,17 @@ from unshard.read.zero.states import (
     read_model_state,
     read_optim_state,
 )
-from unshard.read.zero.steps import check_steps
 from unshard.read.zero.universal import FILE, universal_tensors
-from unshard.showing import having
+from unshard.showing import having, plain
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
-_NO_OTHER = "copy the files here from the nodes that wrote them, or take another checkpoint"
+_COPY_FILES = "copy the files here from the nodes that wrote them, or take another checkpoint"
+_TWO_SAVES = "files of two saves are in one directory: move the older ones elsewhere"
 _Tensors = Mapping[str, TensorEntry]
 
 
 def open_zero(location: Location, options: ReadOptions) -> "Reading":
-    """Read what the model's file of a checkpoint says.
+    """Read the model's file of a checkpoint.
 
     Raises:
         CheckpointError: it is missing, or cannot be read.
@@ -56,43 +56,47 @@ def read_weights(location: Location, options: ReadOptions) -> Catalog:
 
 
 def frozen_names(location: Location) -> list[str]:
-    """Return the names of the parameters that were not trained, without those of wrappers.
+    """Return the names of the parameters that were not trained, without names of wrappers.
 
     Raises:
         CheckpointError: the model's file cannot be read.
     """
     state = read_model_state(_model_file(find_files(location)))
     tensors = [name for name, value in state.module.items() if is_tensor(value)]
-    known = {*_trained(state), *state.buffers, *state.shared}
-    left = [] if state.groups is None else [name for name in tensors if name not in known]
-    frozen = left if state.frozen is None else list(state.frozen)
+    if state.frozen is not None:
+        frozen = list(state.frozen)
+    elif state.groups is None:
+        frozen = []
+    else:
+        others = {*_trained(state), *state.buffers, *state.shared}
+        frozen = [name for name in tensors if name not in others]
     aliases = [alias for alias, name in state.shared.items() if name in frozen]
-    # As `unwrapped` takes them off: whether a part is of a wrapper depends on all names.
+    # All names, as `unwrapped` needs: whether a part is a wrapper's depends on the other names.
     every = dict.fromkeys((*tensors, *_trained(state), *state.shared, *frozen))
     names = names_without_wrappers(list(every))
     return [names[name] for name in (*frozen, *aliases)]
 
 
 def _model_file(files: ZeroFiles) -> Path:
-    """Return the file with the model's names: of stage 3 that of rank 0, which knows them all."""
+    """Return the file with the names of all parameters: of stage 3 that of rank 0."""
     if files.model is not None and files.models:
         raise CorruptError(
-            f"{files.directory}: has files of two saves: of stage 3, and of a lower stage",
+            f"{files.directory}: has files of two saves: stage 3 and a lower stage",
             found=f"{files.models[min(files.models)].name} and {files.model.name}",
             hint="move those of the older save elsewhere",
         )
-    found = files.model or files.models.get(0)
-    if found is None:
+    path = files.model or files.models.get(0)
+    if path is None:
         name = "zero_pp_rank_0_mp_rank_00" if files.models else "mp_rank_00"
         raise IncompleteError(
             f"{files.directory}: {name}_model_states.pt is missing, which has the names",
-            hint=_NO_OTHER,
+            hint=_COPY_FILES,
         )
-    return found
+    return path
 
 
 def is_stage0(location: Location) -> bool:
-    """Return whether a checkpoint of DeepSpeed has no float32 weights with names: ZeRO was off.
+    """Return whether ZeRO was off: then no float32 weights have names.
 
     Raises:
         CheckpointError: the model's file cannot be read.
@@ -109,14 +113,7 @@ def _is_of_stage0(files: ZeroFiles, state: ModelState) -> bool:
 
 @dataclass(slots=True)
 class Reading:
-    """One checkpoint that is being read.
-
-    Attributes:
-        files: its files.
-        state: what the model's file says.
-        options: how to read.
-        notes: for the user.
-    """
+    """A checkpoint that is being read; `state` is that of the model's file."""
 
     files: ZeroFiles
     state: ModelState
@@ -134,76 +131,77 @@ class Reading:
             )
         if not is_asked:
             self.notes.append(
-                "ZeRO stage 0: the weights are those of the model; what its optimizer has in "
-                "float32 has no names"
+                "ZeRO stage 0: the weights are those of the model; the float32 weights of its "
+                "optimizer have no names"
             )
         paths = (self.state.path,)
         return self._catalog(self._module_tensors(paths), paths, self.state.world_size or 1)
 
     def of_universal(self) -> Catalog:
-        """Return the tensors of a universal checkpoint, and what its model's files have."""
-        state = self.state
-        shapes = {} if self.files.is_sliced else _trained(state)
+        """Return the tensors of a universal checkpoint, and those of the model's files alone."""
         folders = self.folders()
-        ranks = self._states_of_frozen()
-        paths = (*(one.path for one in ranks), *(one / FILE for one in folders.values()))
-        masters = universal_tensors(folders, shapes, paths, len(ranks), file=FILE)
-        return self._catalog(self._united(masters, ranks, paths), paths, state.world_size or 1)
+        ranks = self._states_with_frozen()
+        paths = (*(state.path for state in ranks), *(path / FILE for path in folders.values()))
+        masters = universal_tensors(folders, self._shapes(), paths, len(ranks), file=FILE)
+        world = self.state.world_size or 1
+        return self._catalog(self._united(masters, ranks, paths), paths, world)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the trained parameters; none if the model's file has slices."""
+        return {} if self.files.is_sliced else _trained(self.state)
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the trained parameters of a universal checkpoint, by name."""
-        state = self.state
-        shapes = {} if self.files.is_sliced else _trained(state)
-        known = {*state.buffers, *state.shared, *(state.frozen or ())}
-        others = (one for one in self.files.universal if one.name not in known)
-        return {one.name: one for one in others if not shapes or one.name in shapes}
+        state, shapes = self.state, self._shapes()
+        not_trained = {*state.buffers, *state.shared, *(state.frozen or ())}
+        folders = (path for path in self.files.universal if path.name not in not_trained)
+        return {path.name: path for path in folders if not shapes or path.name in shapes}
 
     def of_partitions(self) -> Catalog:
-        """Return the float32 weights, and what only the model's files have."""
+        """Return the float32 weights, and the tensors of the model's files alone."""
         states, groups = self.partitions()
-        ranks = self._states_of_frozen()
-        paths = (*(one.path for one in ranks), *(one.path for one in states))
+        ranks = self._states_with_frozen()
+        paths = (*(state.path for state in ranks), *(state.path for state in states))
         masters = unflattened(states, groups, paths, len(ranks))
         return self._catalog(self._united(masters, ranks, paths), paths, len(states))
 
     def partitions(self) -> tuple[list[OptimState], tuple[Shapes, ...]]:
-        """Return what all ranks have of the optimizer, and the shapes of its groups."""
-        optim = self._chosen_optim()
-        states = [read_optim_state(path) for path in optim]
-        for one in states:
-            if one.world_size != len(states) or one.is_stage3 != bool(self.files.models):
+        """Return the optimizer's parts of all ranks, and the shapes of its groups."""
+        states = [read_optim_state(path) for path in self._optim_paths()]
+        for state in states:
+            if state.world_size != len(states) or state.is_stage3 != bool(self.files.models):
                 raise CorruptError(
-                    f"{one.path}: was not saved together with {self.state.path.name}",
+                    f"{state.path}: was not saved together with {self.state.path.name}",
                     expected=f"{len(states)} ranks of stage {3 if self.files.models else '1 or 2'}",
-                    found=f"{one.world_size} ranks of stage {3 if one.is_stage3 else '1 or 2'}",
-                    hint="files of two saves are in one directory: move the older ones elsewhere",
+                    found=f"{state.world_size} ranks of stage {3 if state.is_stage3 else '1 or 2'}",
+                    hint=_TWO_SAVES,
                 )
-        check_steps((one.path, one.steps) for one in states)
+        _check_steps(states)
         if self.state.groups is None:
             raise NotMergeableError(
                 f"{self.state.path}: has no param_shapes, which DeepSpeed writes since 0.6"
             )
         return states, self.state.groups
 
-    def _chosen_optim(self) -> list[Path]:
+    def _optim_paths(self) -> list[Path]:
         """Return the files of the optimizer, of every rank of this save."""
         kinds = self.files.optim
         kind = "bf16_" if self.state.is_bf16 else ""
         if kind not in kinds and len(kinds) == 1:
             kind = next(iter(kinds))
-        found = kinds.get(kind, {})
+        by_rank = kinds.get(kind, {})
         world = self.state.world_size
         if world is None:
-            world = read_optim_state(found[min(found)]).world_size if found else 1
-        missing = [rank for rank in range(world) if rank not in found]
+            world = read_optim_state(by_rank[min(by_rank)]).world_size if by_rank else 1
+        missing = [rank for rank in range(world) if rank not in by_rank]
         if missing:
             raise self._missing(missing, f"{kind}zero_pp_rank_*_mp_rank_00_optim_states.pt", world)
-        stale = len(found) - world + sum(len(ranks) for one, ranks in kinds.items() if one != kind)
+        stale = sum(map(len, kinds.values())) - world
         if stale:
             self.notes.append(
                 f"{self.files.directory}: left out {stale} stale files of other saves"
             )
-        return [found[rank] for rank in range(world)]
+        return [by_rank[rank] for rank in range(world)]
 
     def _missing(self, ranks: Sequence[int], name: str, world: int) -> IncompleteError:
         names = [name.replace("*", str(rank)) for rank in ranks]
@@ -212,12 +210,12 @@ class Reading:
             f"{self.files.directory}: Missing checkpoint for rank "
             f"{shortened([str(rank) for rank in ranks], 16)} of world size {world}",
             expected=shortened(names, 4),
-            hint=_NO_OTHER
+            hint=_COPY_FILES
             + ("; the weights in the dtype of training are whole: ⟦+--weights module⟧" * is_whole),
         )
 
-    def _states_of_frozen(self) -> list[ModelState]:
-        """Return the model's file, and those of other ranks if they have parts of parameters."""
+    def _states_with_frozen(self) -> list[ModelState]:
+        """Return the model's file, and other ranks' files if they have parts of parameters."""
         if not (self.files.models and self.state.frozen):
             return [self.state]
         world = self.state.world_size or len(self.files.models)
@@ -225,12 +223,12 @@ class Reading:
         if missing:
             raise self._missing(missing, "zero_pp_rank_*_mp_rank_00_model_states.pt", world)
         others = [read_model_state(self.files.models[rank]) for rank in range(1, world)]
-        for one in others:
-            _check_same_save(self.state, one)
+        for state in others:
+            _check_same_save(self.state, state)
         return [self.state, *others]
 
     def _module_tensors(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
-        """Return what the model's own file has; of stage 3 parameters have no elements there."""
+        """Return the tensors of the model's file, where stage 3's parameters have no elements."""
         gathered = Gathering()
         items = {name: value for name, value in self.state.module.items() if is_tensor(value)}
         allowed = self.options.allowed_globals
@@ -242,30 +240,30 @@ class Reading:
     def _united(
         self, masters: _Tensors, ranks: Sequence[ModelState], paths: tuple[Path, ...]
     ) -> _Tensors:
-        """Return all tensors in the order of the model: float32 weights, and what has none."""
+        """Return all tensors in the order of the model: float32 weights, and all others."""
         state = self.state
         own = {} if self.files.is_sliced else self._module_tensors(paths)
-        known = {**masters}
+        tensors = {**masters}
         if self.files.models and state.frozen:
-            known |= frozen_of_ranks(ranks, state.frozen, FlatCuts(paths))
+            tensors |= frozen_of_ranks(ranks, state.frozen, FlatCuts(paths))
         aliases = {**_aliases(own, masters), **state.shared}
         lost = []
         for name, entry in own.items():
             target = aliases.get(name)
-            if name in known:
+            if name in tensors:
                 continue
-            if target is not None and target in known:
-                known[name] = replace(known[target], fqn=name)
+            if target is not None and target in tensors:
+                tensors[name] = replace(tensors[target], fqn=name)
             elif self.files.models and 0 in entry.shape and name not in state.buffers:
                 lost.append(name)
             else:
-                known[name] = entry
+                tensors[name] = entry
         if lost:
             raise _without_values(state.path, lost)
         for alias, name in state.shared.items():
-            if alias not in known and name in known:
-                known[alias] = replace(known[name], fqn=alias)
-        return {name: known[name] for name in (*own, *(one for one in known if one not in own))}
+            if alias not in tensors and name in tensors:
+                tensors[alias] = replace(tensors[name], fqn=alias)
+        return {name: tensors[name] for name in dict.fromkeys((*own, *tensors))}
 
     def _catalog(self, tensors: _Tensors, paths: tuple[Path, ...], world: int) -> Catalog:
         reason = "not a weight: the trainer saved it with the model"
@@ -279,22 +277,44 @@ class Reading:
         )
 
 
-def _check_same_save(first: ModelState, one: ModelState) -> None:
-    """Raise if two ranks' files of the model contradict each other, where both state something."""
+def _check_same_save(first: ModelState, other: ModelState) -> None:
+    """Raise if two ranks' files of the model contradict each other."""
     facts = (
-        ("dp_world_size", first.world_size, one.world_size),
-        ("global_steps", first.step, one.step),
-        ("the stage of ZeRO", first.stage, one.stage),
-        ("frozen_param_shapes", first.frozen, one.frozen),
+        ("dp_world_size", first.world_size, other.world_size),
+        ("global_steps", first.step, other.step),
+        ("the stage of ZeRO", first.stage, other.stage),
+        ("frozen_param_shapes", first.frozen, other.frozen),
     )
-    for what, expected, found in facts:
+    for key, expected, found in facts:
         if expected is not None and found is not None and expected != found:
             raise CorruptError(
-                f"{one.path}: was not saved together with {first.path.name}: they differ in {what}",
+                f"{other.path}: was not saved together with {first.path.name}: "
+                f"they differ in {key}",
                 expected="" if isinstance(expected, Mapping) else str(expected),
                 found="" if isinstance(found, Mapping) else str(found),
-                hint="files of two saves are in one directory: move the older ones elsewhere",
+                hint=_TWO_SAVES,
             )
+
+
+def _check_steps(ranks: Iterable[OptimState]) -> None:
+    """Raise if ranks have different steps of a flat tensor.
+
+    A run that always saves under one tag overwrites its files. If that is interrupted, some ranks
+    have files of the new save, and the others of the old one.
+    """
+    firsts: dict[int, tuple[Path, float]] = {}
+    for rank in ranks:
+        for number, step in rank.steps.items():
+            first, expected = firsts.setdefault(number, (rank.path, step))
+            if step != expected:
+                raise CorruptError(
+                    f"{rank.path}: was not saved together with {first.name}: its optimizer is at "
+                    "another step",
+                    expected=f"step {plain(expected)}",
+                    found=f"step {plain(step)}",
+                    hint="a save was interrupted after some files of an older one were "
+                    "overwritten: take another checkpoint",
+                )
 
 
 def _trained(state: ModelState) -> dict[str, tuple[int, ...]]:
@@ -302,21 +322,21 @@ def _trained(state: ModelState) -> dict[str, tuple[int, ...]]:
 
 
 def _aliases(own: _Tensors, masters: _Tensors) -> dict[str, str]:
-    """Return which names are trained parameters under another name: the same bytes in the file."""
-    filled = {name: entry for name, entry in own.items() if 0 not in entry.shape}
-    places = {_place(filled[name]): name for name in masters if name in filled}
-    found = ((name, places.get(_place(entry))) for name, entry in filled.items())
-    return {name: target for name, target in found if target not in (None, name)}
-
-
-def _place(entry: TensorEntry) -> tuple[int, tuple[int, ...]]:
-    return int(entry.chunks.start[0]), entry.shape
+    """Map names to trained parameters that are the same bytes of the file."""
+    places = {
+        name: (int(entry.chunks.start[0]), entry.shape)
+        for name, entry in own.items()
+        if 0 not in entry.shape
+    }
+    trained = {places[name]: name for name in masters if name in places}
+    aliases = ((name, trained.get(place)) for name, place in places.items())
+    return {name: target for name, target in aliases if target not in (None, name)}
 
 
 def _without_values(path: Path, names: Sequence[str]) -> NotMergeableError:
     return NotMergeableError(
         f"{path}: {having(len(names), 'parameter')} no values in any file: {shortened(names)}",
-        expected="that the optimizer has them, or that they are stored as not trained",
-        hint="DeepSpeed before 0.9.1 saved neither parameters that are not trained nor tied ones; "
-        "of a parameter that the optimizer was not given, stage 3 saves the name alone",
+        expected="values from the optimizer, or stored as those of parameters that are not trained",
+        hint="DeepSpeed before 0.9.1 saved neither parameters that are not trained nor tied "
+        "parameters; stage 3 saves only the name of a parameter that the optimizer was not given",
     )

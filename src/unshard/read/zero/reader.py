@@ -1,11 +1,10 @@
 """Reader for DeepSpeed's ZeRO checkpoints: the float32 weights of stages 1 to 3.
 
-The optimizer of ZeRO has the weights in float32, flattened and cut into parts of ranks. Names,
-shapes and their order are in the model's file, which also has the buffers, the parameters that are
-not trained and, up to stage 2, all weights in the dtype of training (`--weights module`). Stage 0
-has only these. What is read is what `zero_to_fp32.py` computes, but for what that loses: parameters
-that are not trained at stage 1, and the dtypes of integer buffers.
-
+ZeRO's optimizer has the weights in float32, flattened and cut into parts of ranks. The model's file
+has their names, shapes and order, and also the buffers, the parameters that are not trained and, up
+to stage 2, all weights in the dtype of training (`--weights module`). Stage 0 has only these. The
+result equals that of `zero_to_fp32.py`, and also has what the script loses: parameters that are not
+trained at stage 1, and the dtypes of integer buffers.
 Sources: see `states`.
 """
 

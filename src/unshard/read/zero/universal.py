@@ -1,8 +1,9 @@
-"""Universal checkpoints: what `ds_to_universal` makes of any ZeRO checkpoint.
+"""Universal checkpoints, which `ds_to_universal` makes of any ZeRO checkpoint.
 
 Each parameter has a folder, `zero/NAME`, with its float32 values in `fp32.pt`: a tensor, or a dict
-with it under `param`; of stage 3 it is flat, and the model's file has its shape. Values that the
-tool adds for parameters that are not trained are roundings of what the model's file has.
+with it under `param`. Of stage 3 the tensor is flat, and the model's file has its shape. The values
+that the tool adds for parameters that are not trained are rounded; the model's file has the exact
+ones.
 
 Source: DeepSpeed 0.19.8, `checkpoint/ds_to_universal.py`.
 """
@@ -11,21 +12,19 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from unshard.containers.torch_files.reader import TorchFile, read_torch_file
+from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, raise_all
 from unshard.read.format import shortened
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import tensors_of
-from unshard.read.torch_save.table import RankTable
 from unshard.read.torch_save.values import is_tensor, items_of, named
-from unshard.read.zero.flat import FlatCuts, Run
+from unshard.read.zero.flat import FlatCuts, FlatRun
 from unshard.read.zero.states import Shapes
 from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 
 FILE = "fp32.pt"
 """The file of a parameter's values in its folder."""
-_PARAM = "param"
 
 
 def universal_tensors(
@@ -40,10 +39,10 @@ def universal_tensors(
 
     Args:
         folders: of the parameters, by name.
-        shapes: as the model's file states them; of those that it does not, as they are stored.
-        paths: all files that are read.
-        first: the number of the first folder's file among them; the others follow.
-        file: the name of the file that is read of each folder.
+        shapes: from the model's file; a parameter without one keeps the shape that is stored.
+        paths: all files that are read; those of the folders start at number `first`.
+        first: see `paths`.
+        file: the name of the file to read in each folder.
 
     Raises:
         IncompleteError: a parameter's file is missing.
@@ -60,24 +59,23 @@ def universal_tensors(
     for number, (name, folder) in enumerate(folders.items(), start=first):
         if not (folder / file).is_file():
             raise IncompleteError(f"{folder}: {file} is missing")
-        gathered.add(_tensor_in(read_torch_file(folder / file), name, number))
+        saved = read_torch_file(folder / file)
+        items = items_of(saved.value)
+        value = saved.value if items is None else items.get("param")
+        if not is_tensor(value):
+            raise CorruptError(f"{saved.path}: has no tensor", found=named(value))
+        none_allowed = frozenset[str]()
+        gathered.add(
+            tensors_of(saved, {name: value}, rank=0, file_number=number, allowed=none_allowed)
+        )
     raise_all(CorruptError, f"{paths[0].parent}: parameters cannot be read", gathered.problems)
     stored = gathered.entries(paths)
     cuts = FlatCuts(paths)
     return {name: _shaped(stored[name], shapes.get(name), cuts) for name in folders}
 
 
-def _tensor_in(file: TorchFile, name: str, number: int) -> RankTable:
-    """Return where the tensor of a parameter's file is, under the parameter's name."""
-    items = items_of(file.value)
-    value = file.value if items is None else items.get(_PARAM)
-    if not is_tensor(value):
-        raise CorruptError(f"{file.path}: has no tensor", found=named(value))
-    return tensors_of(file, {name: value}, rank=0, file_number=number, allowed=frozenset())
-
-
 def _shaped(stored: TensorEntry, shape: tuple[int, ...] | None, cuts: FlatCuts) -> TensorEntry:
-    """Return a stored tensor in its shape: of stage 3 it is stored flat."""
+    """Return a stored tensor in its shape; of stage 3 it is stored flat."""
     if shape is None or stored.shape == shape:
         return stored
     is_flat = stored.shape == (prod(shape),) and stored.chunks.strides is None
@@ -88,4 +86,4 @@ def _shaped(stored: TensorEntry, shape: tuple[int, ...] | None, cuts: FlatCuts) 
             found=f"{list(stored.shape)}",
         )
     file, start = int(stored.chunks.file[0]), int(stored.chunks.start[0])
-    return cuts.entry(stored.fqn, stored.dtype, shape, [Run(0, file, start, prod(shape))])
+    return cuts.entry(stored.fqn, stored.dtype, shape, [FlatRun(0, file, start, prod(shape))])
