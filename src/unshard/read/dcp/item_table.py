@@ -1,8 +1,9 @@
-"""Where DCP's items are stored: a checkpoint of many ranks has 10^6 of them, so as columns."""
+"""The places of DCP's items, as columns: a checkpoint of many ranks has 10^6 of them."""
 
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,7 @@ from unshard.containers.torch_files.metadata_rows import Places
 from unshard.tensors.boxes import Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """The place of an item: a torch.save zip inside a file, perhaps compressed as a whole."""
 
     path: str
@@ -21,19 +21,18 @@ class Item:
     compressed: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ItemTable:
+class ItemTable(NamedTuple):
     """The items of a checkpoint, as columns of equal length.
 
     Attributes:
         names: flat names, by number.
         paths: files, by number, relative to the checkpoint.
         keys: (count, 2 + dimensions): number of the name, number of dimensions (-1 for an object),
-            and the offsets in elements, zeros behind them.
+            and the offsets in elements, padded with zeros.
         file: index into `paths`.
         start: byte of the file where the item starts.
         length: in bytes.
-        compressed: whether it is compressed as a whole.
+        compressed: whether the item is compressed as a whole.
     """
 
     names: dict[str, int]
@@ -45,21 +44,21 @@ class ItemTable:
     compressed: NDArray[np.bool_]
 
     def rows_of(self, keys: Ints) -> Ints:
-        """Return the row of each of these keys; -1 where there is none."""
+        """Return the row of each of these keys; -1 if no item has it."""
         width = max(keys.shape[1], self.keys.shape[1])
         both = np.zeros((len(keys) + len(self.keys), width), np.int64)
         both[: len(keys), : keys.shape[1]] = keys
         both[len(keys) :, : self.keys.shape[1]] = self.keys
         order, is_last = _sorted(both)
         group: Ints = np.cumsum(is_last) - is_last
-        last = order[is_last][group]  # of equal keys: the item's, if there is one
-        found = np.empty(len(both), np.int64)
-        found[order] = np.where(last < len(keys), -1, last - len(keys))
-        return found[: len(keys)]
+        last = order[is_last][group]  # among equal keys: the item's, if there is one
+        rows = np.empty(len(both), np.int64)
+        rows[order] = np.where(last < len(keys), -1, last - len(keys))
+        return rows[: len(keys)]
 
 
 def _sorted(keys: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return a stable order of rows of integers, and which is in it the last of equal rows."""
+    """Return a stable order of rows of integers, and whether each is the last of equal rows."""
     order = np.lexsort(keys.T[::-1])
     ordered = keys[order]
     is_last = np.ones(len(keys), np.bool_)
@@ -91,7 +90,7 @@ class ItemDraft:
         self.spans.extend((item.offset, item.length))
 
     def add_places(self, places: Places, check_file: Callable[[str], object]) -> None:
-        """Add many items; `check_file` raises for a path that it does not allow."""
+        """Add many items; `check_file` raises for a path that is not allowed."""
         names, paths = self.names, self.paths
         for path in dict.fromkeys(places.files):
             check_file(path)
@@ -102,7 +101,7 @@ class ItemDraft:
         self.spans.frombytes(places.spans.tobytes())
 
     def table(self) -> ItemTable:
-        """Return the items; of several under one key, the last."""
+        """Return the items; if several have one key, the last."""
         ndim = np.array(self.ndim)
         count = np.maximum(ndim, 0)
         keys = np.zeros((len(ndim), 2 + int(count.max(initial=0))), np.int64)
@@ -112,13 +111,13 @@ class ItemDraft:
         compressed = np.zeros(len(ndim), np.bool_)
         compressed[self.compressed] = True
         order, is_last = _sorted(keys)
-        kept = np.sort(order[is_last])
+        last = np.sort(order[is_last])
         return ItemTable(
             self.names,
             tuple(self.paths),
-            keys[kept],
-            np.array(self.file)[kept],
-            spans[kept, 0],
-            spans[kept, 1],
-            compressed[kept],
+            keys[last],
+            np.array(self.file)[last],
+            spans[last, 0],
+            spans[last, 1],
+            compressed[last],
         )

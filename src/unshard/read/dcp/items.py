@@ -1,13 +1,12 @@
 """The items of `.distcp` files: each a torch.save zip of one tensor, one after another in a file.
 
-A checkpoint may have 10^5 of them. The two ends of an item have all that is needed, and the end of
-one is next to the start of the next, so neighbours are read together, by several threads.
-Items of one shape have the same pickle, byte for byte; each is decoded once. So is each directory:
-an item of which the same bytes are read as of an earlier one (checksums and values aside) is what
-that one is.
+A checkpoint may have 10^5 of them. Zip headers are at the two ends of an item, and its end is next
+to the start of the next item, so neighbours are read together, by several threads. Items of one
+shape have the same pickle, byte for byte; each is decoded once. So is each directory: an item whose
+headers equal those of an earlier one, but for checksums and values, has the same layout.
 
 A compressed item can be read only from its start to its end. All are decompressed, one by one, into
-one file in the output's staging directory; everything after that works as for any other checkpoint.
+one file in the output's staging directory; from then on they are read like any other items.
 """
 
 import os
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,83 +32,69 @@ from unshard.tensors.boxes import Ints
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 
-_Numbered = tuple[int, int, int]
-"""Offset and length of an item, and its number among those to read."""
+_Window = tuple[int, int, int]
+"""Offset and length of an item, and its row among the items to read."""
 
-_HEAD, _TAIL = 2048, 2048
-_GAP = 16 * 1024
+_HEAD, _TAIL = 2048, 2048  # bytes at the ends of an item, which have its headers
+_GAP = 16 * 1024  # spans that are closer are read as one
 _BATCH_BYTES = 4 * 1024 * 1024
 _BATCH_ITEMS = 2048
 _THREADS = 4
-_KNOWN_PICKLES = 8192
-_KNOWN_ALIKE = 4  # items of one length that are remembered
-_SLACK = 1 << 16  # of an item, what torch.save writes next to the tensor, and aligns it by
+_MOST_PICKLES = 8192
+_MOST_LAYOUTS = 4  # of items of one length
+_SLACK = 1 << 16  # bytes of an item that torch.save writes next to the tensor, alignment included
+
+_Pread = Callable[[int, int], bytes]
+"""Reads a number of bytes at a position."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     """A stored tensor: its view of its storage, and the byte of the file where it starts."""
 
     view: StorageView
     start: int
 
 
-@dataclass(slots=True)
-class _Reads:
-    """Reads of an item, noted: where in the item, and which bytes."""
-
-    pread: Callable[[int, int], bytes]
-    offset: int
-    done: list[tuple[int, bytes]] = field(default_factory=list)
-
-    def __call__(self, count: int, position: int) -> bytes:
-        data = self.pread(count, position)
-        self.done.append((position - self.offset, data))
-        return data
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """An item that was read: every read of it, what is passed over in each, what it holds."""
+class _ItemLayout(NamedTuple):
+    """The layout of an item, to recognise others: every read of it, without the varying bytes."""
 
     reads: list[tuple[int, bytes, list[slice]]]
     view: int
     start: int
 
-    def is_again(self, pread: Callable[[int, int], bytes], offset: int) -> bool:
-        """Return whether an item of the same length would be read just so."""
-        for position, data, passed in self.reads:
-            found = pread(len(data), offset + position)
-            if found != data and _blanked(found, passed) != _blanked(data, passed):
+    def fits(self, pread: _Pread, offset: int) -> bool:
+        """Return whether the item at `offset`, of the same length, has this layout."""
+        for position, expected, varying in self.reads:
+            data = pread(len(expected), offset + position)
+            if data != expected and _without(data, varying) != _without(expected, varying):
                 return False
         return True
 
 
-def _blanked(data: bytes, passed: list[slice]) -> list[bytes]:
-    starts = [0, *(one.stop for one in passed)]
-    stops = [*(one.start for one in passed), len(data)]
+def _without(data: bytes, varying: list[slice]) -> list[bytes]:
+    starts = [0, *(part.stop for part in varying)]
+    stops = [*(part.start for part in varying), len(data)]
     return [data[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 @dataclass(slots=True)
-class _Known:
-    """Decoded tensors by their pickle, and items by their length."""
+class _Decoded:
+    """Views by their pickle, and layouts of items by their length; the threads share it."""
 
     views: dict[bytes, StorageView] = field(default_factory=dict)
-    items: dict[int, list[_Seen]] = field(default_factory=dict)
+    layouts: dict[int, list[_ItemLayout]] = field(default_factory=dict)
     numbers: dict[StorageView, int] = field(default_factory=dict)
-    next_number: Iterator[int] = field(default_factory=count)  # threads take different ones
+    next_number: Iterator[int] = field(default_factory=count)  # atomic: threads get different ones
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredItems:
+class StoredItems(NamedTuple):
     """Many stored tensors, as columns.
 
     Attributes:
         views: the different views of storages, by number.
-        view: the number of each tensor's view; -1 for what cannot be read.
+        view: the number of each tensor's view; -1 if it cannot be read.
         start: byte of its file where it starts.
-        problems: of what cannot be read, by row.
+        problems: the errors of tensors that cannot be read, by row.
     """
 
     views: dict[int, StorageView]
@@ -124,7 +110,7 @@ class StoredItems:
 
 
 def read_items(paths: Sequence[Path], file: Ints, offset: Ints, length: Ints) -> StoredItems:
-    """Return what items hold: of each the number of its path, and offset and length in bytes."""
+    """Read items: `file` numbers the path of each; offset and length are in bytes."""
     order = np.lexsort((length, offset, file))
     files, firsts = np.unique(file[order], return_index=True)
     jobs = [
@@ -132,21 +118,22 @@ def read_items(paths: Sequence[Path], file: Ints, offset: Ints, length: Ints) ->
         for number, rows in zip(files.tolist(), np.split(order, firsts[1:]), strict=False)
         for part in _batches(np.minimum(length[rows], _HEAD + _TAIL))
     ]
-    known, found = _Known(), StoredItems({}, np.full(len(file), -1), np.zeros_like(offset), {})
+    decoded, items = _Decoded(), StoredItems({}, np.full(len(file), -1), np.zeros_like(offset), {})
 
     def read(path: Path, rows: Ints) -> None:
-        batch = list(zip(offset[rows].tolist(), length[rows].tolist(), rows.tolist(), strict=True))
-        _read_batch(path, batch, known, found)
+        windows = zip(offset[rows].tolist(), length[rows].tolist(), rows.tolist(), strict=True)
+        _read_batch(path, list(windows), decoded, items)
 
-    contexts = [copy_context() for _ in jobs]  # they have what notes the files that are opened
+    # The contexts carry the record of opened files (`file_states`) into the threads.
+    contexts = [copy_context() for _ in jobs]
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda here, job: here.run(read, *job), contexts, jobs))
-    found.views.update((number, view) for view, number in known.numbers.items())
-    return found
+        list(pool.map(lambda context, job: context.run(read, *job), contexts, jobs))
+    items.views.update((number, view) for view, number in decoded.numbers.items())
+    return items
 
 
 def _batches(needed: Ints) -> Iterator[slice]:
-    """Yield neighbours: as many as have ends of a few megabytes; `needed` are bytes of each."""
+    """Yield slices of neighbours whose `needed` bytes are a few megabytes together."""
     ends, at = np.cumsum(needed), 0
     while at < len(ends):
         most = _BATCH_BYTES + int(ends[at] - needed[at])
@@ -155,55 +142,59 @@ def _batches(needed: Ints) -> Iterator[slice]:
         at = min(stop, at + _BATCH_ITEMS)
 
 
-def _read_batch(path: Path, batch: Sequence[_Numbered], known: _Known, found: StoredItems) -> None:
-    """Read items of a file into their rows; each is its thread's alone."""
+def _read_batch(
+    path: Path, windows: Sequence[_Window], decoded: _Decoded, items: StoredItems
+) -> None:
+    """Read items of a file into their rows, which no other thread writes."""
     with opened(path) as file:
-        blocks = _Blocks(file, batch)
-        for offset, length, row in batch:
+        blocks = _Blocks(file, windows)
+        for offset, length, row in windows:
             try:
-                found.view[row], found.start[row] = _read_item(
-                    path, (offset, length), blocks.pread, known
-                )
+                place = _read_item(path, offset, length, blocks.pread, decoded)
+                items.view[row], items.start[row] = place
             except CheckpointError as error:
-                found.problems[row] = error
+                items.problems[row] = error
 
 
 def _read_item(
-    path: Path, window: tuple[int, int], pread: Callable[[int, int], bytes], known: _Known
+    path: Path, offset: int, length: int, pread: _Pread, decoded: _Decoded
 ) -> tuple[int, int]:
     """Return the number of an item's view, and the byte of the file where its tensor starts."""
-    offset, length = window
-    alike = known.items.get(length, [])
-    for seen in alike:
-        if seen.is_again(pread, offset):
-            return seen.view, offset + seen.start
-    reads = _Reads(pread, offset)
-    archive = read_torch_zip(path, offset=offset, length=length, pread=reads)
-    item = _stored(archive, known)
-    number = known.numbers.setdefault(item.view, next(known.next_number))
-    if len(alike) < _KNOWN_ALIKE and len(known.items) < _KNOWN_PICKLES:
-        places = sorted(archive.passed_over.tolist())
-        noted = [
-            (
-                at,
-                data,
-                [slice(max(0, b - at), e - at) for b, e in places if b < at + len(data) and at < e],
-            )
-            for at, data in reads.done
+    layouts = decoded.layouts.get(length, [])
+    for layout in layouts:
+        if layout.fits(pread, offset):
+            return layout.view, offset + layout.start
+    reads: list[tuple[int, bytes]] = []
+
+    def recorded(count: int, position: int) -> bytes:
+        data = pread(count, position)
+        reads.append((position - offset, data))
+        return data
+
+    archive = read_torch_zip(path, offset=offset, length=length, pread=recorded)
+    item = _stored(archive, decoded)
+    number = decoded.numbers.setdefault(item.view, next(decoded.next_number))
+    if len(layouts) < _MOST_LAYOUTS and len(decoded.layouts) < _MOST_PICKLES:
+        varying = sorted(archive.passed_over.tolist())
+        parts = [
+            [slice(max(0, b - at), e - at) for b, e in varying if b < at + len(data) and at < e]
+            for at, data in reads
         ]
-        # Each place is in one read, that of a header or of the directory: of nothing else.
-        if sum(len(inside) for *_, inside in noted) == len(places):
-            known.items.setdefault(length, []).append(_Seen(noted, number, item.start - offset))
+        # Each varying part must be in exactly one read: that of a header or of the directory.
+        if sum(map(len, parts)) == len(varying):
+            headers = [(at, data, own) for (at, data), own in zip(reads, parts, strict=True)]
+            layout = _ItemLayout(headers, number, item.start - offset)
+            decoded.layouts.setdefault(length, []).append(layout)
     return number, item.start
 
 
 class _Blocks:
     """The ends of some items of a file, in memory; everything else is read from the file."""
 
-    def __init__(self, file: Opened, batch: Sequence[_Numbered]) -> None:
+    def __init__(self, file: Opened, windows: Sequence[_Window]) -> None:
         self._file = file
         spans: list[list[int]] = []
-        for offset, length, _ in batch:
+        for offset, length, _ in windows:
             end, head, tail = offset + length, offset + _HEAD, offset + length - _TAIL
             ends = [(offset, end)] if head >= tail else [(offset, head), (tail, end)]
             for start, end in ends:
@@ -223,33 +214,33 @@ class _Blocks:
         return pread(self._file, count, position)
 
 
-def _stored(archive: TorchZip, known: _Known) -> StoredItem:
-    view = known.views.get(archive.pickle)
+def _stored(archive: TorchZip, decoded: _Decoded) -> StoredItem:
+    view = decoded.views.get(archive.pickle)
     if view is None:
         try:
             view = read_view(unpickled(archive.path, archive.pickle))
         except TensorFormError as error:
             raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
-        if len(known.views) < _KNOWN_PICKLES:
-            known.views[archive.pickle] = view
+        if len(decoded.views) < _MOST_PICKLES:
+            decoded.views[archive.pickle] = view
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize
     if size < needed and 0 not in view.sizes:
         raise CorruptError(
-            f"{archive.path}: an item's storage has {size} bytes, its pickle says {needed}"
+            f"{archive.path}: an item's storage has {size} bytes, but its pickle needs {needed}"
         )
     start = 0 if storage is None else storage.offset
     return StoredItem(view, start + view.offset * view.dtype.itemsize)
 
 
 def inflated_bytes(catalog: Catalog) -> int:
-    """Return how many bytes `inflate` writes at most; 0 if nothing is compressed."""
+    """Return the most bytes that `inflate` writes; 0 if nothing is compressed."""
     return sum(limit for entry in catalog.tensors.values() for _, limit in _limits(entry))
 
 
 def _limits(entry: TensorEntry) -> Iterator[tuple[int, int]]:
-    """Yield the compressed chunks of a tensor, and how many bytes each may have: its box's."""
+    """Yield the compressed chunks of a tensor, and the most bytes of each: its declared box."""
     for row in np.flatnonzero(entry.chunks.compressed).tolist():
         yield row, prod(entry.chunks.sizes[row].tolist()) * entry.dtype.itemsize + _SLACK
 
@@ -258,8 +249,8 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
     """Return the catalog with every chunk decompressed into `path`; itself if none is compressed.
 
     Raises:
-        CorruptError: an item cannot be decompressed, or is not what the metadata declares. Of one
-            that holds more, no more is written than is declared for it.
+        CorruptError: an item cannot be decompressed, or is not the declared tensor. No more is
+            written of an item than is declared.
         UsageError: no zstd library is installed.
     """
     if not inflated_bytes(catalog):
@@ -272,8 +263,8 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
             for row, limit in _limits(entry):
                 chunk = entry.chunks[row].source
                 window = (chunk.offset, chunk.length)
-                what = f"tensor {name}: {chunk.path}"
-                size = decompress(what, files.source(chunk.path), window, out, limit)
+                name_of_chunk = f"tensor {name}: {chunk.path}"
+                size = decompress(name_of_chunk, files.source(chunk.path), window, out, limit)
                 archives.append(ByteRange(path, at, size))
                 windows.setdefault(name, {})[row] = archives[-1]
                 at += size
@@ -289,13 +280,13 @@ def inflate(catalog: Catalog, path: Path) -> Catalog:
 def _inflated(
     entry: TensorEntry, windows: dict[int, ByteRange], path: Path, problems: list[UnshardError]
 ) -> TensorEntry:
-    """Return a tensor whose compressed chunks are in `windows` of the file `path`, by row."""
+    """Return a tensor whose compressed chunks are now in `windows` of the file `path`, by row."""
     if not windows:
         return entry
     table = entry.chunks
     spans = np.array([(0, window.offset, window.length) for window in windows.values()])
-    found = read_items([path], *spans.T)
-    items = {row: found.item(at) for at, row in enumerate(windows)}
+    stored = read_items([path], *spans.T)
+    items = {row: stored.item(at) for at, row in enumerate(windows)}
     draft = TensorDraft(entry.fqn, entry.dtype, entry.shape, entry.sharding)
     for row, chunk in enumerate(table):
         file, start, strides = int(table.file[row]), chunk.source.offset, chunk.strides
@@ -320,12 +311,12 @@ def _misfit(entry: TensorEntry, chunk: Chunk, item: StoredItem | UnshardError) -
     at = list(chunk.box.offsets)
     where = f"tensor {entry.fqn}: {chunk.source.path.name}: its chunk {at}"
     if isinstance(item, UnshardError):
-        what = item.subject.rpartition(": ")[2]
+        reason = item.subject.rpartition(": ")[2]
         return CorruptError(
-            f"{where} is compressed, and does not contain a tensor of torch: {what}"
+            f"{where} is compressed, and does not contain a tensor of torch: {reason}"
         )
     return CorruptError(
-        f"{where} is not what is stored for it",
+        f"{where} is stored as another tensor",
         expected=f"{entry.dtype} {list(chunk.box.sizes)}, as the metadata declares",
         found=f"{item.view.dtype} {list(item.view.sizes)}",
     )

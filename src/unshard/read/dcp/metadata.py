@@ -1,8 +1,8 @@
-"""The `.metadata` of torch.distributed.checkpoint (DCP): which items make which tensors, and where.
+"""The `.metadata` of torch.distributed.checkpoint (DCP): tensors, and the places of their items.
 
 A pickle of a `Metadata` object: per name the shape, dtype and chunks (`state_dict_metadata`), the
 path in the saved dict (`planner_data`), and per chunk the file, offset and length of its item
-(`storage_data`). Without collectives every rank writes its own, `__R.metadata`, of its own chunks.
+(`storage_data`). Without collectives every rank writes its own chunks to `__R.metadata`.
 
 Source: `torch.distributed.checkpoint.metadata`, `.filesystem`; the files of torch 2.2 to 2.15.
 """
@@ -10,9 +10,10 @@ Source: `torch.distributed.checkpoint.metadata`, `.filesystem`; the files of tor
 import re
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,16 +40,15 @@ from unshard.tensors.boxes import Ints, distinct
 from unshard.tensors.dtypes import DType
 
 _MAX_OFFSET = 1 << 62
-# Metadata with the plans of all ranks in addition, from Megatron-core 0.17 on.
+# Metadata that also has the plans of all ranks, from Megatron-core 0.17 on.
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _ZSTD = re.compile(r"stream\.zstd/1(\..*)?")
 
-_Cuts = dict[tuple[tuple[int, ...], bytes], Ints]
-"""Boxes that are known, by shape and bytes."""
+_SharedBoxes = dict[tuple[tuple[int, ...], bytes], Ints]
+"""The boxes of tensors so far, by shape and bytes: tensors that are cut alike share them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DescribedTensor:
+class DescribedTensor(NamedTuple):
     """A tensor as the metadata describes it.
 
     Attributes:
@@ -65,15 +65,15 @@ class DescribedTensor:
 
 @dataclass(slots=True)
 class DcpMetadata:
-    """What one or several metadata files say together.
+    """The union of one or several metadata files.
 
     Attributes:
         tensors: by flat name, in the order of the saved dict.
         objects: flat names of values that are not tensors, in the same order.
         paths: of flat names in the saved dict; empty if the save was not flattened.
         steps: the same, with the indices of lists as numbers, which keys of dicts never are.
-        stored: where each chunk is stored.
-        items: where each object is stored, by flat name.
+        stored: the place of each chunk.
+        items: the place of each object, by flat name.
     """
 
     tensors: dict[str, DescribedTensor] = field(default_factory=dict)
@@ -85,12 +85,12 @@ class DcpMetadata:
 
 
 def read_metadata(files: Iterable[Path]) -> DcpMetadata:
-    """Return what these metadata files say together.
+    """Read metadata files and unite them.
 
     Raises:
         IncompleteError: a file is empty.
-        CorruptError: it is not valid metadata, or contradicts another one.
-        UnsafeError: its pickle names something that runs commands.
+        CorruptError: a file is not valid metadata, or contradicts another one.
+        UnsafeError: its pickle would run commands.
         NotMergeableError: its items were transformed in an unknown way.
     """
     whole, draft = DcpMetadata(), ItemDraft()
@@ -100,9 +100,9 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
         except TensorFormError as error:
             raise CorruptError(f"{path}: not a valid DCP metadata file: {error}") from error
     whole.stored = draft.table()
-    named = [name for name in whole.paths if name in whole.tensors]
-    if len(named) == len(whole.tensors):
-        whole.tensors = {name: whole.tensors[name] for name in named}
+    in_order = [name for name in whole.paths if name in whole.tensors]
+    if len(in_order) == len(whole.tensors):
+        whole.tensors = {name: whole.tensors[name] for name in in_order}
     objects = (name for name in whole.paths if name in whole.objects)
     whole.objects = dict.fromkeys((*objects, *whole.objects))
     return whole
@@ -110,68 +110,70 @@ def read_metadata(files: Iterable[Path]) -> DcpMetadata:
 
 def _add(whole: DcpMetadata, draft: ItemDraft, path: Path, value: Value) -> None:
     fields = _metadata_fields(value)
-    described = _named(member(fields, "state_dict_metadata"))
-    cuts: _Cuts = {}
-    for name, one in described.items():
-        if _is(one, "BytesStorageMetadata"):
+    described = _dict_by_name(member(fields, "state_dict_metadata"))
+    shared: _SharedBoxes = {}
+    for name, description in described.items():
+        if _is(description, "BytesStorageMetadata"):
             whole.objects[name] = None
-        elif _is(one, "TensorStorageMetadata"):
-            tensor = _described_tensor(name, one, cuts)
-            first = whole.tensors.setdefault(name, tensor)
-            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
-                raise CorruptError(
-                    f"{path}: tensor {name}: {tensor.dtype} {list(tensor.shape)}",
-                    expected=f"{first.dtype} {list(first.shape)}, as the files of other ranks say",
-                )
-            if first is not tensor:
-                both = _distinct(np.concatenate([first.chunks, tensor.chunks]))
-                whole.tensors[name] = replace(first, chunks=both)
+        elif _is(description, "TensorStorageMetadata"):
+            _add_tensor(whole, path, name, _described_tensor(name, description, shared))
         else:
             raise TensorFormError(f"metadata of unknown form for {name}")
     planned = member(fields, "planner_data")
-    steps = _paths(planned, described)
+    steps = {} if planned is None else _paths(_dict_by_name(planned), described)
     whole.steps |= steps
     whole.paths |= {name: tuple(map(str, path)) for name, path in steps.items()}
     storage = member(fields, "storage_data")
     if not isinstance(storage, dict):
         raise TensorFormError("storage data of unknown form")
-    known = described.keys() if planned is None else None
+    allowed = described.keys() if planned is None else None
     for index, info in storage.items():
         if isinstance(index, Places):
-            _check_described(index.names, known)
+            _check_described(index.names, allowed)
             draft.add_places(index, lambda file: _check_file(path, file))
             continue
         name, offsets = _index(index)
-        _check_described([name], known)
+        _check_described([name], allowed)
         item = _item(path, info)
         draft.add(name, offsets, item)
         if offsets is None:
             whole.items[name] = item
 
 
-def _check_described(names: Iterable[str], known: Collection[str] | None) -> None:
+def _add_tensor(whole: DcpMetadata, path: Path, name: str, tensor: DescribedTensor) -> None:
+    first = whole.tensors.setdefault(name, tensor)
+    if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+        raise CorruptError(
+            f"{path}: tensor {name}: {tensor.dtype} {list(tensor.shape)}",
+            expected=f"{first.dtype} {list(first.shape)}, as in the files of other ranks",
+        )
+    if first is not tensor:
+        chunks = _distinct(np.concatenate([first.chunks, tensor.chunks]))
+        whole.tensors[name] = first._replace(chunks=chunks)
+
+
+def _check_described(names: Iterable[str], allowed: Collection[str] | None) -> None:
     for name in names:
-        if known is not None and name not in known:
-            raise TensorFormError(f"storage data of {name!r}, which it does not describe")
+        if allowed is not None and name not in allowed:
+            raise TensorFormError(f"storage data of {name!r}, which is not described")
 
 
-def _paths(planned: Value, described: dict[str, Value]) -> dict[str, tuple[str | int, ...]]:
-    """Return the path of every name; none where the saved dict was not flattened."""
-    if planned is None:
-        return {}
+def _paths(
+    planned: dict[str, Value], described: dict[str, Value]
+) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of every name in the saved dict."""
     paths: dict[str, tuple[str | int, ...]] = {}
-    for name, parts in _named(planned).items():
+    for name, parts in planned.items():
         match parts:
             case [_, *_] if all(
                 isinstance(part, str) or (type(part) is int and 0 <= part < _MAX_OFFSET)
-                for part in parts  # keys of dicts and indices of lists
+                for part in parts  # keys of dicts, and indices of lists
             ):
                 paths[name] = tuple(part if isinstance(part, str | int) else "" for part in parts)
         if name in described and ".".join(map(str, paths.get(name, ()))) != name:
             raise TensorFormError(f"a plan that gives {name!r} another path")
-    lost = [name for name in described if name not in paths]
-    if lost:
-        raise TensorFormError(f"a plan in which {len(lost)} names are missing: {lost[0]!r}")
+    if missing := [name for name in described if name not in paths]:
+        raise TensorFormError(f"a plan without {len(missing)} names: {missing[0]!r}")
     return paths
 
 
@@ -188,13 +190,13 @@ def _is(value: Value, name: str) -> bool:
     )
 
 
-def _named(value: Value) -> dict[str, Value]:
+def _dict_by_name(value: Value) -> dict[str, Value]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise TensorFormError("a dict by name was expected")
     return value
 
 
-def _described_tensor(name: str, described: Value, cuts: _Cuts) -> DescribedTensor:
+def _described_tensor(name: str, described: Value, shared: _SharedBoxes) -> DescribedTensor:
     fields = state_of(described)
     properties = member(fields, "properties")
     chunks = member(fields, "chunks")
@@ -203,13 +205,12 @@ def _described_tensor(name: str, described: Value, cuts: _Cuts) -> DescribedTens
         raise TensorFormError(f"metadata of unknown form for tensor {name}")
     match properties.state:
         case (dtype, *_) | {"dtype": dtype}:
-            pass
-        case _:
-            raise TensorFormError(f"properties of unknown form for tensor {name}")
-    return DescribedTensor(dtype_named(dtype), shape, _chunks(name, shape, chunks, cuts))
+            boxes = _chunks(name, shape, chunks, shared)
+            return DescribedTensor(dtype_named(dtype), shape, boxes)
+    raise TensorFormError(f"properties of unknown form for tensor {name}")
 
 
-def _chunks(name: str, shape: tuple[int, ...], chunks: list[Value], cuts: _Cuts) -> Ints:
+def _chunks(name: str, shape: tuple[int, ...], chunks: list[Value], shared: _SharedBoxes) -> Ints:
     """Return the boxes of a tensor; see `DescribedTensor`."""
     numbers, count, size = array("q"), 0, np.array(shape, np.int64)
     for chunk in chunks:
@@ -224,14 +225,15 @@ def _chunks(name: str, shape: tuple[int, ...], chunks: list[Value], cuts: _Cuts)
             count += 1
         if not len(offsets) == len(sizes) == len(shape):
             raise _outside(name, shape, offsets, sizes)
-    if (known := cuts.get((shape, numbers.tobytes()))) is not None and len(known) == count:
-        return known
+    equal = shared.get((shape, numbers.tobytes()))
+    if equal is not None and len(equal) == count:
+        return equal
     boxes = np.frombuffer(numbers, np.int64).reshape(count, 2, len(shape))
     at, n = boxes[:, 0], boxes[:, 1]
     inside = ((at >= 0) & (n >= 0) & (at + n <= np.maximum(size, at))).all(axis=1)
     if not inside.all():
         raise _outside(name, shape, *boxes[inside.argmin()].tolist())
-    return cuts.setdefault((shape, numbers.tobytes()), _distinct(boxes))
+    return shared.setdefault((shape, numbers.tobytes()), _distinct(boxes))
 
 
 def _distinct(boxes: Ints) -> Ints:
@@ -250,7 +252,7 @@ def _outside(
 
 
 def _index(index: Value) -> tuple[str, tuple[int, ...] | None]:
-    """Return the flat name and the offsets of an item; None for those of an object."""
+    """Return the flat name of an item, and its offsets; None for an object."""
     fields = state_of(index)
     name, offset = member(fields, "fqn"), fields.get("offset")
     if not isinstance(name, str):
@@ -263,44 +265,35 @@ def _item(source: Path, info: Value) -> Item:
         raise TensorFormError("storage data of unknown form")
     match state_of(info):
         case {"relative_path": str(path), "offset": int(offset), "length": int(length)} as fields:
-            pass
-        case _:
-            raise TensorFormError("storage data of unknown form")
-    _check_file(source, path)
-    if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
-        raise TensorFormError(f"an item of impossible size or place in {path}")
-    return Item(
-        path, offset, length, _read_compression(source, fields.get("transform_descriptors"))
-    )
+            _check_file(source, path)
+            if not 0 <= offset < _MAX_OFFSET or not 0 <= length < _MAX_OFFSET:
+                raise TensorFormError(f"an item of impossible size or place in {path}")
+            transforms = fields.get("transform_descriptors")
+            return Item(path, offset, length, _is_compressed(source, transforms))
+    raise TensorFormError("storage data of unknown form")
 
 
 @lru_cache(maxsize=65536)
 def _check_file(source: Path, path: str) -> None:
-    if _leaves(path):
+    parts = PurePosixPath(path).parts
+    is_inside = parts and not path.startswith("/") and ".." not in parts and path.isprintable()
+    if not is_inside or len(path) > 1024 or any(len(part.encode()) > 255 for part in parts):
         raise CorruptError(
             f"{source}: refers to {path[:200]!r}, which is not a file in this directory",
             hint="the metadata was damaged, or made to point elsewhere",
         )
 
 
-def _leaves(path: str) -> bool:
-    """Return whether a relative path is anything but that of a file inside the directory."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or not path.isprintable():
-        return True
-    return len(path) > 1024 or any(len(part.encode()) > 255 for part in parts)
-
-
-def _read_compression(source: Path, transforms: Value) -> bool:
+def _is_compressed(source: Path, transforms: Value) -> bool:
     """Return whether an item is compressed; raise if it was transformed in any other way."""
     match transforms:
         case None | []:
             return False
-        case [str(one)] if _ZSTD.fullmatch(one):
+        case [str(transform)] if _ZSTD.fullmatch(transform):
             return True
     shown = ", ".join(map(named, transforms[:4])) if isinstance(transforms, list) else "something"
     raise NotMergeableError(
-        f"{source}: its items were transformed by {shown}, which unshard does not know",
+        f"{source}: its items were transformed by {shown}, which unshard cannot undo",
         expected="plain items, or stream.zstd/1",
         hint="load it with torch and the extension that wrote it, and save it again",
     )

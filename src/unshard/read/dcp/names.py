@@ -1,15 +1,15 @@
-"""The names of DCP's files, and those that trainers give the parts of what they save."""
+"""Names of DCP's files, and the keys under which trainers save their state."""
 
 import re
 
 ACCELERATE = "pytorch_model_fsdp_"
-"""What accelerate's folders start with."""
+"""The start of accelerate's folders."""
 
 METADATA = re.compile(r"(?:__\d+)?\.metadata")
 UNFINISHED = re.compile(r"(?:__\d+)?\.metadata\.tmp")
 
 MODEL_KEYS = ("model", "state_dict", "module", "model_state_dict")
-"""What trainers call the model in the dict that they save."""
+"""The key of the model in the dict that trainers save."""
 OTHER_KEYS = frozenset(
     """
     callbacks dataloader dataset ema ema_model extra_state grad_scaler integrations loops
@@ -17,4 +17,4 @@ OTHER_KEYS = frozenset(
     scheduler schedulers timestamp train_state trainer trainer_state
     """.split()
 )
-"""What trainers call training state in it, and the average of a model."""
+"""The keys of training state in it, and of the average of a model."""

@@ -1,6 +1,6 @@
 """The optimizer's state in torch.distributed.checkpoint (DCP), next to the model or in its own.
 
-| where | who |
+| where | trainers |
 |---|---|
 | in the model's directory | torchtitan, VeOmni, OLMo-core, Lightning, Composer, prime-rl |
 | `optimizer_I/` next to `pytorch_model_fsdp_I/` | accelerate and the HF Trainer |
@@ -43,19 +43,19 @@ _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _LARGEST = 1 << 24
-"""Bytes of an object: the names of all parameters are one."""
+"""Bytes of an object: the names of all parameters are one object."""
 
 _Path = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class _Found:
-    """Which flat names of a checkpoint are the state of an optimizer, and of what.
+class _StateNames:
+    """The flat names of an optimizer's state in a checkpoint.
 
     Attributes:
-        tensors: parameter and key; `objects`: the same of what is not a tensor.
-        groups: number of the group and key; of flattened ones, parameter and key.
-        inner: what torch made of lists and dicts in the state, which is not read.
+        tensors: name -> parameter and key; `objects`: the same of values that are not tensors.
+        groups: name -> number of the group and key; of flattened groups, parameter and key.
+        inner: names inside lists and dicts of the state, which are left out.
     """
 
     tensors: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -73,21 +73,21 @@ def read_optimizer(places: Iterable[Location]) -> SavedState | None:
     """
     for place in places:
         metadata = read_metadata(metadata_files(place))
-        found = _find(metadata, str(place.weights_dir))
-        if found is not None:
-            return _read(metadata, found, place)
+        names = _find(metadata, str(place.weights_dir))
+        if names is not None:
+            return _read(metadata, names, place)
     return None
 
 
 def places_beside(location: Location) -> list[Location]:
-    """Return the directories next to a model's in which its optimizer is."""
+    """Return the directories of the optimizer next to the directory of a model."""
     name, places = location.weights_dir.name, list[Location]()
     own = _OPTIMIZER_FOLDER + name.removeprefix(_MODEL_FOLDER)
     names = (own,) if name.startswith(_MODEL_FOLDER) else _FOLDERS
-    beside = [[root.with_name(other) for root in location.roots] for other in names]
+    folders = [[root.with_name(other) for root in location.roots] for other in names]
     nemo_rl = [root.parent for root in location.roots if root.parent.name == "weights"]
-    beside.append([weights.with_name("optimizer") / "optim" for weights in nemo_rl])
-    for paths in beside:
+    folders.append([weights.with_name("optimizer") / "optim" for weights in nemo_rl])
+    for paths in folders:
         roots = [path for path in paths if path.is_dir()]
         if any((root / ".metadata").exists() for root in roots):
             places.append(replace(location, weights_dir=roots[0], also=tuple(roots[1:]), file=None))
@@ -95,139 +95,142 @@ def places_beside(location: Location) -> list[Location]:
 
 
 def dcp_root(location: Location) -> Path:
-    """Return the directory that has all directories of a DCP checkpoint."""
+    """Return the directory that contains all directories of a DCP checkpoint."""
     root = location.weights_dir
     is_inner = root.name.startswith(_MODEL_FOLDER) or places_beside(location)
     return root.parent if is_inner else root
 
 
-def _find(metadata: DcpMetadata, where: str) -> _Found | None:
-    by_prefix: dict[_Path, _Found] = {}
+def _find(metadata: DcpMetadata, where: str) -> _StateNames | None:
+    by_prefix: dict[_Path, _StateNames] = {}
     for name in (*metadata.tensors, *metadata.objects):
-        path = metadata.paths.get(name, (name,))
-        sorted_in = _sort(path)
-        if sorted_in is None:
+        parts = _parts_of(metadata.paths.get(name, (name,)))
+        if parts is None:
             continue
-        prefix, is_group, owner, key, is_flat = sorted_in
-        found = by_prefix.setdefault(prefix, _Found())
-        found.is_flat |= is_flat
-        if is_group:
-            found.groups[name] = owner, key
+        prefix, kind, owner, key, is_flat = parts
+        names = by_prefix.setdefault(prefix, _StateNames())
+        names.is_flat |= is_flat
+        if kind == _GROUPS:
+            names.groups[name] = owner, key
         elif len(key) > 1:
-            found.inner.append(name)
+            names.inner.append(name)
         else:
-            kind = found.tensors if name in metadata.tensors else found.objects
-            kind[name] = owner, key[0]
-    # Of an optimizer that has no state yet, or needs none, there are the groups alone.
-    by_prefix = {at: found for at, found in by_prefix.items() if found.groups}
+            stored = names.tensors if name in metadata.tensors else names.objects
+            stored[name] = owner, key[0]
+    # An optimizer that has no state yet, or needs none, has groups alone.
+    by_prefix = {prefix: names for prefix, names in by_prefix.items() if names.groups}
     if len(by_prefix) > 1:
         raise NotMergeableError(
             f"{where}: has the state of {len(by_prefix)} optimizers",
             expected="one",
-            found=", ".join(".".join(at) for at in by_prefix),
+            found=", ".join(".".join(prefix) for prefix in by_prefix),
             hint="save one of them",
         )
     return next(iter(by_prefix.values()), None)
 
 
-def _sort(path: _Path) -> tuple[_Path, bool, str, _Path, bool] | None:
-    """Return prefix, whether it is of a group, owner, key, whether it is flattened; or None."""
+def _parts_of(path: _Path) -> tuple[_Path, str, str, _Path, bool] | None:
+    """Return prefix, "state" or "param_groups", owner, key, and whether it is flattened; or None.
+
+    The owner is a parameter, or the number of a group.
+    """
     if _GROUPS in path[:-2]:
         at = path.index(_GROUPS)
-        return path[:at], True, path[at + 1], path[at + 2 :], False
+        return path[:at], _GROUPS, path[at + 1], path[at + 2 :], False
     if len(path) > 2 and path[-3] == _STATE:
-        return path[:-3], False, path[-2], path[-1:], False
+        return path[:-3], _STATE, path[-2], path[-1:], False
     if _STATE in path[:-3]:
         at = path.index(_STATE)
-        return path[:at], False, path[at + 1], path[at + 2 :], False
+        return path[:at], _STATE, path[at + 1], path[at + 2 :], False
     for at, part in enumerate(path):
         kind, _, rest = part.partition(".")
         owner, _, key = rest.rpartition(".")
         if owner and (kind == _STATE or (kind == _GROUPS and at == len(path) - 1)):
-            return path[:at], kind == _GROUPS, owner, (key, *path[at + 1 :]), True
+            return path[:at], kind, owner, (key, *path[at + 1 :]), True
     return None
 
 
-def _read(metadata: DcpMetadata, found: _Found, place: Location) -> SavedState:
-    owners = [owner for owner, _ in (*found.tensors.values(), *found.objects.values())]
-    numbers = all(map(str.isdecimal, owners))
+def _read(metadata: DcpMetadata, names: _StateNames, place: Location) -> SavedState:
+    owners = [owner for owner, _ in (*names.tensors.values(), *names.objects.values())]
+    are_numbers = all(map(str.isdecimal, owners))
 
     def key_of(owner: str) -> Key:
-        return int(owner) if numbers else owner
+        return int(owner) if are_numbers else owner
 
-    names = {flat: flat_name(*of) for flat, of in found.tensors.items()}
-    tensors, archives = read_tensors(metadata, names, place.roots)
-    keys: dict[Key, list[str]] = {}
-    for owner, key in found.tensors.values():
-        keys.setdefault(key_of(owner), []).append(key)
-    for parameter, kinds in keys.items():
-        refuse_quantised(f"{place.weights_dir}: parameter {parameter}", kinds)
+    flat_names = {name: flat_name(*parts) for name, parts in names.tensors.items()}
+    tensors, archives = read_tensors(metadata, flat_names, place.roots)
+    kinds: dict[Key, list[str]] = {}
+    for owner, kind in names.tensors.values():
+        kinds.setdefault(key_of(owner), []).append(kind)
+    for parameter, own in kinds.items():
+        refuse_quantised(f"{place.weights_dir}: parameter {parameter}", own)
     values: dict[Key, dict[str, Plain]] = {}
-    left_out = [f"{name}: inside a list or dict" for name in found.inner]
-    for name, (owner, key) in found.objects.items():
-        read = read_value(metadata, place, name)
-        values.setdefault(key_of(owner), {})[key] = read.value
-        left_out += read.notes
-    groups = _groups(metadata, found, place)
-    notes = left_out_note(place.weights_dir.name, (*left_out, *groups.notes))
-    catalog = Catalog("", 1, tensors, archives=archives)
-    where, is_flat = str(place.weights_dir), found.is_flat
-    return SavedState(where, catalog, keys, groups.value, values, notes, flattened=is_flat)
-
-
-def _groups(metadata: DcpMetadata, found: _Found, place: Location) -> Noted[list[Group]]:
-    """Return the parameter groups, of which every value is an object or a tensor of its own."""
-    values: dict[str, dict[str, Plain]] = {}
-    listed: dict[str, list[Key]] = {}
-    left_out: list[str] = []
-    tensors, _ = read_tensors(
-        metadata, {name: name for name in found.groups if name in metadata.tensors}, place.roots
+    left_out = [f"{name}: inside a list or dict" for name in names.inner]
+    for name, (owner, key) in names.objects.items():
+        value, notes = read_value(metadata, place, name)
+        values.setdefault(key_of(owner), {})[key] = value
+        left_out += notes
+    groups, notes = _groups(metadata, names, place)
+    return SavedState(
+        str(place.weights_dir),
+        Catalog("", 1, tensors, archives=archives),
+        kinds,
+        groups,
+        values,
+        left_out_note(place.weights_dir.name, (*left_out, *notes)),
+        flattened=names.is_flat,
     )
+
+
+def _groups(metadata: DcpMetadata, names: _StateNames, place: Location) -> Noted[list[Group]]:
+    """Return the parameter groups, whose values are each an object or a tensor."""
+    values: dict[str, dict[str, Plain]] = {}
+    params: dict[str, list[Key]] = {}
+    left_out: list[str] = []
+    in_tensors = {name: name for name in names.groups if name in metadata.tensors}
+    tensors, _ = read_tensors(metadata, in_tensors, place.roots)
     numbers = numbers_of(tensors)
-    for name, (owner, key) in found.groups.items():
-        if name in numbers:
-            value: Plain = numbers[name]
-        elif name in tensors:
-            value = None
+    for name, (owner, key) in names.groups.items():
+        value: Plain = numbers.get(name)
+        if name in tensors and name not in numbers:
             left_out.append(f"{name}: a tensor that has dimensions or is compressed")
-        else:
-            read = read_value(metadata, place, name)
-            value = read.value
-            left_out += read.notes
-        fields, params = values.setdefault(owner, {}), listed.setdefault(owner, [])
-        if key[0] == _PARAMS and not found.is_flat:
+        elif name not in tensors:
+            value, notes = read_value(metadata, place, name)
+            left_out += notes
+        fields, listed = values.setdefault(owner, {}), params.setdefault(owner, [])
+        if key[0] == _PARAMS and not names.is_flat:
             inner = value if isinstance(value, list) else [value]
-            params += [one for one in inner if isinstance(one, int | str)]
+            listed += [param for param in inner if isinstance(param, int | str)]
         elif len(key) == 1:
             fields[key[0]] = value
         else:  # a list or tuple that was flattened
             whole = fields.setdefault(key[0], [])
             if isinstance(whole, list):
                 whole.append(value)
-    if found.is_flat:
+    if names.is_flat:
         groups: list[Group] = [([owner], fields) for owner, fields in values.items()]
         return Noted(groups, tuple(left_out))
     order = sorted(values, key=lambda owner: (len(owner), owner))
-    return Noted([(listed[owner], values[owner]) for owner in order], tuple(left_out))
+    return Noted([(params[owner], values[owner]) for owner in order], tuple(left_out))
 
 
 def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain]:
-    """Return a pickled object as a plain value; None if it has none, and what was left out of it.
+    """Return a pickled object as a plain value, with notes of the parts that have no plain form.
 
     Raises:
         IncompleteError: its file is missing or too short.
     """
     path, item = place_of(metadata, place, name)
     if item.compressed:
-        archive = _decompressed(path, inflated_object(path, item, name))
+        archive = _unzipped(path, inflated_object(path, item, name))
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
-    read = plain_values(archive._replace(value={name: archive.value}))
-    return Noted(read.value.get(name) if isinstance(read.value, dict) else None, read.notes)
+    value, notes = plain_values(archive._replace(value={name: archive.value}))
+    return Noted(value.get(name) if isinstance(value, dict) else None, notes)
 
 
 def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, Item]:
-    """Return where a pickled object is.
+    """Return the file of a pickled object, and its place there.
 
     Raises:
         IncompleteError: its file is missing or too short.
@@ -244,15 +247,15 @@ def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, I
 
 
 def inflated_object(path: Path, item: Item, name: str, most: int = _LARGEST) -> bytes:
-    """Return what a compressed object is, of so many bytes at most."""
+    """Return the decompressed bytes of an object, `most` at most."""
     out = BytesIO()
     with opened(path) as file:
         decompress(f"{path}: {name}", file, (item.offset, item.length), out, most)
     return out.getvalue()
 
 
-def _decompressed(path: Path, data: bytes) -> TorchFile:
-    """Return what a compressed object has; of tensors inside it nothing can be read."""
+def _unzipped(path: Path, data: bytes) -> TorchFile:
+    """Return the value of a decompressed object; tensors inside it cannot be read."""
 
     def pread(count: int, at: int) -> bytes:
         return data[at : at + count]

@@ -1,4 +1,4 @@
-"""The format torch DCP, by its names; what reads it is imported when it is read."""
+"""The torch DCP format, recognised by names; its readers are imported on demand."""
 
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 
 def _claims(name: str) -> bool:
-    known = (METADATA, UNFINISHED)
-    return name.endswith(".distcp") or any(pattern.fullmatch(name) for pattern in known)
+    if name.endswith(".distcp"):
+        return True
+    return any(pattern.fullmatch(name) for pattern in (METADATA, UNFINISHED))
 
 
 def _missing(location: Location) -> str | None:
-    """Return whether `.metadata` is missing, which torch writes last."""
+    """Return a message if `.metadata` is missing, which torch writes last."""
     names = {path.name for path in location.weights_dir.iterdir()}
     if not any(name.endswith(".distcp") for name in names):
         return unfinished_file(location)
-    is_there = ".metadata" in names and ".metadata.tmp" not in names
-    return None if is_there else ".metadata is missing"
+    is_done = ".metadata" in names and ".metadata.tmp" not in names
+    return None if is_done else ".metadata is missing"
 
 
 def _reshard_format(location: Location, _: Catalog) -> ReshardFormat:
@@ -40,7 +41,7 @@ def _reshard_format(location: Location, _: Catalog) -> ReshardFormat:
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
-    from unshard.read.dcp.weights import read
+    from unshard.read.dcp.model import read
 
     return read(location, options)
 

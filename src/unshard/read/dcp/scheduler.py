@@ -1,7 +1,7 @@
-"""Rebuild the scheduler that a DCP checkpoint has, which torch flattened into items.
+"""Rebuilds a scheduler, which torch flattens into items of a DCP checkpoint.
 
-Lists are known by their indices. Keys became words: those of `MultiStepLR.milestones`, which are
-numbers, are numbers again; of other dicts it is not recorded.
+Indices show which values were lists. DCP turns keys into words: those of `MultiStepLR.milestones`
+become numbers again; for other dicts the type of the keys is not recorded.
 
 Source: `torch.distributed.checkpoint._traverse`, `torch.optim.lr_scheduler`.
 """
@@ -20,89 +20,89 @@ from unshard.read.format import Location
 from unshard.tensors.catalog import TensorEntry
 
 SCHEDULER = "lr_scheduler"
-"""What the scheduler is called in the dict that is saved; so do torchtitan and torch's examples."""
+"""The scheduler's key in the dict that torchtitan and torch's examples save."""
 SCHEDULERS = (SCHEDULER, "scheduler")
-_MILESTONES = "milestones"
 _LARGEST = 1 << 16
 """Bytes of a tensor of a scheduler."""
 
 
 class _RebuildError(ValueError):
-    """The value cannot be rebuilt. The message has why."""
+    """The value cannot be rebuilt. The message is the reason."""
 
 
-class _Parts(dict[str | int, object]):
-    """A dict or list that was flattened, unlike a dict that was saved as an object."""
+class _Branch(dict[str | int, object]):
+    """A flattened dict or list; a dict that was saved as one object is not a branch."""
 
 
 def read_scheduler(place: Location) -> Noted[Plain]:
-    """Return the scheduler that was saved in a directory; None, perhaps with a note, without."""
+    """Return the scheduler in a directory, or None; with notes of problems."""
     metadata = read_metadata(metadata_files(place))
-    found: dict[ItemPath, dict[ItemPath, str]] = {}
+    schedulers: dict[ItemPath, dict[ItemPath, str]] = {}
     for name in (*metadata.objects, *metadata.tensors):
         path = metadata.steps.get(name, (name,))
         at = next((at for at, part in enumerate(path[:-1]) if part in SCHEDULERS), None)
         if at is not None:
-            found.setdefault(path[: at + 1], {})[path[at + 1 :]] = name
-    if not found:
+            schedulers.setdefault(path[: at + 1], {})[path[at + 1 :]] = name
+    if not schedulers:
         return Noted(None)
-    notes = [f"{len(found)} schedulers were saved: only the first is written"] * (len(found) > 1)
-    start, names = next(iter(found.items()))
+    notes = []
+    if len(schedulers) > 1:
+        notes.append(f"{len(schedulers)} schedulers were saved: only the first is written")
+    start, names = next(iter(schedulers.items()))
     where = ".".join(map(str, start))
     try:
-        value = _rebuilt(_parts(metadata, place, names, notes), where, notes)
-        if not isinstance(value, dict):
-            raise _RebuildError("several schedulers")  # noqa: TRY301 (one place says the rest)
+        value = _rebuilt(_tree(metadata, place, names, notes), where, notes)
     except _RebuildError as error:
         return Noted(None, (*notes, f"{where}: left out: {error}"))
+    if not isinstance(value, dict):
+        return Noted(None, (*notes, f"{where}: left out: several schedulers"))
     return Noted(value, tuple(notes))
 
 
-def _parts(
+def _tree(
     metadata: DcpMetadata, place: Location, names: Mapping[ItemPath, str], notes: list[str]
-) -> _Parts:
+) -> _Branch:
     """Return the values at their paths."""
-    flat = {name: name for name in names.values() if name in metadata.tensors}
-    tensors, _ = read_tensors(metadata, flat, place.roots)
-    whole = _Parts()
+    in_tensors = {name: name for name in names.values() if name in metadata.tensors}
+    tensors, _ = read_tensors(metadata, in_tensors, place.roots)
+    root = _Branch()
     for path, name in names.items():
-        inner = whole
+        branch = root
         for part in path[:-1]:
-            below = inner.setdefault(part, _Parts())
-            if not isinstance(below, _Parts):
+            inner = branch.setdefault(part, _Branch())
+            if not isinstance(inner, _Branch):
                 raise _RebuildError(f"{name} is inside another value")
-            inner = below
+            branch = inner
         if name in tensors:
-            inner[path[-1]] = _tensor(tensors[name])
+            branch[path[-1]] = _tensor(tensors[name])
         else:
-            read = read_value(metadata, place, name)
-            inner[path[-1]] = read.value
-            notes += [f"left out {one}" for one in read.notes]
-    return whole
+            branch[path[-1]], left_out = read_value(metadata, place, name)
+            notes += [f"left out {note}" for note in left_out]
+    return root
 
 
 def _tensor(entry: TensorEntry) -> SavedTensor:
     chunks = entry.chunks
     is_plain = len(chunks) == 1 and chunks.strides is None and not chunks.compressed[0]
     if not is_plain or not entry.size_bytes == chunks.length[0] <= _LARGEST:
-        raise _RebuildError(f"the tensor {entry.fqn} is large, compressed or in parts")
+        raise _RebuildError(f"{entry.fqn} cannot be inlined: too large, compressed or sharded")
     with opened(chunks.paths[int(chunks.file[0])]) as file:
         (data,) = pread_many(file, [(entry.size_bytes, int(chunks.start[0]))])
     return SavedTensor(entry.dtype, entry.shape, data)
 
 
 def _rebuilt(value: object, where: str, notes: list[str]) -> Plain:
-    """Return a value with lists and dicts in place of their parts."""
-    if not isinstance(value, _Parts):
+    """Return a value with lists and dicts in place of branches."""
+    if not isinstance(value, _Branch):
         return value
-    made = {key: _rebuilt(part, f"{where}.{key}", notes) for key, part in value.items()}
-    if any(isinstance(key, int) for key in made):
-        if set(made) != set(range(len(made))):
-            raise _RebuildError(f"{where} is a list of which parts are missing")
-        return [made[index] for index in range(len(made))]
-    numbers = [key for key in made if str(key).isdecimal()]
-    if where.endswith(f".{_MILESTONES}") and len(numbers) == len(made):
-        return Counter({int(key): part for key, part in made.items()})
+    values = {key: _rebuilt(part, f"{where}.{key}", notes) for key, part in value.items()}
+    if any(isinstance(key, int) for key in values):
+        if set(values) != set(range(len(values))):
+            raise _RebuildError(f"{where} is a list without some of its parts")
+        return [values[index] for index in range(len(values))]
+    numbers = [key for key in values if str(key).isdecimal()]
+    if where.endswith(".milestones") and len(numbers) == len(values):
+        return Counter({int(key): part for key, part in values.items()})
     if numbers:
-        notes.append(f"{where}: its keys, such as {numbers[0]}, are words now, as DCP has them")
-    return made
+        notes.append(f"{where}: its keys, such as {numbers[0]}, stay words, as DCP stores them")
+    return values

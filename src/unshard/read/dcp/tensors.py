@@ -1,15 +1,14 @@
-"""The tensors of torch.distributed.checkpoint (DCP), each as it is declared and as it is stored.
+"""The tensors of torch.distributed.checkpoint (DCP), each as declared and as stored.
 
-The metadata declares every chunk; each is compared with the tensor that is stored for it, because
-torch itself writes wrong ones: with FSDP2 and tensor parallelism of uneven sizes the declared boxes
-are not those that are stored.
+Each chunk that the metadata declares is compared with the stored tensor, because torch itself
+writes wrong metadata: with FSDP2 and tensor parallelism of uneven sizes, the declared boxes are not
+the stored ones.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +29,10 @@ _ITEMS = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 
 
 def metadata_files(location: Location) -> list[Path]:
-    """Return `.metadata`, or without it those of the single ranks."""
-    found = files_in(location.roots, lambda name: bool(METADATA.fullmatch(name)))
-    whole = [path for path in found if path.name == ".metadata"]
-    if found:
-        return whole or found
+    """Return `.metadata`, or else the metadata files of single ranks."""
+    paths = files_in(location.roots, lambda name: bool(METADATA.fullmatch(name)))
+    if paths:
+        return [path for path in paths if path.name == ".metadata"] or paths
     unfinished = files_in(location.roots, lambda name: bool(UNFINISHED.fullmatch(name)))
     raise IncompleteError(
         f"{location.weights_dir}: its .metadata is missing",
@@ -46,7 +44,7 @@ def metadata_files(location: Location) -> list[Path]:
 
 
 def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Location) -> Catalog:
-    """Return the tensors of these flat names under their names, and how many ranks wrote.
+    """Return the tensors under the names that flat names map to, and the number of ranks.
 
     Raises:
         CheckpointError: files are missing or damaged, or the metadata contradicts them or itself.
@@ -59,7 +57,7 @@ def read_catalog(metadata: DcpMetadata, names: Mapping[str, str], location: Loca
 
 
 def _refuse_safetensors(metadata: DcpMetadata, roots: tuple[Path, ...]) -> None:
-    """Refuse tensors in torch's other form, of which several share one header."""
+    """Refuse torch's safetensors serialization, where several items share one header."""
     stored = metadata.stored
     numbers = [stored.names[name] for name in metadata.tensors if name in stored.names]
     rows = np.flatnonzero(np.isin(stored.keys[:, 0], numbers))
@@ -70,13 +68,13 @@ def _refuse_safetensors(metadata: DcpMetadata, roots: tuple[Path, ...]) -> None:
         head = pread(file, 9, int(stored.start[rows[0]]))
     if head[8:] == b"{":
         raise NotMergeableError(
-            f"{path}: its items are saved in the form of safetensors",
-            hint="save without FileSystemWriter's serialization_format, as torch.save does",
+            f"{path}: its items are serialized as safetensors",
+            hint="save without FileSystemWriter's serialization_format, in torch.save's form",
         )
 
 
 def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:
-    """Two items on the same bytes: then the metadata is wrong about at least one of them."""
+    """Refuse items on the same bytes: the metadata is wrong about one of them at least."""
     stored = metadata.stored
     ends = stored.start + stored.length
     order = np.lexsort((ends, stored.start, stored.file))
@@ -94,22 +92,21 @@ def _check_disjoint(metadata: DcpMetadata, location: Location) -> None:
 
 
 def _rank(path: str) -> int:
-    """Return the rank that wrote a file; 0 where its name has none."""
+    """Return the rank that wrote a file; 0 if its name has none."""
     match = _ITEMS.fullmatch(PurePosixPath(path).name)
     return int(match["rank"]) if match else 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Declared:
-    """The chunks of tensors as they are declared, as columns.
+class _Declared(NamedTuple):
+    """The declared chunks of tensors, as columns.
 
     Attributes:
         flats: flat names of the tensors.
-        tensors: what the metadata says of each.
-        ends: how many chunks the tensors up to each have.
+        tensors: their descriptions in the metadata.
+        ends: the number of chunks of the tensors up to each.
         keys: see `ItemTable`.
-        sizes: (count, dimensions), in elements, zeros behind them.
-        item: the row of each one's item; -1 where there is none.
+        sizes: (count, dimensions), in elements, padded with zeros.
+        item: the row of each chunk's item; -1 if there is none.
         stored: the items.
     """
 
@@ -143,21 +140,20 @@ class _Declared:
 def read_tensors(
     metadata: DcpMetadata, names: Mapping[str, str], roots: tuple[Path, ...]
 ) -> tuple[dict[str, TensorEntry], ByteRanges]:
-    """Return the tensors under their names, each as it is stored, and the items that were read."""
+    """Return the tensors under their names, each as it is stored, and the ranges of their items."""
     _refuse_safetensors(metadata, roots)
     declared = _declare(metadata, list(names))
     paths, file = _files(declared, roots)
     problems = _misplaced(declared, paths, file)
     is_plain = ~declared.of_items(declared.stored.compressed)
     is_plain[[row for row, _ in problems]] = False
-    start, length = (
-        declared.of_items(one) for one in (declared.stored.start, declared.stored.length)
-    )
+    stored = declared.stored
+    start, length = declared.of_items(stored.start), declared.of_items(stored.length)
     rows = np.flatnonzero(is_plain)
     windows = ByteRanges(paths, file[rows], start[rows], length[rows])
     items = read_items(paths, windows.file, windows.offset, windows.length)
     problems += _misfits(declared, rows, items)
-    raise_all(CorruptError, "the items do not fit the metadata", [one for _, one in problems])
+    raise_all(CorruptError, "the items do not fit the metadata", [error for _, error in problems])
     view = np.full(len(file), -1)
     view[rows], start[rows] = items.view, items.start
     length[rows] = _per_view(items, _span)[items.view]
@@ -168,40 +164,41 @@ def read_tensors(
 
 def _declare(metadata: DcpMetadata, flats: list[str]) -> _Declared:
     tensors = [metadata.tensors[flat] for flat in flats]
-    ends = np.cumsum([len(one.chunks) for one in tensors], dtype=np.int64)
+    ends = np.cumsum([len(tensor.chunks) for tensor in tensors], dtype=np.int64)
     count = int(ends[-1]) if flats else 0
-    most = max((len(one.shape) for one in tensors), default=0)
+    most = max((len(tensor.shape) for tensor in tensors), default=0)
     keys, sizes = np.zeros((count, 2 + most), np.int64), np.zeros((count, most), np.int64)
-    for flat, one, end in zip(flats, tensors, ends.tolist(), strict=True):
-        rows, ndim = slice(end - len(one.chunks), end), len(one.shape)
+    for flat, tensor, end in zip(flats, tensors, ends.tolist(), strict=True):
+        chunks, ndim = tensor.chunks, len(tensor.shape)
+        rows = slice(end - len(chunks), end)
         keys[rows, 0], keys[rows, 1] = metadata.stored.names.get(flat, -1), ndim
-        keys[rows, 2 : 2 + ndim], sizes[rows, :ndim] = one.chunks[:, 0], one.chunks[:, 1]
+        keys[rows, 2 : 2 + ndim], sizes[rows, :ndim] = chunks[:, 0], chunks[:, 1]
     item = metadata.stored.rows_of(keys)
     return _Declared(flats, tensors, ends, keys, sizes, item, metadata.stored)
 
 
 def _files(declared: _Declared, roots: tuple[Path, ...]) -> tuple[tuple[Path, ...], Ints]:
-    """Return the files that contain the chunks, and the number of each chunk's."""
-    stored, known = declared.stored, declared.item[declared.item >= 0]
-    used, firsts = np.unique(stored.file[known], return_index=True)
+    """Return the files that contain the chunks, and the number of each chunk's file."""
+    stored, items = declared.stored, declared.item[declared.item >= 0]
+    used, firsts = np.unique(stored.file[items], return_index=True)
     used = used[np.argsort(firsts)]
-    found = {stored.paths[number]: find_file(roots, stored.paths[number]) for number in used}
-    if missing := [name for name, path in found.items() if path is None]:
+    paths = {stored.paths[number]: find_file(roots, stored.paths[number]) for number in used}
+    if missing := [name for name, path in paths.items() if path is None]:
         raise IncompleteError(
-            f"{roots[0]}: files that the metadata names are missing: {shortened(missing, 8)}",
+            f"{roots[0]}: files that the metadata lists are missing: {shortened(missing, 8)}",
             hint="copy them here from the nodes that wrote them, or name those nodes' "
             "directories: ⟦+--also DIR⟧",
         )
     numbers = np.zeros(max(len(stored.paths), 1), np.int64)
     numbers[used] = np.arange(len(used))
     file = numbers[declared.of_items(stored.file)]
-    return tuple(path for path in found.values() if path is not None), file
+    return tuple(path for path in paths.values() if path is not None), file
 
 
 def _misplaced(
     declared: _Declared, paths: tuple[Path, ...], file: Ints
 ) -> list[tuple[int, UnshardError]]:
-    """Return the chunks without an item in a file."""
+    """Return the chunks that have no item, or whose item is not inside its file."""
     stored, rows = declared.stored, declared.item
     sizes = np.array([path.stat().st_size for path in paths] or [0])
     ends = declared.of_items(stored.start + stored.length)
@@ -210,8 +207,8 @@ def _misplaced(
         flat, size = declared.flats[declared.tensor(row)], sizes[file[row]]
         if rows[row] < 0:
             offsets, _ = declared.box(row)
-            what = f"tensor {flat}: the metadata has no item for its chunk {offsets}"
-            problems.append((row, CorruptError(what)))
+            missing = f"tensor {flat}: the metadata has no item for its chunk {offsets}"
+            problems.append((row, CorruptError(missing)))
             continue
         truncated = IncompleteError(
             f"{paths[file[row]]}: truncated: tensor {flat} is outside its {size} bytes",
@@ -223,19 +220,17 @@ def _misplaced(
 
 
 def _misfits(declared: _Declared, rows: Ints, items: StoredItems) -> list[tuple[int, UnshardError]]:
-    """Return the chunks that are not stored as they are declared; `items` are those of `rows`."""
+    """Return the chunks among `rows` whose stored tensor in `items` is not the declared one."""
     width = declared.sizes.shape[1]
-    numbers = {
-        dtype: number
-        for number, dtype in enumerate(dict.fromkeys(v.dtype for v in items.views.values()))
-    }
+    dtypes = dict.fromkeys(view.dtype for view in items.views.values())
+    numbers = {dtype: number for number, dtype in enumerate(dtypes)}
     ndim = _per_view(items, lambda view: len(view.sizes))
     dtype = _per_view(items, lambda view: numbers[view.dtype])
     sizes = np.zeros((len(ndim), width), np.int64)
     for number, view in items.views.items():
         sizes[number, : len(view.sizes)] = view.sizes[:width]
     counts = np.diff(declared.ends, prepend=0)
-    expected = np.repeat([numbers.get(one.dtype, -1) for one in declared.tensors], counts)
+    expected = np.repeat([numbers.get(t.dtype, -1) for t in declared.tensors], counts)
     same = (ndim[items.view] == declared.keys[rows, 1]) & (dtype[items.view] == expected[rows])
     same &= (sizes[items.view] == declared.sizes[rows]).all(axis=1) & (items.view >= 0)
     odd = np.flatnonzero(~same).tolist()
@@ -243,7 +238,7 @@ def _misfits(declared: _Declared, rows: Ints, items: StoredItems) -> list[tuple[
 
 
 def _misfit(declared: _Declared, row: int, items: StoredItems, at: int) -> UnshardError:
-    """Return why what is stored for a chunk is not what is declared."""
+    """Return the error of a chunk whose stored tensor is not the declared one."""
     where = declared.where(row)
     if (problem := items.problems.get(at)) is not None:
         problem.subject = f"{where}: " + problem.subject
@@ -251,19 +246,20 @@ def _misfit(declared: _Declared, row: int, items: StoredItems, at: int) -> Unsha
     view, (_, sizes) = items.views[int(items.view[at])], declared.box(row)
     if list(view.sizes) != sizes:
         return CorruptError(
-            f"{where} is not what is stored for it",
+            f"{where} is stored with other sizes",
             expected=f"{sizes}, as the metadata declares",
             found=f"{list(view.sizes)}",
             hint="torch declares wrong boxes when FSDP2 and tensor parallelism cut unevenly; "
             "save with sizes that divide, or the full state dict",
         )
     dtype = declared.tensors[declared.tensor(row)].dtype
-    what = f"{where} is stored as {view.dtype}"
-    return CorruptError(what, expected=f"{dtype}, as the metadata says")
+    return CorruptError(
+        f"{where} is stored as {view.dtype}", expected=f"{dtype}, as the metadata declares"
+    )
 
 
 def _per_view(items: StoredItems, value_of: Callable[[StorageView], int]) -> Ints:
-    """Return a number for each view, by the view's own number."""
+    """Return a number of each view, by the number of the view."""
     values = np.zeros(max(items.views, default=0) + 1, np.int64)
     for number, view in items.views.items():
         values[number] = value_of(view)
@@ -283,32 +279,28 @@ def _entries(
     items: StoredItems,
     view: Ints,
 ) -> Iterator[TensorEntry]:
-    """Yield the tensors; tensors that are cut alike share their arrays of boxes.
+    """Yield the tensors under `names`; tensors that are cut alike share their arrays of boxes.
 
-    Args:
-        declared: their chunks.
-        names: flat name -> name.
-        ranges: the bytes of each chunk; of the whole item if it is compressed.
-        items: with the views.
-        view: the number of each chunk's view; -1 for a compressed one.
+    `ranges` are the bytes of each chunk, of the whole item if it is compressed. `view` is the
+    number of each chunk's view in `items`; -1 for a compressed chunk.
     """
-    odd = _per_view(items, lambda one: not is_row_major(one.sizes, one.strides))[view] & (view >= 0)
+    odd = _per_view(items, lambda v: not is_row_major(v.sizes, v.strides))[view] & (view >= 0)
     ranks = np.array([_rank(path) for path in declared.stored.paths] or [0], np.int32)
     rank, file = ranks[declared.of_items(declared.stored.file)], ranges.file.astype(np.int32)
-    cuts: dict[int, tuple[Ints, Ints, Ints]] = {}
-    for flat, one, end in zip(
-        declared.flats, declared.tensors, declared.ends.tolist(), strict=True
-    ):
-        if id(one.chunks) not in cuts:
-            offsets, sizes = one.chunks[:, 0], one.chunks[:, 1]
+    shared: dict[int, tuple[Ints, Ints, Ints]] = {}
+    rows_of_tensors = zip(declared.flats, declared.tensors, declared.ends.tolist(), strict=True)
+    for flat, tensor, end in rows_of_tensors:
+        chunks = tensor.chunks
+        if id(chunks) not in shared:
+            offsets, sizes = chunks[:, 0], chunks[:, 1]
             filled = np.flatnonzero((sizes > 0).all(axis=1))
-            cuts[id(one.chunks)] = filled, offsets[filled], sizes[filled]
-        filled, offsets, sizes = cuts[id(one.chunks)]
-        rows = filled + (end - len(one.chunks))
+            shared[id(chunks)] = filled, offsets[filled], sizes[filled]
+        filled, offsets, sizes = shared[id(chunks)]
+        rows = filled + (end - len(chunks))
         strides = _strides(sizes, view[rows], items) if odd[rows].any() else None
         places = file[rows], ranges.offset[rows], ranges.length[rows], rank[rows], view[rows] < 0
         table = ChunkTable(ranges.paths, offsets, sizes, strides, *places)
-        yield TensorEntry(names[flat], one.dtype, one.shape, table)
+        yield TensorEntry(names[flat], tensor.dtype, tensor.shape, table)
 
 
 def _strides(sizes: Ints, view: Ints, items: StoredItems) -> Ints:
