@@ -1,7 +1,7 @@
-"""Boxes: rectangular regions of a tensor, whether a set of them covers it, and cuts into tiles.
+"""Boxes: rectangular regions of a tensor, checks that they cover it, and cuts into tiles.
 
-Units are elements; a box is half-open in every dimension. Many boxes are held as two integer
-arrays of shape (count, dimensions): `offsets` and `sizes`.
+Units are elements; a box is half-open in every dimension. A list of boxes is two integer arrays of
+shape (count, dimensions): `offsets` and `sizes`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """Return the box that is all of a tensor of this shape."""
+        """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -68,10 +68,7 @@ def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def distinct(offsets: Ints, sizes: Ints) -> Ints:
-    """Return the indices of the first of every set of equal boxes, in order; empty boxes left out.
-
-    Equal boxes are replicas of one another: the first is as good as any.
-    """
+    """Return the index of the first of each set of equal boxes (replicas), without empty boxes."""
     filled = np.flatnonzero((sizes > 0).all(axis=1))
     if len(filled) < 2:
         return filled
@@ -80,19 +77,19 @@ def distinct(offsets: Ints, sizes: Ints) -> Ints:
         return filled[:1]
     order = np.lexsort(rows.T[::-1])
     ordered = rows[order]
-    fresh = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
-    return np.sort(filled[order[fresh]])
+    is_first = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
+    return np.sort(filled[order[is_first]])
 
 
 Gap = tuple[str, Box]
-"""What is wrong with boxes that should cover a tensor ("hole" or "overlap"), and where."""
+"""A fault in a cover of a tensor: "hole" or "overlap", and its box."""
 
 
 def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> Gap | None:
     """Return None if the boxes cover the shape exactly once, else ("hole" | "overlap", where).
 
-    The boxes must be distinct and without empty ones (see `distinct`). Cost: n log n where one
-    dimension is cut; a sweep over the cuts of the first dimension where several are.
+    The boxes must be distinct and not empty (see `distinct`). Cost: n log n if one dimension is
+    cut; if several are, a sweep over the cuts of the first.
     """
     if 0 in shape:
         return None
@@ -104,8 +101,8 @@ def find_gap(offsets: Ints, sizes: Ints, shape: Sequence[int]) -> Gap | None:
     if gap is None:
         return None
     kind, ranges = gap
-    found = dict(zip(cut.tolist(), ranges, strict=True))
-    lo_hi = [found.get(dim, (0, size)) for dim, size in enumerate(shape)]
+    by_dim = dict(zip(cut.tolist(), ranges, strict=True))
+    lo_hi = [by_dim.get(dim, (0, size)) for dim, size in enumerate(shape)]
     return kind, Box(tuple(lo for lo, _ in lo_hi), tuple(hi - lo for lo, hi in lo_hi))
 
 
@@ -113,7 +110,7 @@ _Ranges = tuple[str, list[tuple[int, int]]]
 
 
 def _sweep(lo: Ints, hi: Ints, shape: Ints) -> _Ranges | None:
-    """Find the first place not covered exactly once; `lo`, `hi` and `shape` have equal columns."""
+    """Find the first region not covered exactly once; `lo`, `hi` and `shape` have equal columns."""
     if len(shape) == 0:
         return None if len(lo) == 1 else ("overlap", [])
     if len(shape) == 1:
@@ -163,14 +160,14 @@ def row_tile(shape: Sequence[int], max_elements: int) -> tuple[int, ...]:
 def square_tile(shape: Sequence[int], max_elements: int) -> tuple[int, ...]:
     """Return a tile shape of at most `max_elements` with sides as even as the shape allows.
 
-    For sources that are not row-major: reading and writing then both happen in runs of some length.
+    It suits sources that are not row-major: both reads and writes are then runs of some length.
     """
     tile = [1] * len(shape)
-    left = max_elements
+    budget = max_elements
     for done, dim in enumerate(sorted(range(len(shape)), key=lambda d: shape[d])):
-        side = int(round(left ** (1 / (len(shape) - done)), 6))
+        side = int(round(budget ** (1 / (len(shape) - done)), 6))
         tile[dim] = max(1, min(shape[dim], side))
-        left //= tile[dim]
+        budget //= tile[dim]
     return tuple(tile)
 
 

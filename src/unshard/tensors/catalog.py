@@ -1,7 +1,7 @@
-"""The catalog: what a checkpoint has, as tensors made of chunks at known places in files.
+"""The catalog: the tensors of a checkpoint, made of chunks at known byte offsets in files.
 
-A chunk is one stored box of a tensor. A large model on many ranks has millions of them, so a tensor
-keeps its chunks as columns (one array row per chunk, about 60 bytes); `Chunk` is a view of a row.
+A chunk is one stored box of a tensor. A large model on many ranks has millions of chunks, so a
+tensor keeps them as columns (about 60 bytes per chunk); `Chunk` is a view of a row.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from unshard.tensors.placements import Sharding
 
 
 class ByteRange(NamedTuple):
-    """`length` bytes of a file from `offset` on."""
+    """`length` bytes of a file, starting at `offset`."""
 
     path: Path
     offset: int
@@ -29,7 +29,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteRanges:
-    """Many byte ranges, as columns: of each the number of its path, and offset and length."""
+    """Byte ranges as columns; `file` is an index into `paths`."""
 
     paths: tuple[Path, ...]
     file: Ints
@@ -45,9 +45,9 @@ class Chunk(NamedTuple):
     """One stored box of a tensor.
 
     Attributes:
-        box: where it is in the global tensor.
-        source: its bytes, from the first of its first element on; see `ChunkTable.compressed`.
-        strides: elements to step per dimension, or None where it is stored contiguously, row-major.
+        box: its region of the global tensor.
+        source: its bytes, starting at its first element; see `ChunkTable.compressed`.
+        strides: elements to step per dimension, or None if it is stored row-major.
         rank: the rank whose file holds it.
     """
 
@@ -63,12 +63,12 @@ class ChunkTable:
 
     Attributes:
         paths: the files of the checkpoint; shared by all tensors.
-        offsets: (count, dimensions), elements: where each box starts.
+        offsets: (count, dimensions), elements: the start of each box.
         sizes: (count, dimensions), elements.
-        strides: (count, dimensions), elements, or None where every chunk is row-major.
+        strides: (count, dimensions), elements, or None if every chunk is row-major.
         file: index into `paths`.
-        start: byte of the chunk's first element in its file.
-        length: bytes from there to the end of its last element (of the compressed item, if so).
+        start: byte offset of the chunk's first element, or compressed item, in its file.
+        length: bytes from `start` to the end of its last element, or of the compressed item.
         rank: the rank whose file holds it.
         compressed: whether the bytes must be decompressed (zstd) before use.
     """
@@ -121,10 +121,9 @@ class TensorEntry:
         shape: global shape, elements.
         chunks: every stored box, replicas included, in rank order.
         sharding: mesh and placements as the lowest rank that has it sees them; None where the
-            format states none (plain tensors).
-        doubt: that ranks have different values, of which the first rank's is read; the error where
-            that is wrong.
-        is_buffer: whether it is right; None: it is if this is no parameter.
+            format records none (plain tensors).
+        doubt: an error to raise if the first rank's values may not stand for those of other ranks.
+        is_buffer: whether they may; None: only if the tensor is not a parameter.
     """
 
     fqn: str
@@ -142,7 +141,7 @@ class TensorEntry:
 
     @property
     def place(self) -> tuple[int, int, int] | None:
-        """Where its first bytes are (file, start, length): tied weights share it; None without."""
+        """File, start and length of its first bytes, equal for tied weights; None if empty."""
         chunks = self.chunks
         if not len(chunks) or not chunks.length[0]:
             return None
@@ -150,7 +149,7 @@ class TensorEntry:
 
 
 class Skipped(NamedTuple):
-    """A value of the checkpoint that is not a tensor to merge, and why it was left out."""
+    """A value of the checkpoint that is not merged, and why."""
 
     fqn: str
     reason: str
@@ -158,7 +157,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """What a checkpoint has.
+    """The contents of a checkpoint.
 
     Attributes:
         writer: the tool that wrote it, as far as the layout shows.
@@ -167,14 +166,14 @@ class Catalog:
         skipped: values that are not model weights.
         training_state: files of optimizer, scheduler, random state.
         archives: the torch.save zips that hold the tensors, whose records may carry checksums.
-        missing: files of ranks that should be there and are not; replicas may make up for them.
+        missing: files of ranks that do not exist; replicas may make up for them.
         missing_ranks: the ranks that would have written them.
-        notes: what a user should know about how the checkpoint was read.
+        notes: messages for the user about how the checkpoint was read.
         roots: the directories of the weight files.
-        format: how the weights are stored, for people: "FSDP rank files".
-        step: training step, where the directory's name states it.
-        recorded: arguments of the training that the files record, plain values only.
-        stored_names: what the files call the tensors whose names had wrappers in them.
+        format: the storage format, for people: "FSDP rank files".
+        step: training step, if the directory's name contains it.
+        recorded: training arguments in the files, plain values only.
+        stored_names: names in the files of tensors whose wrapper prefixes were removed.
     """
 
     writer: str
@@ -204,6 +203,7 @@ class Catalog:
 
 
 def weight_files(tensors: Iterable[TensorEntry]) -> set[Path]:
-    """Return the files that hold tensors, most of which share the tuple of their paths."""
-    tables = {id(one.chunks.paths): one.chunks.paths for one in tensors}
+    """Return the files that hold tensors."""
+    # Most tensors share one tuple of paths: hashing it for each of them would be slow.
+    tables = {id(entry.chunks.paths): entry.chunks.paths for entry in tensors}
     return {path for paths in tables.values() for path in paths}

@@ -1,7 +1,7 @@
-"""Drafts of tensors: their chunks are collected row by row into the columns of a `ChunkTable`.
+"""Drafts of tensors, which collect chunks row by row for a `ChunkTable`.
 
-A row is a run of 64-bit integers in one array, so that millions of chunks stay small while they
-are gathered file by file. That the chunks cover the tensor is checked later, in `read.open`.
+A row is a run of 64-bit integers in one array, which keeps millions of chunks small. `read.open`
+checks later that the chunks cover the tensor.
 """
 
 from array import array
@@ -24,8 +24,8 @@ class ChunkRows:
     """The growing chunks of a tensor of `ndim` dimensions.
 
     Attributes:
-        rows: rank, file, start and length (bytes), offsets, sizes (elements), chunk after chunk.
-        odd_strides: strides, in elements, of the chunks that are not row-major, by row number.
+        rows: rank, file, start and length (bytes), offsets and sizes (elements) of each chunk.
+        odd_strides: strides, in elements, of chunks that are not row-major, by row number.
     """
 
     ndim: int
@@ -64,11 +64,11 @@ class ChunkRows:
         sizes = grid[:, _FIXED + self.ndim :].copy()
         strides = None
         if self.odd_strides:
-            each = (
+            each = [
                 self.odd_strides.get(row) or row_major_strides(size)
                 for row, size in enumerate(sizes.tolist())
-            )
-            strides = np.array(list(each), dtype=np.int64)
+            ]
+            strides = np.array(each, dtype=np.int64)
         return ChunkTable(
             paths,
             grid[:, _FIXED : _FIXED + self.ndim].copy(),
@@ -84,13 +84,12 @@ class ChunkRows:
 
 @dataclass(slots=True)
 class TensorDraft:
-    """A tensor that a reader builds: it adds each stored chunk, and ends with `entry`.
+    """A tensor under construction: a reader adds each stored chunk, then calls `entry`.
 
     Attributes:
         fqn, dtype, sharding: see `TensorEntry`.
-        shape: the global shape; where files state none, the reader sets it as chunks arrive.
+        shape: the global shape; if files record none, the reader sets it as chunks arrive.
         rows: the chunks.
-        compressed: the rows whose bytes must be decompressed before use.
     """
 
     fqn: str
@@ -98,7 +97,6 @@ class TensorDraft:
     shape: tuple[int, ...]
     sharding: Sharding | None = None
     rows: ChunkRows = field(init=False)
-    compressed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rows = ChunkRows(len(self.shape))
@@ -113,15 +111,10 @@ class TensorDraft:
         sizes: Sequence[int] | None = None,
         strides: Sequence[int] | None = None,
     ) -> None:
-        """Add a chunk whose first element is at byte `start`: the whole tensor, row-major.
+        """Add a chunk: by default the whole tensor, row-major.
 
-        Args:
-            rank: the rank that stored it.
-            file: number of its file among the `paths` of `entry`.
-            start: byte of its first element in that file.
-            offsets: where its box starts, in elements, if it is not the whole tensor.
-            sizes: of its box, in elements.
-            strides: in elements, if it is not row-major.
+        `file` is an index into the `paths` of `entry`, `start` a byte offset in that file. The box
+        and its strides are in elements.
         """
         sizes = self.shape if sizes is None else sizes
         self.rows.add(
@@ -134,15 +127,7 @@ class TensorDraft:
             strides=row_major_strides(sizes) if strides is None else strides,
         )
 
-    def add_compressed(
-        self, row: tuple[int, int, int, int], offsets: Sequence[int], sizes: Sequence[int]
-    ) -> None:
-        """Add a compressed chunk; `row` is rank, file, and start and length of its item, bytes."""
-        self.compressed.append(len(self.rows))
-        self.rows.rows.extend((*row, *offsets, *sizes))
-
     def entry(self, paths: tuple[Path, ...]) -> TensorEntry:
-        """Return the tensor; `paths` are the files that its chunks refer to by number."""
+        """Return the tensor; `paths` are the files that its chunks refer to by index."""
         table = self.rows.table(paths)
-        table.compressed[self.compressed] = True
         return TensorEntry(self.fqn, self.dtype, self.shape, table, self.sharding)

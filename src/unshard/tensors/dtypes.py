@@ -1,7 +1,7 @@
-"""The element types that safetensors can hold, under torch's names.
+"""The element types of safetensors, under torch's names.
 
-Source: the safetensors format's dtype table, and torch's storage classes for the torch names.
-Knows names, codes and sizes; numpy is needed only where elements are looked at (`numpy_dtype`).
+Sources: the dtype table of the safetensors format, and torch's storage classes for the names.
+Only `numpy_dtype` needs numpy.
 """
 
 from enum import Enum
@@ -18,7 +18,7 @@ CASTS: tuple[str, ...] = get_args(Cast)
 
 
 class DTypeKind(Enum):
-    """What a dtype's elements are. Only floating point is ever cast, and only to floating point."""
+    """The kind of a dtype's elements. Only floats are ever cast, and only to floats."""
 
     FLOAT = "float"
     INTEGER = "integer"
@@ -33,9 +33,9 @@ class DType(NamedTuple):
         name: torch's name, without the `torch.`.
         code: the name in a safetensors header; None where safetensors has none.
         itemsize: bytes per element.
-        kind: what the elements are.
-        castable: whether `--dtype` may change it. 8-bit floats are quantised values that belong to
-            scale tensors next to them, and stay as they are.
+        kind: the kind of the elements.
+        castable: whether `--dtype` may change it. 8-bit floats are quantised values with separate
+            scale tensors, so they stay as they are.
     """
 
     name: str
@@ -77,7 +77,7 @@ BY_CODE = {dtype.code: dtype for dtype in _ALL if dtype.code is not None}
 
 @cache
 def numpy_dtype(dtype: DType) -> "np.dtype[np.generic]":
-    """Return the numpy dtype with the same elements; bfloat16 and float8 come from ml_dtypes."""
+    """Return the equivalent numpy dtype; bfloat16 and float8 come from ml_dtypes."""
     import ml_dtypes
     import numpy as np
 

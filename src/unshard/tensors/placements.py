@@ -1,6 +1,6 @@
-"""Where a rank's local tensor is in the global one: device meshes and DTensor placements.
+"""The position of a rank's local tensor in the global one: device meshes and DTensor placements.
 
-The rules were measured against torch, not read from its documentation alone:
+The rules were measured against torch, because its documentation is incomplete:
 
 * a dimension is cut as `torch.chunk` cuts it: pieces of ceil(n / k), the last ones short or empty;
 * several mesh dimensions that cut one tensor dimension are applied in the *shard order*: left to
@@ -20,7 +20,7 @@ from unshard.tensors.boxes import Box
 
 
 class PlacementError(ValueError):
-    """The placements do not determine which part of the tensor this is. The message has why."""
+    """The placements do not determine the rank's part of the tensor; the message explains why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """As `Shard`, but applied after later mesh dimensions of `split_factor` ranks in all."""
+    """Like `Shard`, but applied after later mesh dimensions of `split_factor` ranks in all."""
 
     dim: int
     split_factor: int
@@ -54,7 +54,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every coordinate holds a summand of a reduction (`op`) that never took place."""
+    """Every coordinate holds a summand of a pending reduction (`op`)."""
 
     op: str
 
@@ -70,9 +70,9 @@ class DeviceMesh(NamedTuple):
 
     Attributes:
         shape: ranks per mesh dimension.
-        dim_names: name per mesh dimension, or None where the mesh has none.
-        coordinates: which piece this rank holds, per mesh dimension.
-        device_type: of its devices: "cuda", "cpu" and the like; "" where it is not known.
+        dim_names: name per mesh dimension, or None if the mesh has none.
+        coordinates: position of this rank, per mesh dimension.
+        device_type: "cuda", "cpu" and the like; "" if unknown.
     """
 
     shape: tuple[int, ...]
@@ -82,13 +82,13 @@ class DeviceMesh(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How one rank's tensor is placed.
+    """The placement of one rank's tensor.
 
     Attributes:
         mesh: the device mesh.
         placements: one per mesh dimension.
-        shard_order: (tensor dimension, mesh dimensions in the order they cut it), where the
-            checkpoint states it; it then replaces what split factors say.
+        shard_order: (tensor dimension, mesh dimensions in the order they cut it), if the checkpoint
+            records it; it then takes precedence over split factors.
     """
 
     mesh: DeviceMesh
@@ -97,7 +97,7 @@ class Sharding(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a local tensor: its box in the global one, and where it starts in the local one."""
+    """A part of a local tensor: its box in the global tensor, and its start in the local one."""
 
     box: Box
     local_offsets: tuple[int, ...]
@@ -108,9 +108,9 @@ _Segments = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def place(shape: tuple[int, ...], sharding: Sharding) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Return the local shape that follows from a global one, and the pieces of the local tensor.
+    """Return the local shape for a global one, and the pieces of the local tensor.
 
-    Usually one piece; several for a lone `_StridedShard`; one empty piece for an empty shard.
+    There is one piece, which is empty for an empty shard; several for a lone `_StridedShard`.
 
     Raises:
         PlacementError: a placement is pending (`Partial`) or does not fit the mesh or the shape.
@@ -150,9 +150,9 @@ def _check_fits(shape: tuple[int, ...], sharding: Sharding) -> None:
 
 
 def _segments(dim: int, size: int, sharding: Sharding) -> _Segments:
-    """Return the ranges of dimension `dim` that this rank holds, in the order it holds them."""
+    """Return this rank's ranges of dimension `dim`, in the order of the local tensor."""
     mesh = sharding.mesh
-    shown = ", ".join(map(str, sharding.placements))
+    placements = ", ".join(map(str, sharding.placements))
     cutters = [
         mesh_dim
         for mesh_dim, placement in enumerate(sharding.placements)
@@ -161,9 +161,9 @@ def _segments(dim: int, size: int, sharding: Sharding) -> _Segments:
     order = dict(sharding.shard_order or ()).get(dim)
     if order is not None and sorted(order) != cutters:
         raise PlacementError(
-            f"the shard order {order} of dimension {dim} contradicts the placements ({shown})"
+            f"the shard order {order} of dimension {dim} contradicts the placements ({placements})"
         )
-    if order is None or list(order) == cutters:  # "left to right" says less than split factors
+    if order is None or list(order) == cutters:  # split factors are more specific than the default
         order = _decode_order(cutters, sharding)
     if order is not None:
         lo, hi = 0, size
@@ -173,13 +173,13 @@ def _segments(dim: int, size: int, sharding: Sharding) -> _Segments:
         return ((lo, hi),)
     placement = sharding.placements[cutters[0]]
     if len(cutters) > 1 or not isinstance(placement, StridedShard):
-        raise PlacementError(f"no order of cuts of dimension {dim} explains ({shown})")
+        raise PlacementError(f"no order of cuts of dimension {dim} explains ({placements})")
     ranks, at = mesh.shape[cutters[0]], mesh.coordinates[cutters[0]]
     return _lone_strided(size, placement.split_factor, ranks, at)
 
 
 def _decode_order(cutters: Sequence[int], sharding: Sharding) -> tuple[int, ...] | None:
-    """Derive the order of cuts from split factors, right to left; None where they cannot be met.
+    """Derive the order of cuts from split factors, right to left; None if no order fits.
 
     A mesh dimension with split factor f comes after later ones whose sizes multiply to f
     (torch: `DTensorSpec._maybe_convert_StridedShard_to_shard_order`).
@@ -199,8 +199,8 @@ def _decode_order(cutters: Sequence[int], sharding: Sharding) -> tuple[int, ...]
 def _lone_strided(size: int, parts: int, ranks: int, rank: int) -> _Segments:
     """Place a `_StridedShard` that no later mesh dimension explains.
 
-    The dimension is split in `parts`, each of which is cut over the mesh dimension; a rank holds
-    its cut of every part, one after the other.
+    The dimension is split into `parts`, and each part is cut over the mesh dimension. A rank holds
+    its cuts of all parts in sequence.
     """
     segments = []
     for part in range(min(parts, size)):  # all later parts are empty
@@ -211,6 +211,6 @@ def _lone_strided(size: int, parts: int, ranks: int, rank: int) -> _Segments:
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the range of piece `index` as `torch.chunk` cuts, with empty pieces at the end."""
+    """Return the range of piece `index` of `torch.chunk`, with empty pieces at the end."""
     step = -(-size // parts)
     return min(index * step, size), min((index + 1) * step, size)

@@ -1,8 +1,8 @@
-"""What basic indexing takes of a tensor, by numpy's rules, and which parts of chunks that is.
+"""Basic indexing of a tensor by numpy's rules, and the parts of chunks that it selects.
 
-Every dimension gives a rising range of its indices, whatever the sign of the step; which of them
-are then reversed, and which dimensions the result has, is stated separately. What a slice with a
-step takes of a stored box is again a box with strides, larger ones: no byte is read to know it.
+Every dimension gives an ascending range of its indices, whatever the sign of the step; reversed
+dimensions and the result's shape are recorded separately. A slice with a step selects from a stored
+box another box, with larger strides, so its byte ranges follow without reading.
 """
 
 import operator
@@ -22,21 +22,21 @@ _Item: TypeAlias = SupportsIndex | slice | EllipsisType | None
 Index: TypeAlias = _Item | tuple[_Item, ...]
 
 Grid: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Elements of a tensor: the lowest index per dimension, the steps between them, how many."""
+"""Elements of a tensor, per dimension: the lowest index, the step, the count."""
 
 _MAX_PAIRS = 1 << 17  # of a grid and a chunk, looked at together
 _KINDS = "integers, slices, ... and None"
 
 
 class Selection(NamedTuple):
-    """A regular grid of a tensor's elements, and how it is returned.
+    """A regular grid of a tensor's elements, and the layout of the result.
 
     Attributes:
-        starts: the lowest index taken, per dimension of the tensor.
-        steps: from one to the next, at least 1.
-        counts: how many are taken; of a dimension indexed by an integer, 1.
+        starts: the lowest selected index, per dimension of the tensor.
+        steps: the distance between selected indices, at least 1.
+        counts: the number of selected indices; 1 for a dimension indexed by an integer.
         turned: dimensions whose elements are returned from last to first.
-        shape: the result's: dimensions of integers are gone, new ones of size 1 have come.
+        shape: shape of the result: without dimensions indexed by integers, with new axes.
     """
 
     starts: tuple[int, ...]
@@ -47,19 +47,19 @@ class Selection(NamedTuple):
 
 
 def of_box(box: Box) -> Selection:
-    """Return the selection that is a box of a tensor."""
+    """Return the selection of a box."""
     return Selection(box.offsets, (1,) * len(box.sizes), box.sizes, (), box.sizes)
 
 
 def select(index: Index, shape: Sequence[int]) -> Selection:
-    """Return what an index takes of a tensor of this shape.
+    """Return the selection of an index into a tensor of this shape.
 
     Raises:
-        IndexError: there are more indices than dimensions, one is out of range, or it is of
-            another kind than basic indexing knows.
+        IndexError: there are too many indices, one is out of range, or basic indexing does not
+            allow its type.
         ValueError: a step is 0.
     """
-    items = _filled_up(index if isinstance(index, tuple) else (index,), len(shape))
+    items = _expanded(index if isinstance(index, tuple) else (index,), len(shape))
     ranges: list[range] = []
     result: list[int] = []
     for item in items:
@@ -74,30 +74,30 @@ def select(index: Index, shape: Sequence[int]) -> Selection:
             at = _position(item, len(ranges), size)
             ranges.append(range(at, at + 1))
     return Selection(
-        starts=tuple(min(one[0], one[-1]) if one else 0 for one in ranges),
-        steps=tuple(abs(one.step) if len(one) > 1 else 1 for one in ranges),
+        starts=tuple(min(line[0], line[-1]) if line else 0 for line in ranges),
+        steps=tuple(abs(line.step) if len(line) > 1 else 1 for line in ranges),
         counts=tuple(map(len, ranges)),
-        turned=tuple(dim for dim, one in enumerate(ranges) if one.step < 0),
+        turned=tuple(dim for dim, line in enumerate(ranges) if line.step < 0),
         shape=tuple(result),
     )
 
 
-def _filled_up(items: tuple[_Item, ...], dimensions: int) -> list[SupportsIndex | slice | None]:
-    """Return the items with one for every dimension; "..." is for those that are not named."""
+def _expanded(items: tuple[_Item, ...], dimensions: int) -> list[SupportsIndex | slice | None]:
+    """Return the items with "..." expanded, so that every dimension has an item."""
     named = sum(item is not None and item is not Ellipsis for item in items)
     if named > dimensions:
         raise IndexError(f"too many indices: {named} for a tensor of {dimensions} dimensions")
-    gaps = [place for place, item in enumerate(items) if item is Ellipsis]
+    gaps = [position for position, item in enumerate(items) if item is Ellipsis]
     if len(gaps) > 1:
         raise IndexError("an index can have only one ...")
     at = gaps[0] if gaps else len(items)
     rest = [slice(None)] * (dimensions - named)
-    filled = [*items[:at], *rest, *items[at + 1 :]]
-    return [item for item in filled if not isinstance(item, EllipsisType)]
+    expanded = [*items[:at], *rest, *items[at + 1 :]]
+    return [item for item in expanded if not isinstance(item, EllipsisType)]
 
 
 def _position(item: SupportsIndex, dim: int, size: int) -> int:
-    """Return the index that an integer means; negative ones count from the end."""
+    """Return an integer index, checked; a negative one counts from the end."""
     if isinstance(item, bool):
         raise IndexError(f"{item} is not an index: only {_KINDS} are")
     try:
@@ -110,7 +110,7 @@ def _position(item: SupportsIndex, dim: int, size: int) -> int:
 
 
 def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable:
-    """Return the parts of chunks that a selection takes, not turned, as chunks of what it takes."""
+    """Return the selected parts of chunks as a table of the selected tensor, not turned."""
     grid = selection.starts, selection.steps, selection.counts
     return cut_out(table, [grid], itemsize, range(len(selection.counts)))[0]
 
@@ -118,15 +118,16 @@ def sliced(table: ChunkTable, selection: Selection, itemsize: int) -> ChunkTable
 def cut_out(
     table: ChunkTable, grids: Sequence[Grid], itemsize: int, order: Sequence[int]
 ) -> list[ChunkTable]:
-    """Return the chunks of many grids of elements of one tensor, as `sliced` returns those of one.
+    """Return the chunks of several grids of elements of one tensor, as `sliced` does for one.
 
-    Their dimensions are those of the tensor in this `order`; those left out have one element.
-    Grids that are cut alike share their arrays of boxes.
+    `order` permutes the tensor's dimensions; dimensions that it leaves out have one element.
+    Grids that are cut in the same way share their arrays of boxes.
     """
     tables: list[ChunkTable] = []
     step = max(1, _MAX_PAIRS // max(len(table), 1))
     for at in range(0, len(grids), step):
-        columns = (np.array(one, np.int64) for one in zip(*grids[at : at + step], strict=True))
+        parts = zip(*grids[at : at + step], strict=True)
+        columns = (np.array(part, np.int64) for part in parts)
         tables += _cut_out(table, itemsize, list(order), *columns)
     return tables
 
@@ -135,7 +136,7 @@ def _cut_out(  # noqa: PLR0913, PLR0917 (a grid has three columns)
     table: ChunkTable, itemsize: int, order: list[int], first: Ints, steps: Ints, counts: Ints
 ) -> list[ChunkTable]:
     count = len(first)
-    first, steps, counts = (one[:, None] for one in (first, steps, counts))
+    first, steps, counts = first[:, None], steps[:, None], counts[:, None]
     lo = np.maximum(_up(table.offsets - first, steps), 0)
     hi = np.minimum(_up(table.offsets + table.sizes - first, steps), counts)
     number, row = np.nonzero((hi > lo).all(axis=2))
@@ -152,7 +153,7 @@ def _cut_out(  # noqa: PLR0913, PLR0917 (a grid has three columns)
         offsets=lo,
         sizes=sizes,
         strides=strides,
-        # Of a compressed chunk only the whole has a place.
+        # A compressed chunk has no byte offset for a part of it.
         start=np.where(cut.compressed, cut.start, cut.start + skip),
         length=np.where(cut.compressed, cut.length, length),
     )
@@ -161,13 +162,13 @@ def _cut_out(  # noqa: PLR0913, PLR0917 (a grid has three columns)
 
 
 def _divided(table: ChunkTable, ends: Sequence[int], is_odd: NDArray[np.bool_]) -> list[ChunkTable]:
-    """Return the rows up to each end as a table; without strides where they are not odd."""
-    known: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
+    """Return the rows up to each end as a table; only an odd table gets strides."""
+    shared: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
     tables = []
     for begin, end, odd in zip([0, *ends[:-1]], ends, is_odd.tolist(), strict=True):
         part = table.take(slice(begin, end))
         boxes = part.offsets, part.sizes
-        offsets, sizes = known.setdefault((boxes[0].tobytes(), boxes[1].tobytes()), boxes)
+        offsets, sizes = shared.setdefault((boxes[0].tobytes(), boxes[1].tobytes()), boxes)
         strides = part.strides if odd else None
         tables.append(replace(part, offsets=offsets, sizes=sizes, strides=strides))
     return tables
@@ -194,21 +195,20 @@ def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
 
 
 def joined_parts(parts: Sequence[tuple[ChunkTable, Sequence[int]]]) -> ChunkTable:
-    """Return the chunks of parts, each with where it starts in the tensor, in rank order."""
+    """Return the chunks of parts, each moved to its start in the tensor, in rank order."""
     moved = [replace(table, offsets=table.offsets + np.asarray(start)) for table, start in parts]
     whole = joined(moved)
     return whole.take(np.argsort(whole.rank, kind="stable"))
 
 
 def strides_of(table: ChunkTable) -> Ints:
-    """Return the strides of every chunk, elements; row-major where the table states none."""
+    """Return the strides of every chunk, elements; row-major if the table has none."""
     return _row_major(table.sizes) if table.strides is None else table.strides
 
 
 def unless_row_major(sizes: Ints, strides: Ints) -> Ints | None:
-    """Return the strides, or None if all chunks are row-major; size 1 has any stride."""
-    matters = sizes > 1
-    return strides if (matters & (strides != _row_major(sizes))).any() else None
+    """Return the strides, or None if all chunks are row-major; any stride fits size 1."""
+    return strides if ((sizes > 1) & (strides != _row_major(sizes))).any() else None
 
 
 def _row_major(sizes: Ints) -> Ints:
@@ -219,5 +219,5 @@ def _row_major(sizes: Ints) -> Ints:
 
 
 def _up(distance: Ints, steps: Ints) -> Ints:
-    """Return how many steps reach at least that far."""
+    """Return the least number of steps that covers the distance."""
     return -(-distance // steps)
