@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from unshard.plan import parts
 from unshard.plan.operations import COPY_ROW
-from unshard.plan.parts import Part, parts_of
-from unshard.plan.pieces import Contents, Run
+from unshard.plan.parts import UploadPart, parts_of
+from unshard.plan.pieces import Contents, StoredRun
 
 LEAST, LONGEST = 50, 200
 THERE, HERE = Path("there"), Path("here")
@@ -29,7 +29,7 @@ def contents_of(header: bytes, runs: Lengths) -> Contents:
     return Contents(at, header, np.array(rows, COPY_ROW), [THERE, HERE], ())
 
 
-def made(contents: Contents, made_bytes: int) -> list[Part]:
+def made(contents: Contents, made_bytes: int) -> list[UploadPart]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_LONGEST", LONGEST)
         return list(parts_of(contents, least=LEAST, made_bytes=made_bytes, can_copy=THERE.__eq__))
@@ -56,7 +56,7 @@ def test_parts_make_up_the_file_and_have_lengths_that_stores_take(
             assert LEAST <= one.size == one.copied.length <= LONGEST
             assert one.copied.source == THERE
             piece, skip = contents.find(one.start)
-            run = cast("Run", piece)
+            run = cast("StoredRun", piece)
             assert (run.source, run.start + skip) == (THERE, one.copied.start)
             assert skip + one.size <= run.length
 

@@ -197,7 +197,7 @@ def fingerprint_of(prepared: Prepared) -> str:
     sources = prepared.sources
     small = tuple(sorted(_plain_files(prepared).items()))
     others = small, state_file_names(sources.training)
-    made = digest_of(prepared.plan, *others, called=sources.label)
+    made = digest_of(prepared.plan, *others, label=sources.label)
     # The labels come last: what of the plan had no label has one now.
     text = "\0".join([made, *sources.labels]).encode(errors="surrogatepass")
     return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -21,7 +21,7 @@ from unshard.containers.open_files import AT_ONCE, LentFiles, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.convert.outputs import Converted
 from unshard.plan.operations import Gather, Tiled, stored_tensors
-from unshard.plan.pieces import Contents, Run, Slab, contents_of_tensor, slab_tiles
+from unshard.plan.pieces import Contents, Slab, StoredRun, contents_of_tensor, slab_tiles
 from unshard.stores.at_once import all_at_once
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
@@ -91,7 +91,7 @@ class PieceReader:
             piece, skip = contents.find(at)
             block = out[:_BLOCK]
             match piece:
-                case Run(path, start, length):
+                case StoredRun(path, start, length):
                     with self._sources.borrow() as files:  # and given back, for other threads
                         source = files.source(path)
                         if isinstance(source, RemoteFile):

@@ -19,7 +19,7 @@ from unshard.engines.files import PieceReader
 from unshard.engines.threads import Resources
 from unshard.errors import StoreError
 from unshard.plan.operations import Plan
-from unshard.plan.parts import Part, parts_of
+from unshard.plan.parts import UploadPart, parts_of
 from unshard.plan.pieces import Contents, blocks_of, contents_of
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
@@ -163,7 +163,7 @@ class _Making:
             del self._files[name]
             yield name
 
-    def _parts(self, contents: Contents, stage: Uploads) -> list[Part]:
+    def _parts(self, contents: Contents, stage: Uploads) -> list[UploadPart]:
         least = max(LEAST_PART, -(-contents.size // (MOST_PARTS - 1)))
         made = max(self._pace.block_bytes, 2 * least)
         sizes = {"least": least, "made_bytes": made}
@@ -172,14 +172,14 @@ class _Making:
     def _add_parts(
         self,
         contents: Contents,
-        parts: Sequence[Part],
+        parts: Sequence[UploadPart],
         sent: list[int],
         listener: Listener,
         made: Composition,
     ) -> None:
         """Add all parts of a file, in any order; `sent` gets their sizes."""
 
-        def add(number: int, part: Part) -> int:
+        def add(number: int, part: UploadPart) -> int:
             if self._stopped.is_set():
                 raise _StoppedError
             run = part.copied

@@ -1,7 +1,7 @@
-"""Lay out DCP directories for a number of ranks: metadata, items, and what each is taken of.
+"""Lay out DCP directories for a number of ranks: metadata, items, and the source of each item.
 
-Every rank has its part of every tensor that is cut, and its share of those that are not, as
-`dcp.save` distributes them. torch reads the result on any number of ranks.
+Every rank has its part of every tensor that is cut, and its share of the others, as `dcp.save`
+distributes them. torch reads the result on any number of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,10 +33,10 @@ class SavedEntry:
     """A tensor to save.
 
     Attributes:
-        path: where it is in the saved dict.
-        entry: where its elements come from.
-        dtype: to write.
-        dim: along which it is cut; None: one rank saves it whole.
+        path: its keys in the saved dict.
+        entry: the source of its elements.
+        dtype: the dtype to write.
+        dim: the dimension that is cut; None if one rank saves the whole tensor.
     """
 
     path: ItemPath
@@ -47,10 +47,10 @@ class SavedEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DcpDirectory:
-    """What one call of `dcp.save` writes.
+    """The output of one call of `dcp.save`.
 
     Attributes:
-        name: of the directory inside the output; "" for the output itself.
+        name: the directory inside the output; "" for the output itself.
         items: tensors and objects, in the order of the saved dict.
     """
 
@@ -58,48 +58,48 @@ class DcpDirectory:
     items: Sequence[SavedEntry | SavedObject]
 
     def path_of(self, filename: str) -> str:
-        """Return the path of one of its files inside the output."""
+        """Return the path of a file of this directory inside the output."""
         return f"{self.name}/{filename}" if self.name else filename
 
 
 def lay_out_directories(
     directories: Sequence[DcpDirectory], world: int, version: Version, target: PurePosixPath
 ) -> tuple[Resharded, dict[str, bytes]]:
-    """Lay out directories of DCP; return their files and, by path, what each `.metadata` contains.
+    """Lay out DCP directories; return their files and the contents of each `.metadata`, by path.
 
     Args:
-        directories: what each has.
-        world: the number of ranks, each of which has a file unless it saves nothing.
-        version: of the torch that is to read it.
-        target: the directory of the output, which torch notes in the metadata.
+        directories: the directories to write.
+        world: the number of ranks; a rank that saves nothing gets no file.
+        version: the version of torch that is to read it.
+        target: the directory of the output, which torch records in the metadata.
     """
     files: list[tuple[OutputFile, DcpFile]] = []
     metadata: dict[str, bytes] = {}
-    for one in directories:
-        ranks, takes = _distribute(one.items, world)
-        names = "\n".join(flat_name(item.path) for item in one.items)
+    for directory in directories:
+        ranks, sources = _distribute(directory.items, world)
+        names = "\n".join(flat_name(item.path) for item in directory.items)
         layout = lay_out_dcp(
-            SavePlan([item.path for item in one.items], ranks),
+            SavePlan([item.path for item in directory.items], ranks),
             version,
-            checkpoint_id=target / one.name,
+            checkpoint_id=target / directory.name,
             save_id=str(uuid5(NAMESPACE_OID, names)),
         )
-        for file, taken in zip(layout.files, takes, strict=True):
+        for file, takes in zip(layout.files, sources, strict=True):
             if file.places:
-                files.append((_output_file(one.path_of(file.name), file, taken), file))
-        metadata[one.path_of(".metadata")] = layout.metadata
+                files.append((_output_file(directory.path_of(file.name), file, takes), file))
+        metadata[directory.path_of(".metadata")] = layout.metadata
     return Resharded.of(files), metadata
 
 
-_Taken = tuple[Take, DType]
+_TypedTake = tuple[Take, DType]
 
 
 def _distribute(
     items: Sequence[SavedEntry | SavedObject], world: int
-) -> tuple[list[list[SavedItem]], list[list[_Taken]]]:
-    """Return the items of each rank, and of its tensors what they are taken of."""
+) -> tuple[list[list[SavedItem]], list[list[_TypedTake]]]:
+    """Return the items of each rank, and the sources of its tensors."""
     ranks: list[list[SavedItem]] = [[] for _ in range(world)]
-    takes: list[list[_Taken]] = [[] for _ in range(world)]
+    takes: list[list[_TypedTake]] = [[] for _ in range(world)]
     loads = [0] * world  # bytes
     for item in items:
         if isinstance(item, SavedObject):
@@ -117,7 +117,7 @@ def _distribute(
 
 
 def _boxes(item: SavedEntry, world: int) -> Iterator[tuple[int | None, Box]]:
-    """Yield the rank and box of each part; without a rank, any may save it."""
+    """Yield the rank and box of each part; the rank is None if any rank may save it."""
     shape = item.entry.shape
     if item.dim is None or 0 in shape:
         yield None, Box.whole(shape)
@@ -128,17 +128,17 @@ def _boxes(item: SavedEntry, world: int) -> Iterator[tuple[int | None, Box]]:
             yield rank, piece.box
 
 
-def _output_file(filename: str, file: DcpFile, takes: Sequence[_Taken]) -> OutputFile:
-    """Return a file of which nothing but the tensors is written before it gets its checksums.
+def _output_file(filename: str, file: DcpFile, takes: Sequence[_TypedTake]) -> OutputFile:
+    """Return a file with only its tensors; `write.sealing` adds the bytes around them.
 
-    What is fixed would take 1.5 KB of memory per item; its last byte states the size.
+    Those bytes would take 1.5 KB of memory per item here. The last byte alone fixes the size.
     """
     placed = sorted(
         (
             (start, start + size, take, dtype)
             for (start, size), (take, dtype) in zip(file.storages, takes, strict=True)
         ),
-        key=lambda one: one[:2],
+        key=lambda item: item[:2],
     )
     tensors = tuple(
         OutputTensor(take.entry.fqn, dtype, take.box.sizes, take, (start, end))

@@ -1,6 +1,6 @@
-"""What a plan makes, as one short text: plans with the same one write the same bytes.
+"""The digest of a plan: plans with equal digests write the same bytes.
 
-Two processes compare by it what one of them planned and the other goes on with.
+A process that resumes or reuses an output compares digests with the process that planned it.
 """
 
 import hashlib
@@ -15,30 +15,33 @@ from unshard.plan.operations import Plan
 _BYTES = 16
 
 
-def digest_of(plan: Plan, *others: object, called: Callable[[Path], str] = str) -> str:
-    """Return the digest of the files of a plan and of every operation, in hexadecimal.
+def digest_of(plan: Plan, *others: object, label: Callable[[Path], str] = str) -> str:
+    """Return the hexadecimal digest of the files and operations of a plan.
 
-    What the source files contain is not part of it, only their paths and the byte ranges in them.
+    It covers the paths of source files and the byte ranges in them, but not their contents.
 
     Args:
-        plan: what is made.
-        others: what else is part of it: values that `_Feeder.feed` takes.
-        called: what to take for the path of a source file.
+        plan: the plan.
+        others: more values to cover, of the types that `_Hasher.feed` takes.
+        label: returns the text to hash in place of the path of a source file.
     """
-    feeder = _Feeder(called)
-    feeder.feed(others)
+    hasher = _Hasher(label)
+    hasher.feed(others)
     for file in plan.layout.files:
-        feeder.feed((file.filename, file.header))
-    feeder.feed((plan.paths, plan.copies, plan.tiled))
-    return feeder.found.hexdigest()
+        hasher.feed((file.filename, file.header))
+    hasher.feed((plan.paths, plan.copies, plan.tiled))
+    return hasher.digest.hexdigest()
 
 
-class _Feeder:
-    """Feeds values to a digest, each with its type and size, so that no two look alike."""
+class _Hasher:
+    """Feeds values to a digest, each with its type and size, so that no two look alike.
 
-    def __init__(self, called: Callable[[Path], str]) -> None:
-        self._called = called
-        self.found = hashlib.blake2b(digest_size=_BYTES)
+    Class names are part of the digest: renaming an operation changes the fingerprints in records.
+    """
+
+    def __init__(self, label: Callable[[Path], str]) -> None:
+        self._label = label
+        self.digest = hashlib.blake2b(digest_size=_BYTES)
         self._paths: dict[int, bytes] = {}
 
     def feed(self, value: object) -> None:
@@ -49,14 +52,14 @@ class _Feeder:
             case bytes():
                 self._add("bytes", value)
             case Path():
-                self._add("path", self._called(value).encode(errors="surrogatepass"))
+                self._add("path", self._label(value).encode(errors="surrogatepass"))
             case tuple() if type(value) is tuple and value and isinstance(value[0], Path):
                 self._add("paths", self._digest_of_paths(value))
             case tuple():
                 size = b"%d" % len(value) if type(value) is tuple else b""
                 self._add(type(value).__name__, size)
-                for one in value:
-                    self.feed(one)
+                for item in value:
+                    self.feed(item)
             case _ if is_dataclass(value):
                 self._add(type(value).__name__, b"")
                 for field in fields(value):
@@ -65,13 +68,12 @@ class _Feeder:
                 self._add(type(value).__name__, repr(value).encode(errors="surrogatepass"))
 
     def _add(self, kind: str, data: bytes) -> None:
-        self.found.update(f"{kind} {len(data)}\n".encode())
-        self.found.update(data)
+        self.digest.update(f"{kind} {len(data)}\n".encode())
+        self.digest.update(data)
 
     def _digest_of_paths(self, paths: tuple[Path, ...]) -> bytes:
-        """Return the digest of the files of a checkpoint, which all its tensors share."""
-        known = self._paths.get(id(paths))
-        if known is None:
-            text = "\0".join(map(self._called, paths)).encode(errors="surrogatepass")
-            known = self._paths[id(paths)] = hashlib.blake2b(text, digest_size=_BYTES).digest()
-        return known
+        """Return the digest of a tuple of paths, cached because all tensors share the tuple."""
+        if id(paths) not in self._paths:
+            text = "\0".join(map(self._label, paths)).encode(errors="surrogatepass")
+            self._paths[id(paths)] = hashlib.blake2b(text, digest_size=_BYTES).digest()
+        return self._paths[id(paths)]

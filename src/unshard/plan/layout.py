@@ -1,8 +1,8 @@
-"""Lay out the output files: which tensor in which file, at which bytes; headers and weight map.
+"""Lay out the output files: the tensors of each file, their offsets, headers and weight map.
 
-Tensors are distributed over files by huggingface_hub's own rule (greedy, in the model's order).
-Inside a file they are ordered as safetensors' own writer orders them: widest elements first, then
-by name, so that every tensor is aligned and the file is byte for byte what `save_file` would write.
+huggingface_hub's own function distributes tensors over files (greedily, in the model's order).
+Inside a file they have the order of safetensors' own writer: widest elements first, then by name.
+Every tensor is then aligned, and the file is byte for byte the one that `save_file` would write.
 """
 
 import json
@@ -18,11 +18,11 @@ from unshard.errors import ConversionError, UsageError
 from unshard.tensors.dtypes import DType
 
 OPTIMIZER_FILES = "optimizer{suffix}.safetensors"
-"""What the files of an optimizer's state are called."""
+"""File name pattern of an optimizer's state."""
 _METADATA = {"format": "pt"}  # transformers 4 refuses files without it
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 ONE_FILE = 1 << 62
-"""The size of a file that has all tensors."""
+"""A `max_shard_size` that no model reaches."""
 # safetensors' Rust writer sorts by its dtype enum, then by name.
 _FILE_ORDER = """
 U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3 F8_E5M2 I8 U8
@@ -32,7 +32,7 @@ _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
 
 class OutputTensor(NamedTuple):
-    """A tensor in an output file; `data_offsets` are bytes from the start of the file's data."""
+    """A tensor in an output file; `data_offsets` are bytes from the end of the file's header."""
 
     name: str
     dtype: DType
@@ -46,9 +46,9 @@ class OutputFile(NamedTuple):
 
     Attributes:
         filename: its path inside the output.
-        header: what is before the data of the first tensor.
+        header: the bytes before the data of the first tensor.
         tensors: in the order of their data.
-        rest: offset and bytes of what else is fixed: in torch's files records are around the data.
+        rest: offsets and bytes of other fixed parts: torch's files have records around the data.
     """
 
     filename: str
@@ -73,10 +73,10 @@ class Layout(NamedTuple):
     """All output files.
 
     Attributes:
-        files: those of the model, and after them those of what is written beside it.
+        files: the files of the model, then the files of `beside`.
         weight_map: the file of every tensor of the model; `total_size`: their bytes.
-        name: of the model's file, if it is one.
-        beside: of what is written beside it: the state of the optimizer, an adapter by itself.
+        name: the name of the model's file if there is only one.
+        beside: layouts of the optimizer's state, of modules, of a separate adapter.
     """
 
     files: tuple[OutputFile, ...]
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
     @property
     def model_files(self) -> tuple[OutputFile, ...]:
         """The files of the model alone."""
-        return self.files[: len(self.files) - sum(len(one.files) for one in self.beside)]
+        return self.files[: len(self.files) - sum(len(layout.files) for layout in self.beside)]
 
     @property
     def total_parameters(self) -> int:
@@ -96,19 +96,19 @@ class Layout(NamedTuple):
         return sum(prod(tensor.shape) for file in self.model_files for tensor in file.tensors)
 
     def with_files_of(self, others: Sequence["Layout"]) -> "Layout":
-        """Return a layout that also has the files of others, beside those of the model."""
-        files = (file for one in others for file in one.files)
+        """Return a layout that also has the files of others."""
+        files = (file for layout in others for file in layout.files)
         return self._replace(files=(*self.files, *files), beside=tuple(others))
 
     @property
     def indices(self) -> dict[str, bytes]:
-        """The index files that it needs, by name: of a model or a state in several files."""
-        several = (one for one in (self, *self.beside) if len(one.model_files) > 1)
-        return {f"{one.name}.index.json": index_json(one) for one in several}
+        """The index files by name, one for each layout of several files."""
+        several = (layout for layout in (self, *self.beside) if len(layout.model_files) > 1)
+        return {f"{layout.name}.index.json": index_json(layout) for layout in several}
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes that a size like "5GB" or "64MB" means; units are decimal.
+    """Return a size like "5GB" or "64MB" in bytes; units are decimal.
 
     Raises:
         UsageError: it is not a positive number with an optional unit.
@@ -135,9 +135,9 @@ def lay_out(
 ) -> Layout:
     """Distribute tensors over files of at most `max_shard_size` bytes of data (or one tensor).
 
-    With `like`, the weight map of another model, its files are made instead; a tensor that it does
-    not have goes where the one before it goes. `pattern` may begin with a folder. `metadata` is
-    what headers state besides the format.
+    With `like`, the weight map of another model, the files are those of that model, and a tensor
+    that it lacks follows the tensor before it. `pattern` may begin with a folder. `metadata` is
+    added to the headers.
 
     Raises:
         ConversionError: a header would be longer than the format allows, or there is no tensor.
@@ -148,11 +148,11 @@ def lay_out(
     if like is not None and any(name in like for name in by_name):
         folder, slash, _ = pattern.rpartition("/")
         like = {name: folder + slash + file for name, file in like.items()}
-        weight_map = _followed(by_name, like, pattern)
+        weight_map = _weight_map_like(by_name, like, pattern)
     elif sum(map(_size, tensors)) <= max_shard_size:
         weight_map = dict.fromkeys(by_name, pattern.format(suffix=""))
     else:
-        # It takes as long to import as a tenth of a small merge.
+        # Importing it takes a tenth of the time of a small merge.
         from huggingface_hub import split_state_dict_into_shards_factory
 
         split = split_state_dict_into_shards_factory(
@@ -165,42 +165,46 @@ def lay_out(
     members: dict[str, list[Converted]] = {}
     for name, tensor in by_name.items():
         members.setdefault(weight_map[name], []).append(tensor)
-    stated = {**_METADATA, **metadata}
-    files = tuple(_output_file(name, members[name], stated) for name in sorted(members))
+    metadata = {**_METADATA, **metadata}
+    files = tuple(_output_file(name, members[name], metadata) for name in sorted(members))
     return Layout(files, weight_map, sum(map(_size, tensors)), pattern.format(suffix=""))
 
 
 def lay_out_apart(
     tensors: Sequence[Converted], folders: tuple[str, ...]
 ) -> tuple[Sequence[Converted], list[Layout]]:
-    """Lay out the tensors whose names begin with a folder, in one file in it; return the others.
+    """Lay out each module's tensors as a file in its folder; return all other tensors, and these.
 
     Args:
-        tensors: of a model of several modules.
-        folders: of the modules, each with a slash.
+        tensors: a model of several modules.
+        folders: the folders of modules with files of their own, each with a trailing slash.
     """
-    apart: list[Layout] = []
+    layouts: list[Layout] = []
     for folder in sorted(folders):
-        own = [one for one in tensors if one.name.startswith(folder)]
-        named = [one._replace(name=one.name.removeprefix(folder)) for one in own]
+        named = [
+            tensor._replace(name=tensor.name.removeprefix(folder))
+            for tensor in tensors
+            if tensor.name.startswith(folder)
+        ]
         if named:
-            apart.append(lay_out(named, ONE_FILE, pattern=f"{folder}model{{suffix}}.safetensors"))
-    return [one for one in tensors if not one.name.startswith(folders)], apart
+            layouts.append(lay_out(named, ONE_FILE, pattern=f"{folder}model{{suffix}}.safetensors"))
+    return [tensor for tensor in tensors if not tensor.name.startswith(folders)], layouts
 
 
-def _followed(names: Iterable[str], like: Mapping[str, str], pattern: str) -> dict[str, str]:
-    """Return the file of every tensor: that of the other model, or that of its neighbour."""
+def _weight_map_like(names: Iterable[str], like: Mapping[str, str], pattern: str) -> dict[str, str]:
+    """Return the file of every tensor: as in the other model, or that of the tensor before it."""
     file = next(like[name] for name in names if name in like)
-    followed = {}
+    weight_map = {}
     for name in names:
         file = like.get(name, file)
-        followed[name] = file
-    one = len(set(followed.values())) == 1
-    return dict.fromkeys(followed, pattern.format(suffix="")) if one else followed
+        weight_map[name] = file
+    if len(set(weight_map.values())) == 1:
+        return dict.fromkeys(weight_map, pattern.format(suffix=""))
+    return weight_map
 
 
 def index_json(layout: Layout) -> bytes:
-    """Return the index file, which maps tensors to files beside it, as transformers writes it."""
+    """Return the index file, which maps tensors to files in its folder, as transformers does."""
     metadata = {"total_parameters": layout.total_parameters, "total_size": layout.total_size}
     files = {name: file.rpartition("/")[2] for name, file in layout.weight_map.items()}
     index = {"metadata": metadata, "weight_map": files}
@@ -216,7 +220,7 @@ def _output_file(
 ) -> OutputFile:
     placed = []
     at = 0
-    order = {code: place for place, code in enumerate(_FILE_ORDER)}
+    order = {code: rank for rank, code in enumerate(_FILE_ORDER)}
     for tensor in sorted(tensors, key=lambda t: (order[t.dtype.code or ""], t.name.encode())):
         end = at + _size(tensor)
         shape = shape_of(tensor.recipe)

@@ -1,12 +1,12 @@
-"""What an executor does, as data: operations on byte ranges.
+"""Operations on byte ranges, which an executor carries out.
 
-Two ways to make an output tensor:
+There are two ways to make an output tensor:
 
-* *copy*: long runs of bytes go from source to target as they are, by the kernel where it can. They
-  are kept as rows of one table (`CopyRange` is a view of a row), because there may be a million;
-* *tiles*: the tensor is made tile by tile in memory, from all chunks that meet the tile (`Gather`),
-  with a cast on the way (`Cast`), from several tensors (`Reduce`, `Fuse`), or to and from block FP8
-  (`Quantize`, `FindScales`, `Dequantize`), and each tile is written at once.
+* *copy*: the kernel, where it can, copies long runs of bytes unchanged. The runs are rows of one
+  table (`CopyRange` is a view of a row), because there may be a million;
+* *tiles*: each tile of the tensor is made in memory and written at once: from all chunks that
+  overlap it (`Gather`), with a cast (`Cast`), from several tensors (`Reduce`, `Fuse`), or to and
+  from block FP8 (`Quantize`, `FindScales`, `Dequantize`).
 """
 
 from collections.abc import Collection, Iterator
@@ -38,13 +38,13 @@ COPY_ROW = np.dtype(
 class CopyRange:
     """Copy `count` runs of `length` bytes.
 
-    The runs follow one another in the source and are `target_stride` bytes apart in the target.
+    The runs are adjacent in the source and `target_stride` bytes apart in the target.
 
     Attributes:
         file: index of the output file.
-        target: byte in the output file where the first run goes.
+        target: byte offset of the first run in the output file.
         source: the file to read.
-        start: byte in the source where the first run begins.
+        start: byte offset of the first run in the source.
     """
 
     file: int
@@ -62,14 +62,14 @@ class CopyRange:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor to read: distinct chunks that cover it, and the dtype they are stored as."""
+    """A tensor to read: distinct chunks that cover it, and their stored dtype."""
 
     dtype: DType
     chunks: ChunkTable
 
 
 class Target(NamedTuple):
-    """Where a tensor goes: output file (its index), the byte where it begins there, its shape."""
+    """The destination of a tensor: index of the output file, byte offset there, shape."""
 
     file: int
     start: int
@@ -77,19 +77,19 @@ class Target(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Make a whole tensor of its chunks, tile by tile, bits unchanged."""
+    """Make a tensor from its chunks, bits unchanged."""
 
     target: Target
     source: StoredTensor
 
     @property
     def to(self) -> DType:
-        """What is written."""
+        """The dtype of the output."""
         return self.source.dtype
 
 
 class Cast(NamedTuple):
-    """As `Gather`, then convert from the chunks' dtype to `to`, rounding to nearest even."""
+    """Like `Gather`, then convert to `to`, rounding to nearest even."""
 
     target: Target
     source: StoredTensor
@@ -97,7 +97,7 @@ class Cast(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """(sum of weight * term) / (sum of weights), in float32 and in order; then convert to `to`."""
+    """(sum of weight * term) / (sum of weights) in float32, in order; then convert to `to`."""
 
     target: Target
     terms: tuple[tuple[float, StoredTensor], ...]
@@ -105,16 +105,16 @@ class Reduce(NamedTuple):
 
 
 class Fuse(NamedTuple):
-    """base + scale * (b @ a), in float32; then convert to `to`.
+    """base + scale * (b @ a) in float32; then convert to `to`.
 
     Attributes:
-        target: of the shape (..., out, in); dimensions before the last two are a batch.
-        base: of the target's shape.
-        a: of shape (..., rank, in).
-        b: of shape (..., out, rank).
+        target: shape (..., out, in); dimensions before the last two are a batch.
+        base: shape of the target.
+        a: shape (..., rank, in).
+        b: shape (..., out, rank).
         rank: the inner dimension.
         scale: a factor.
-        to: what is written.
+        to: the dtype of the output.
     """
 
     target: Target
@@ -130,10 +130,10 @@ class Quantize(NamedTuple):
     """Make the float8_e4m3fn elements of a matrix in block FP8; see `unshard.write.blocks`.
 
     Attributes:
-        target: of two dimensions.
-        values: makes the matrix, in float32.
-        least: what the largest size in a block counts for at least.
-        name: of the matrix, for errors.
+        target: a matrix.
+        values: makes the matrix in float32.
+        least: lower bound on the largest absolute value of a block.
+        name: the matrix, for errors.
     """
 
     target: Target
@@ -143,12 +143,12 @@ class Quantize(NamedTuple):
 
     @property
     def to(self) -> DType:
-        """What is written."""
+        """The dtype of the output."""
         return BY_NAME["float8_e4m3fn"]
 
 
 class FindScales(NamedTuple):
-    """Make the scales of a matrix in block FP8; `target` has one element for each block."""
+    """Make the scales of a matrix in block FP8; `target` has one element per block."""
 
     target: Target
     values: "Tiled"
@@ -157,19 +157,19 @@ class FindScales(NamedTuple):
 
     @property
     def to(self) -> DType:
-        """What is written."""
+        """The dtype of the output."""
         return BY_NAME["float32"]
 
 
 class Dequantize(NamedTuple):
-    """weight * the scale of its block, in float32; then convert to `to`.
+    """weight * the scale of its block in float32; then convert to `to`.
 
     Attributes:
-        target: of two dimensions.
-        weight: of the target's shape, 8-bit floats.
-        scales: one for each block.
+        target: a matrix.
+        weight: 8-bit floats, shape of the target.
+        scales: one per block.
         block: rows and columns of a block.
-        to: what is written.
+        to: the dtype of the output.
     """
 
     target: Target
@@ -184,7 +184,7 @@ Operation = CopyRange | Tiled
 
 
 def stored_tensors(operation: Tiled) -> tuple[StoredTensor, ...]:
-    """Return everything that an operation reads."""
+    """Return the inputs of an operation."""
     match operation:
         case Gather(_, source) | Cast(_, source):
             return (source,)
@@ -200,15 +200,15 @@ def stored_tensors(operation: Tiled) -> tuple[StoredTensor, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Everything an executor will do.
+    """All work of an executor.
 
     Attributes:
         layout: the files to make.
-        paths: the source files that `copies` refers to.
+        paths: the source files of `copies`.
         copies: the copy operations, as rows of `COPY_ROW`.
         tiled: the operations that go through memory.
-        bytes_read: bytes of tensor data that will be read; of `only` a part, still of the whole.
-        bytes_written: bytes of all output files, headers included.
+        bytes_read: bytes of tensor data to read, for all output files even if `part` is set.
+        bytes_written: bytes of the output files to make, headers included.
         part: the numbers of the output files to make; None for all.
     """
 
@@ -229,13 +229,14 @@ class Plan:
         yield from self.tiled
 
     def only(self, files: Collection[int]) -> "Plan":
-        """Return what makes only these output files; each keeps its number in the layout."""
+        """Return the plan of these output files alone; each keeps its number in the layout."""
         rows = np.isin(self.copies["file"], sorted(files))
-        tiled = tuple(one for one in self.tiled if one.target.file in files)
-        written = sum(self.layout.files[number].size for number in files)
-        part = frozenset(files)
         return replace(
-            self, copies=self.copies[rows], tiled=tiled, bytes_written=written, part=part
+            self,
+            copies=self.copies[rows],
+            tiled=tuple(made for made in self.tiled if made.target.file in files),
+            bytes_written=sum(self.layout.files[number].size for number in files),
+            part=frozenset(files),
         )
 
     @property
@@ -244,7 +245,7 @@ class Plan:
         return sorted(range(len(self.layout.files)) if self.part is None else self.part)
 
     def copies_into(self, first: int, end: int) -> Iterator[CopyRange]:
-        """Yield the copies into the output files from number `first` to before `end`."""
+        """Yield the copies into the output files with numbers from `first` up to `end`."""
         rows = slice(*np.searchsorted(self.copies["file"], [first, end]).tolist())
         for row in self.copies[rows]:
             file, target, source, *rest = row.item()

@@ -1,8 +1,8 @@
-"""How an output file is divided into parts that are uploaded, or copied within the store. Pure.
+"""Divide an output file into parts that are uploaded, or copied within the store. Pure.
 
-A store copies a range of one object into a part of another one. All parts but the last need a
-least size, so a long run is a part of its own, and what is between two long runs is made here, with
-the beginning of the second one if it is shorter than that.
+A store copies a byte range of one object into a part of another. All parts but the last have a
+minimum size. So a long run is a part of its own, and the bytes between two long runs are made on
+this machine, together with the beginning of the second run if they are too few.
 """
 
 import itertools
@@ -10,74 +10,67 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.plan.pieces import Contents, Piece, Run
+from unshard.plan.pieces import Contents, StoredRun
 
 _LONGEST = 256 << 20
-"""Longer runs are copied as several parts at the same time, if they may be so short."""
+"""Longer runs are copied as several concurrent parts, if the minimum size allows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The bytes of an output file from `start` to `end`.
+class UploadPart:
+    """The bytes of an output file from `start` up to `end`.
 
-    Attributes:
-        start: the first byte.
-        end: the first byte after them.
-        copied: what the store copies; None if they are made here.
+    `copied` is the run that the store copies; None if the bytes are made on this machine.
     """
 
     start: int
     end: int
-    copied: Run | None = None
+    copied: StoredRun | None = None
 
     @property
     def size(self) -> int:
-        """How many bytes."""
+        """Number of bytes."""
         return self.end - self.start
 
 
 def parts_of(
     contents: Contents, *, least: int, made_bytes: int, can_copy: Callable[[Path], bool]
-) -> Iterator[Part]:
-    """Yield the parts of a file, in their order; every slab is in one of them.
+) -> Iterator[UploadPart]:
+    """Yield the parts of a file in order; no slab is divided between parts.
 
     Args:
-        contents: what the file consists of.
-        least: the least size of all parts but the last, bytes.
-        made_bytes: how long parts are that are made here, at least twice `least`: a long run that
-            is too short once it has filled a part is then added whole, and the next one is copied.
-            A slab, which is not cut, makes them longer.
+        contents: the contents of the file.
+        least: the minimum size of all parts but the last, bytes.
+        made_bytes: the size of parts that are made here, at least twice `least`: a run that is too
+            short to copy once it has filled up a part is then added whole, and the next one is
+            copied. A slab, which is not cut, makes a part longer.
         can_copy: returns whether the store can copy from a source file.
     """
-    start = at = 0  # what is between them is made here
+    start = at = 0  # the bytes between them are made here
     while at < contents.size:
         piece, skip = contents.find(at)
-        left = _length(piece) - skip
-        begun = at - start
-        padding = max(0, least - begun) if begun else 0
-        if isinstance(piece, Run) and left - padding >= least and can_copy(piece.source):
-            if begun:
-                yield Part(start, at + padding)
-            first, end = at + padding, at + left
+        rest = (len(piece) if isinstance(piece, memoryview) else piece.length) - skip
+        pending = at - start
+        padding = max(0, least - pending) if pending else 0
+        if isinstance(piece, StoredRun) and rest - padding >= least and can_copy(piece.source):
+            if pending:
+                yield UploadPart(start, at + padding)
+            first, end = at + padding, at + rest
             yield from _copies(piece, first, end, piece.start + skip + padding - first, least)
             start = at = end
             continue
-        at += left if not isinstance(piece, Run) else min(left, made_bytes - begun)
+        at += rest if not isinstance(piece, StoredRun) else min(rest, made_bytes - pending)
         if at - start >= made_bytes:
-            yield Part(start, at)
+            yield UploadPart(start, at)
             start = at
     if start < at:
-        yield Part(start, at)
+        yield UploadPart(start, at)
 
 
-def _copies(run: Run, start: int, end: int, offset: int, least: int) -> Iterator[Part]:
-    """Yield what copies a run to `start`; its bytes are `offset` further on in the source."""
+def _copies(run: StoredRun, start: int, end: int, offset: int, least: int) -> Iterator[UploadPart]:
+    """Yield the copies of a run to `start`; source positions are `offset` bytes further on."""
     size = end - start
     count = -(-size // max(_LONGEST, 2 * least))  # each has at least half of that
     ends = [start + size * number // count for number in range(count + 1)]
     for first, last in itertools.pairwise(ends):
-        yield Part(first, last, Run(run.source, first + offset, last - first))
-
-
-def _length(piece: Piece) -> int:
-    return len(piece) if isinstance(piece, memoryview) else piece.length
+        yield UploadPart(first, last, StoredRun(run.source, first + offset, last - first))

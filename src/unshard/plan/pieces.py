@@ -1,7 +1,7 @@
-"""Where the bytes of an output file come from, found by offset, without making the file. Pure.
+"""The source of every byte of an output file, found by offset. Pure.
 
-A file consists of its header, runs of bytes that are stored as they are, and slabs of tensors that
-are made in memory: whole rows, so that the bytes of a slab follow one another in the file.
+A file consists of its header, runs of stored bytes, and slabs of tensors that are made in memory.
+A slab has whole rows, so its bytes are contiguous in the file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,12 @@ from unshard.tensors.boxes import Box, Ints, row_major_strides, row_tile, tiles
 
 _SLAB_BYTES = 1024 * 1024
 _IN_TILES = Fuse | Quantize | FindScales
-_TURNED_BYTES = 4 * 1024 * 1024  # columns of the source become rows: longer runs are read
+_TURNED_BYTES = 4 * 1024 * 1024  # the source's columns become rows: larger slabs read longer runs
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes of an output file that are stored: `length` of them, from `start` of `source` on."""
+class StoredRun:
+    """Bytes of an output file that are stored: `length` bytes of `source` from `start`."""
 
     source: Path
     start: int
@@ -44,18 +44,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A box of the tensor that an operation makes: the next `length` bytes of the output file."""
+    """A box of an operation's tensor: `length` contiguous bytes of the output file."""
 
     operation: Tiled
     box: Box
     length: int
 
 
-Piece = memoryview | Run | Slab
+Piece = memoryview | StoredRun | Slab
 
 
 class Contents:
-    """What an output file of `size` bytes consists of.
+    """The contents of an output file.
 
     Args:
         size: bytes of the whole file.
@@ -82,10 +82,10 @@ class Contents:
         # overlap form one group, and groups and tensors follow one another.
         ends = self._rows["target"] + self._rows["length"]
         ends += (self._rows["count"] - 1) * self._rows["target_stride"]
-        fresh = np.ones(len(self._rows), bool)
-        fresh[1:] = self._rows["target"][1:] >= np.maximum.accumulate(ends)[:-1]
-        first = np.flatnonzero(fresh)
-        starts = [*self._rows["target"][first].tolist(), *(one.target.start for one in tiled)]
+        is_first = np.ones(len(self._rows), bool)
+        is_first[1:] = self._rows["target"][1:] >= np.maximum.accumulate(ends)[:-1]
+        first = np.flatnonzero(is_first)
+        starts = [*self._rows["target"][first].tolist(), *(made.target.start for made in tiled)]
         order = np.argsort(np.asarray(starts, np.int64))
         self._starts: Ints = np.asarray(starts, np.int64)[order]
         self._numbers = np.concatenate([np.arange(len(first)), ~np.arange(len(tiled))])[order]
@@ -93,47 +93,47 @@ class Contents:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> "Contents":
-        """Return the contents of a file that is known."""
+        """Return the contents of a file with these bytes."""
         return cls(len(data), data, np.empty(0, COPY_ROW), (), ())
 
     @classmethod
     def of_file(cls, path: Path, size: int, start: int = 0) -> "Contents":
-        """Return the contents of a copy of `size` bytes of a file, from `start` on."""
+        """Return the contents of a copy of `size` bytes of a file, from `start`."""
         return cls(size, b"", np.array([(0, 0, 0, start, size, 1, size)], COPY_ROW), (path,), ())
 
     def find(self, at: int) -> tuple[Piece, int]:
-        """Return the piece that has the byte `at` of the file, and how many of its own are before.
+        """Return the piece with byte `at` of the file, and the offset of that byte in the piece.
 
-        The piece is found by bisection: a model of a million pieces has the same speed.
+        Bisection keeps this fast for a model of a million pieces.
         """
         if at < len(self._header):
             return self._header, at
         number = int(self._numbers[np.searchsorted(self._starts, at, side="right") - 1])
         return self._find_run(number, at) if number >= 0 else _find_slab(self._tiled[~number], at)
 
-    def _find_run(self, group: int, at: int) -> tuple[Run, int]:
+    def _find_run(self, group: int, at: int) -> tuple[StoredRun, int]:
         rows = self._rows[self._bounds[group] : self._bounds[group + 1]]
         past = at - rows["target"]
-        # A row of one run has a stride that means nothing, perhaps smaller than the run.
+        # The stride of a row with a single run is meaningless, and may be smaller than the run.
         runs = np.minimum(past // rows["target_stride"], rows["count"] - 1)
         skips = past - runs * rows["target_stride"]
         which = int(np.argmax((past >= 0) & (skips < rows["length"])))
         row, length = rows[which], int(rows["length"][which])
         start = int(row["start"]) + int(runs[which]) * length
-        return Run(self._paths[row["source"]], start, length), int(skips[which])
+        return StoredRun(self._paths[row["source"]], start, length), int(skips[which])
 
 
 def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
-    """Yield the name of each file that a plan makes, and what the file consists of."""
+    """Yield the name and contents of each file that a plan makes."""
     for number in plan.numbers:
         file = plan.layout.files[number]
         copies = plan.copies[plan.copies["file"] == number]
-        tiled = [one for one in plan.tiled if one.target.file == number]
+        tiled = [made for made in plan.tiled if made.target.file == number]
         yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)
 
 
 def contents_of_tensor(tensor: Converted) -> Contents:
-    """Return what the bytes of a tensor consist of: row-major, as an output file has them."""
+    """Return the contents of a tensor's bytes, row-major, as in an output file."""
     shape = shape_of(tensor.recipe)
     size = prod(shape) * tensor.dtype.itemsize
     alone = OutputTensor(tensor.name, tensor.dtype, shape, tensor.recipe, (0, size))
@@ -143,9 +143,9 @@ def contents_of_tensor(tensor: Converted) -> Contents:
 
 
 def blocks_of(contents: Contents, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield where blocks of a file begin and end; every slab is in one of them.
+    """Yield the start and end of each block of a file.
 
-    Blocks have `block_bytes` and, if a slab would be cut, the rest of that slab.
+    A block has `block_bytes`, plus the rest of the slab at its end: slabs are not divided.
     """
     start = 0
     while start < contents.size:
@@ -160,18 +160,18 @@ def blocks_of(contents: Contents, block_bytes: int) -> Iterator[tuple[int, int]]
 
 def _find_slab(operation: Tiled, at: int) -> tuple[Slab, int]:
     target, itemsize = operation.target, operation.to.itemsize
-    place = np.unravel_index((at - target.start) // itemsize, target.shape)
+    index = np.unravel_index((at - target.start) // itemsize, target.shape)
     shape = _slab_shape(operation)
-    offsets = tuple(int(one) - int(one) % size for one, size in zip(place, shape, strict=True))
+    offsets = tuple(int(i) - int(i) % size for i, size in zip(index, shape, strict=True))
     ends = zip(offsets, shape, target.shape, strict=True)
-    box = Box(offsets, tuple(min(size, whole - one) for one, size, whole in ends))
+    box = Box(offsets, tuple(min(size, whole - offset) for offset, size, whole in ends))
     steps = zip(offsets, row_major_strides(target.shape), strict=True)
-    start = target.start + sum(one * step for one, step in steps) * itemsize
+    start = target.start + sum(offset * step for offset, step in steps) * itemsize
     return Slab(operation, box, box.volume * itemsize), at - start
 
 
 def _slab_shape(operation: Tiled) -> tuple[int, ...]:
-    """Return how large slabs are: leading dimensions 1, then a range, then whole dimensions."""
+    """Return the shape of slabs: leading dimensions 1, then a range, then whole dimensions."""
     shape, sources = operation.target.shape, stored_tensors(operation)
     if isinstance(operation, _IN_TILES):
         return (*tile_shape(operation, _SLAB_BYTES)[:-1], shape[-1])
@@ -181,13 +181,14 @@ def _slab_shape(operation: Tiled) -> tuple[int, ...]:
 
 
 def slab_tiles(slab: Slab) -> Iterator[tuple[Box, Tile]]:
-    """Yield the tiles that make a slab, each with its place in the slab.
+    """Yield the tiles that make a slab, each with its box in the slab.
 
-    Sums of a LoRA fuse depend on how tiles are cut, and blocks are quantised whole.
+    Some operations need the tiles of a merge to give the same bits: the sums of a LoRA fuse depend
+    on how tiles are cut, and blocks are quantised whole.
     """
     sizes, tile = slab.box.sizes, slab.box.sizes
     if isinstance(slab.operation, _IN_TILES):
         tile = tile_shape(slab.operation, _SLAB_BYTES)
-    for place in tiles(sizes, tile):
-        moved = zip(place.offsets, slab.box.offsets, strict=True)
-        yield place, Tile(slab.operation, Box(tuple(map(sum, moved)), place.sizes))
+    for box in tiles(sizes, tile):
+        offsets = tuple(map(sum, zip(box.offsets, slab.box.offsets, strict=True)))
+        yield box, Tile(slab.operation, Box(offsets, box.sizes))

@@ -1,7 +1,7 @@
-"""Lay out the files of ranks for another number of ranks: pickles, zips, and what is taken where.
+"""Lay out rank files for another number of ranks: pickles, zips, and the sources of tensors.
 
-A rank's file has its part of every tensor, as DTensors on one mesh, and whole what is not sharded.
-Like every layout it is made before any weight is read.
+A rank's file has its part of every sharded tensor, as DTensors on one mesh, and all other tensors
+whole. Like every layout, this one is made before any weights are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ from unshard.tensors.placements import (
 )
 
 TENSOR_PARALLEL = frozenset({"tp", "tensor_parallel"})
-"""Names of the mesh dimension of tensor parallelism: torchtitan's and NeMo's, Lightning's."""
+"""Names of the mesh dimension of tensor parallelism in torchtitan and NeMo, and in Lightning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file to write: its path inside the output, what is pickled, and what its tensors are of."""
+    """A file to write: its path inside the output, the pickled value, the sources of tensors."""
 
     filename: str
     value: Value
@@ -45,7 +45,7 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resharded:
-    """The layout of all files, and their zips in the same order, which get checksums at the end."""
+    """The layout of all files, and their zips in the same order, whose checksums come last."""
 
     layout: Layout
     zips: tuple[ZipLayout | DcpFile, ...]
@@ -54,24 +54,24 @@ class Resharded:
     def of(cls, files: Sequence[tuple[OutputFile, ZipLayout | DcpFile]]) -> "Resharded":
         """Return the layout of these files, each with its zip."""
         outputs = tuple(output for output, _ in files)
-        weight_map = {one.name: file.filename for file in outputs for one in file.tensors}
+        weight_map = {tensor.name: file.filename for file in outputs for tensor in file.tensors}
         layout = Layout(outputs, weight_map, sum(file.data_bytes for file in outputs))
-        return cls(layout, tuple(made for _, made in files))
+        return cls(layout, tuple(zipped for _, zipped in files))
 
 
 class RankTensors:
-    """Makes the tensors of one file of a rank, and knows what each is taken of."""
+    """Makes the tensors of one rank file, and keeps their sources."""
 
     def __init__(self, version: Version, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._dtensors = DTensors(version, mesh)
-        self._taken: dict[int, tuple[SavedTensor, Take]] = {}
+        self._sources: dict[int, tuple[SavedTensor, Take]] = {}
 
     def make(self, entry: TensorEntry) -> Value:
         """Return the rank's part of a tensor, as it is pickled.
 
         Raises:
-            NotMergeableError: it is cut in a way that a mesh for FSDP alone does not have.
+            NotMergeableError: a mesh for FSDP alone cannot express the cut.
         """
         placements = _placements(entry, len(self._mesh.shape))
         box = Box.whole(entry.shape)
@@ -79,15 +79,15 @@ class RankTensors:
             _, pieces = place(entry.shape, Sharding(self._mesh, placements))
             box = pieces[0].box
         local = SavedTensor(entry.dtype, box.sizes, None)
-        self._taken[id(local)] = local, Take(entry, box)
+        self._sources[id(local)] = local, Take(entry, box)
         if placements is None:
             return local
         return self._dtensors.make(local, entry.shape, placements)
 
-    def taken(self, tensor: SavedTensor) -> Take | None:
-        """Return what a tensor of the file is taken of; None if its bytes are known."""
-        found = self._taken.get(id(tensor))
-        return None if found is None else found[1]
+    def source_of(self, tensor: SavedTensor) -> Take | None:
+        """Return the source of a tensor of the file; None if this did not make the tensor."""
+        _, source = self._sources.get(id(tensor), (None, None))
+        return source
 
 
 def meshes_of(
@@ -99,29 +99,28 @@ def meshes_of(
 
 
 def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | None:
-    """Return how a tensor is placed on a mesh whose last dimension shards; None: it is plain.
+    """Return the placements on a mesh whose last dimension shards; None for a plain tensor.
 
-    It is cut along the dimension along which FSDP cut it. One that only tensor parallelism cut is
-    cut along its first dimension, as `fully_shard` does.
+    The tensor is cut along the dimension that FSDP cut, or along its first dimension, as by
+    `fully_shard`, if only tensor parallelism cut it.
     """
     if entry.sharding is None:
         return None
     names = entry.sharding.mesh.dim_names or ("",) * len(entry.sharding.placements)
     of_fsdp = [
-        one
-        for name, one in zip(names, entry.sharding.placements, strict=True)
+        placement
+        for name, placement in zip(names, entry.sharding.placements, strict=True)
         if name not in TENSOR_PARALLEL
     ]
-    cut = {one.dim for one in of_fsdp if isinstance(one, Shard | StridedShard)}
+    cut = {placement.dim for placement in of_fsdp if isinstance(placement, Shard | StridedShard)}
     if not of_fsdp and entry.shape:
         cut = {0}
     if len(cut) > 1:
         dims = ", ".join(map(str, sorted(cut)))
         raise NotMergeableError(
-            f"tensor {entry.fqn}: is cut along several dimensions ({dims}) by the mesh "
-            f"({', '.join(names)})",
-            expected="one dimension that FSDP cuts, and others only on a dimension of the mesh "
-            f"that is named {' or '.join(sorted(TENSOR_PARALLEL))}",
+            f"tensor {entry.fqn}: the mesh ({', '.join(names)}) cuts several dimensions ({dims})",
+            expected="one dimension cut by FSDP; other dimensions may be cut only by a mesh "
+            f"dimension named {' or '.join(sorted(TENSOR_PARALLEL))}",
             hint="merge the checkpoint instead; other parallelism is not resharded",
         )
     last: Placement = Shard(cut.pop()) if cut else Replicate()
@@ -129,26 +128,26 @@ def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | 
 
 
 def lay_out_ranks(files: Sequence[RankFile], version: Version) -> Resharded:
-    """Lay out the files of ranks."""
+    """Lay out rank files."""
     return Resharded.of([_lay_out(file, version) for file in files])
 
 
 def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
     pickle, tensors = write_pickle(file.value)
     root = file.filename.rsplit("/", 1)[-1].removesuffix(".pt")
-    made = lay_out_zip(root, pickle, [one.nbytes for one in tensors], version)
-    pieces = dict(made.fixed())
+    zipped = lay_out_zip(root, pickle, [tensor.nbytes for tensor in tensors], version)
+    pieces = dict(zipped.fixed())
     placed: list[tuple[int, int, SavedTensor, Take]] = []
-    for (start, size), tensor in zip(made.storages, tensors, strict=True):
-        take = file.tensors.taken(tensor)
+    for (start, size), tensor in zip(zipped.storages, tensors, strict=True):
+        take = file.tensors.source_of(tensor)
         if take is not None:
             placed.append((start, start + size, tensor, take))
         elif isinstance(tensor.source, ByteRange):
             placed.append((start, start + size, tensor, _take_of(tensor, tensor.source)))
         elif isinstance(tensor.source, bytes):
             pieces[start] = tensor.source
-    placed.sort(key=lambda one: one[:2])
-    first = min((start for start, end, *_ in placed if end > start), default=made.size)
+    placed.sort(key=lambda item: item[:2])
+    first = min((start for start, end, *_ in placed if end > start), default=zipped.size)
     ordered = sorted(pieces.items())
     header = b"".join(piece for at, piece in ordered if at < first)
     outputs = [
@@ -161,12 +160,12 @@ def _lay_out(file: RankFile, version: Version) -> tuple[OutputFile, ZipLayout]:
         )
         for start, end, tensor, take in placed
     ]
-    rest = tuple(one for one in ordered if one[0] >= first)
-    return OutputFile(file.filename, header, tuple(outputs), rest), made
+    rest = tuple((at, piece) for at, piece in ordered if at >= first)
+    return OutputFile(file.filename, header, tuple(outputs), rest), zipped
 
 
 def _take_of(tensor: SavedTensor, source: ByteRange) -> Take:
-    """Return all of a tensor among plain values, whose elements are in a file, row by row."""
+    """Return the source of a tensor among plain values, whose elements are in a file, row-major."""
     draft = TensorDraft(f"{source.path.name}: byte {source.offset}", tensor.dtype, tensor.shape)
     draft.add(rank=0, file=0, start=source.offset)
     return take(draft.entry((source.path,)))
@@ -179,25 +178,25 @@ def optimizer_value(
 
     Args:
         tensors: makes the tensors of the rank.
-        state: of the optimizer.
-        keys: what the state dict calls each parameter, a number or its name, in order.
-        is_flat: whether it is flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`.
+        state: the state of the optimizer.
+        keys: the key of each parameter in the state dict, a number or its name, in order.
+        is_flat: whether the dict is flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`.
     """
     entries = state.tensors
-    made: dict[int | str, dict[str, Value]] = {}
+    by_key: dict[int | str, dict[str, Value]] = {}
     for name, own in keys.items():
-        made[own] = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
-        made[own] |= state.values.get(name, {})
+        by_key[own] = {key: tensors.make(entry) for key, entry in entries.get(name, {}).items()}
+        by_key[own] |= state.values.get(name, {})
     if not is_flat:
         groups = [
             {**group.values, "params": [keys[name] for name in group.params]}
             for group in state.groups
         ]
-        return {"state": {key: own for key, own in made.items() if own}, "param_groups": groups}
-    found: dict[Value, Value] = {}
-    for own, fields in made.items():
-        found |= {f"state.{own}.{key}": value for key, value in fields.items()}
+        return {"state": {key: own for key, own in by_key.items() if own}, "param_groups": groups}
+    flat: dict[Value, Value] = {}
+    for own, fields in by_key.items():
+        flat |= {f"state.{own}.{key}": value for key, value in fields.items()}
     for group in state.groups:
         for name in group.params:
-            found |= {f"param_groups.{name}.{key}": one for key, one in group.values.items()}
-    return found
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.values.items()}
+    return flat

@@ -1,8 +1,8 @@
-"""Divide work into tiles that bound memory: of a plan, of two models to compare, of a selection.
+"""Divide a plan, a comparison of two models, or a selection into tiles, which bound memory.
 
-Of two models, the tensors are paired by name. Where dtypes differ and a merge may cast between
-them, theirs is cast to ours, once, from the values of its recipe, as a merge does it: a bfloat16
-merge of a float32 checkpoint then equals it exactly.
+Tensors of two models are paired by name. If their dtypes differ and a merge may cast between them,
+theirs is cast to ours, once, from the values of its recipe, as in a merge. A bfloat16 merge of a
+float32 checkpoint then equals it exactly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from unshard.tensors.selection import Selection
 
 PAIR_BYTES = 8 * 1024 * 1024
-"""How much memory a pair of tiles takes at most. It is fixed: sums depend on how tiles are cut."""
+"""Bound on the memory of a pair of tiles. It is fixed, because sums depend on how tiles are cut."""
 
-_MAKING = 6 * 1024 * 1024  # of it; the rest is for arithmetic
+_MAKING = 6 * 1024 * 1024  # of them, to make both tiles; the rest is for arithmetic
 _COPY_UNIT = 16 * 1024 * 1024
 _MAX_TILE = 4 * 1024 * 1024
 _FLOAT32 = 4
@@ -57,16 +57,16 @@ Unit = CopyRange | Tile
 
 
 def split_into_units(plan: Plan, *, buffer_bytes: int) -> Iterator[Unit]:
-    """Return the plan's work, each unit to be done by one worker with buffers of `buffer_bytes`."""
-    for copies, made in units_by_file(plan, buffer_bytes=buffer_bytes):
+    """Yield the plan's work in units for one worker with buffers of `buffer_bytes`."""
+    for copies, file_tiles in units_by_file(plan, buffer_bytes=buffer_bytes):
         yield from copies
-        yield from made
+        yield from file_tiles
 
 
 def units_by_file(
     plan: Plan, *, buffer_bytes: int
 ) -> Iterator[tuple[Iterator[CopyRange], Iterator[Tile]]]:
-    """Yield the copies into each output file, in its order, and its tiles."""
+    """Yield the copies into each output file, in order, and its tiles."""
     tiled: dict[int, list[Tiled]] = {}
     for operation in plan.tiled:
         tiled.setdefault(operation.target.file, []).append(operation)
@@ -101,47 +101,47 @@ def _split(copy: CopyRange) -> Iterator[CopyRange]:
 
 
 def tile_shape(operation: Tiled, budget: int) -> tuple[int, ...]:
-    """Return how large tiles may be, so that one takes at most `budget` bytes while it is made.
+    """Return a tile shape that takes at most `budget` bytes while the tile is made.
 
     The tiles of a LoRA fuse have whole products, and those of block FP8 have whole blocks.
     """
     per_element = operation.to.itemsize + max(
         source.dtype.itemsize * (SLACK if source.chunks.strides is not None else 1)
-        for source in stored_tensors(operation)  # more is read if neighbours are stored apart
+        for source in stored_tensors(operation)  # strided chunks need more bytes read
     )
     if isinstance(operation, Reduce):
         per_element += 2 * _FLOAT32  # the sum and a term
     elif isinstance(operation, Fuse):  # the sum, and the columns of `a`
         per_element += _FLOAT32 + -(-2 * _FLOAT32 * operation.rank // _FUSE_ROWS)
     elif isinstance(operation, Cast) and operation.source.dtype.itemsize > _FLOAT32:
-        per_element += _FLOAT32  # float64 becomes 16 bits by way of float32
+        per_element += _FLOAT32  # a cast of float64 to 16 bits goes through float32
     elif isinstance(operation, Quantize | FindScales | Dequantize):
         per_element += _FLOAT32  # the values
     return _tile_of_elements([operation], max(1, budget // per_element))
 
 
 def _tile_of_elements(operations: Sequence[Tiled], elements: int) -> tuple[int, ...]:
-    """Return a tile of about that many elements that suits operations of the same shape."""
-    for one in operations:
-        if isinstance(one, Quantize):
-            return _tile_of_blocks(one.values, elements)
-        if isinstance(one, FindScales):
-            rows, columns = _tile_of_blocks(one.values, elements)
+    """Return a tile of about that many elements for operations of the same shape."""
+    for operation in operations:
+        if isinstance(operation, Quantize):
+            return _tile_of_blocks(operation.values, elements)
+        if isinstance(operation, FindScales):
+            rows, columns = _tile_of_blocks(operation.values, elements)
             return -(-rows // BLOCK), -(-columns // BLOCK)
     shape = operations[0].target.shape
     if any(isinstance(operation, Fuse) for operation in operations):
-        # Whole products, which have one size: sums must not depend on the resources.
+        # Whole products of a fixed size: sums must not depend on the resources.
         rows, columns = shape[-2:]
         wide = max(1, elements // (_FUSE_ROWS * _FUSE_COLUMNS)) * _FUSE_COLUMNS
         return (*(1 for _ in shape[:-2]), min(rows, _FUSE_ROWS), min(columns, wide))
     sources = chain.from_iterable(map(stored_tensors, operations))
-    # Turned boxes are read well neither along rows nor along columns, but in squares.
+    # Neither rows nor columns of turned boxes are long runs in both files; squares are a balance.
     odd = any(source.chunks.strides is not None for source in sources)
     return (square_tile if odd else row_tile)(shape, elements)
 
 
 def _tile_of_blocks(values: Tiled, elements: int) -> tuple[int, ...]:
-    """Return a tile of whole blocks: of rows of them if one fits, else of a part of one row."""
+    """Return a tile of whole blocks: rows of blocks if a row fits, else a part of a row."""
     if isinstance(values, Fuse):
         return _tile_of_elements([values], elements)  # it has whole blocks
     rows, columns = values.target.shape
@@ -152,34 +152,34 @@ def _tile_of_blocks(values: Tiled, elements: int) -> tuple[int, ...]:
 
 
 def unit_bytes(unit: Unit) -> int:
-    """Return how many bytes a unit writes."""
+    """Return the number of bytes that a unit writes."""
     if isinstance(unit, Tile):
         return unit.box.volume * unit.operation.to.itemsize
     return unit.size
 
 
 def file_of(unit: Unit) -> int:
-    """Return the number of the output file that a unit writes into."""
+    """Return the index of the output file that a unit writes into."""
     return unit.operation.target.file if isinstance(unit, Tile) else unit.file
 
 
 class Pair(NamedTuple):
-    """Two tensors of equal shape, and how each is made; the dtypes are those of `Tiled.to`."""
+    """The operations that make two tensors of equal shape, to be compared."""
 
     ours: Tiled
     theirs: Tiled
 
 
 def as_stored(catalog: Catalog) -> list[Converted]:
-    """Return a model's tensors as they are, each under its own name and dtype."""
+    """Return a model's tensors with their own names and dtypes."""
     tensors = catalog.tensors.items()
     return [Converted(name, entry.dtype, take(entry)) for name, entry in tensors]
 
 
 def make_pair(ours: Converted, theirs: Converted) -> Pair:
-    """Return how two tensors of equal shape are made so that they can be compared."""
+    """Return the operations that make two tensors of equal shape, so that they can be compared."""
     cast = ours.dtype.castable and theirs.dtype.castable
-    nowhere = Target(0, 0, shape_of(ours.recipe))  # they are made in memory
+    nowhere = Target(0, 0, shape_of(ours.recipe))  # in memory, not in a file
     return Pair(
         make_operation(nowhere, ours.recipe, ours.dtype),
         make_operation(nowhere, theirs.recipe, ours.dtype if cast else theirs.dtype),
@@ -187,25 +187,26 @@ def make_pair(ours: Converted, theirs: Converted) -> Pair:
 
 
 def pair_tiles(pair: Pair) -> Iterator[tuple[Tile, Tile]]:
-    """Yield tiles of the same boxes of both tensors; they depend on nothing but the pair."""
+    """Yield tiles of the same boxes of both tensors; they depend on the pair alone."""
     per_element = 0
-    for one in (pair.ours, pair.theirs):  # reading it, arithmetic in float32, the result
-        sources = stored_tensors(one)
+    for operation in pair:  # reading, arithmetic in float32, the result
+        sources = stored_tensors(operation)
         slack = SLACK if any(source.chunks.strides is not None for source in sources) else 1
-        per_element += slack * max(source.dtype.itemsize for source in sources) + one.to.itemsize
-        per_element += 0 if isinstance(one, Gather) else 2 * _FLOAT32
-    tile = _tile_of_elements([pair.ours, pair.theirs], _MAKING // per_element)
+        per_element += slack * max(source.dtype.itemsize for source in sources)
+        per_element += operation.to.itemsize
+        per_element += 0 if isinstance(operation, Gather) else 2 * _FLOAT32
+    tile = _tile_of_elements(pair, _MAKING // per_element)
     for box in tiles(pair.ours.target.shape, tile):
         yield Tile(pair.ours, box), Tile(pair.theirs, box)
 
 
 class TilePart(NamedTuple):
-    """What a selection takes of one tile.
+    """The intersection of a selection and a tile.
 
     Attributes:
         tile: the whole tile, in the tensor.
-        taken: which of the tile's elements, per dimension.
-        place: where they go among the selected ones.
+        taken: the selected elements of the tile, per dimension.
+        place: their positions in the result, per dimension.
     """
 
     tile: Box
@@ -216,9 +217,9 @@ class TilePart(NamedTuple):
 def tile_parts(
     shape: Sequence[int], tile: Sequence[int], selection: "Selection"
 ) -> Iterator[TilePart]:
-    """Yield what a selection takes of every tile that it meets, in row-major order."""
-    ranges = zip(shape, tile, selection.starts, selection.steps, selection.counts, strict=True)
-    for parts in product(*(_line_parts(*one) for one in ranges)):
+    """Yield the selected part of every tile that a selection overlaps, in row-major order."""
+    lines = zip(shape, tile, selection.starts, selection.steps, selection.counts, strict=True)
+    for parts in product(*(_line_parts(*line) for line in lines)):
         offsets, sizes, taken, place = zip(*parts, strict=True) if parts else ((), (), (), ())
         yield TilePart(Box(offsets, sizes), taken, place)
 
@@ -227,7 +228,7 @@ _LinePart = tuple[int, int, slice, slice]
 
 
 def _line_parts(size: int, tile: int, start: int, step: int, count: int) -> list[_LinePart]:
-    """Return, along one dimension, offset and size of the tiles that are met, and what is taken."""
+    """Return offset and size of the tiles along a dimension, and `taken` and `place` of each."""
     parts: list[_LinePart] = []
     done = 0
     while done < count:
