@@ -192,16 +192,16 @@ def test_what_needs_one_model_refuses_every_role(
     with pytest.raises(SystemExit) as ended:
         main([*(places.get(word, word) for word in words), "--role", "all"])
     assert ended.value.code == UsageError.exit_code
-    assert "--role all means several models" in capsys.readouterr().err
+    assert "--role all selects several models" in capsys.readouterr().err
 
 
 def test_python_names_what_merges_every_role(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="role='all' means several models") as refused:
+    with pytest.raises(UsageError, match="role='all' selects several models") as refused:
         unshard.merge(run, tmp_path / "out", role="all")
     assert "unshard.merge_all take role='all'" in str(refused.value)
-    with pytest.raises(UnshardError, match="role='all' means several models"):
+    with pytest.raises(UnshardError, match="role='all' selects several models"):
         unshard.open_checkpoint(run, role="all")
-    with pytest.raises(UsageError, match="role='all' means several models"):
+    with pytest.raises(UsageError, match="role='all' selects several models"):
         unshard.virtual(run, role="all")
 
 

@@ -14,14 +14,14 @@ from unshard import MergeOptions, UsageError
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"also": "node1"}, "also: 'node1' is one value"),
-        ({"also": Path("node1")}, "also: 'node1' is one value"),
-        ({"allow_globals": "my.Tensor"}, "allow_globals: 'my.Tensor' is one value"),
-        ({"include": re.compile("a")}, "include: .* is not a value"),
-        ({"keep_fp32": ["a"]}, "keep_fp32: .* is not a value"),
-        ({"step": "10"}, "step: '10' is not a value"),
-        ({"workers": 1.5}, "workers: 1.5 is not a value"),
-        ({"lora_alpha": "16"}, "lora_alpha: '16' is not a value"),
+        ({"also": "node1"}, "also: expected a list, got 'node1'"),
+        ({"also": Path("node1")}, "also: expected a list, got 'node1'"),
+        ({"allow_globals": "my.Tensor"}, "allow_globals: expected a list, got 'my.Tensor'"),
+        ({"include": re.compile("a")}, "include: invalid value"),
+        ({"keep_fp32": ["a"]}, "keep_fp32: invalid value"),
+        ({"step": "10"}, "step: invalid value '10'"),
+        ({"workers": 1.5}, "workers: invalid value 1.5"),
+        ({"lora_alpha": "16"}, "lora_alpha: invalid value '16'"),
     ],
 )
 def test_values_of_another_type_are_refused(

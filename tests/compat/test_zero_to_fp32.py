@@ -91,7 +91,7 @@ def test_an_adapter_stays_as_training_has_it(
     (step / "adapter_config.json").write_text(json.dumps(stated))
     assert_same(convert(step), model.truth)
     assert unshard.verify(tmp_path / "out", against=step).equal
-    with pytest.raises(UsageError, match="keeps the names of training"):
+    with pytest.raises(UsageError, match="lora='keep' needs names='training'"):
         unshard.merge(step, lora="keep", dry_run=True)
 
 

@@ -158,7 +158,7 @@ def test_a_missing_moment_of_a_universal_checkpoint_is_named(
 
 
 def test_weights_in_the_dtype_of_training_have_no_optimizer(unpacked: Path) -> None:
-    with pytest.raises(UsageError, match="module weights have none"):
+    with pytest.raises(UsageError, match="module weights have no optimizer"):
         unshard.merge(
             unpacked / "deepspeed/zero2_bf16", dry_run=True, optimizer=True, weights="module"
         )

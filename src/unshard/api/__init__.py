@@ -1,7 +1,7 @@
-"""The public names of unshard, in their only list: the package `unshard` has the same.
+"""The public names of unshard, which the package `unshard` exports, too.
 
-Type checkers take a name that is imported `as` itself for an exported one. Each is imported when it
-is used, because a merge needs a third of these modules.
+Each name is imported when it is first used, because a merge needs a third of these modules. The
+imports of a name `as` itself mark it as exported for type checkers.
 """
 
 from unshard.errors import CheckpointError as CheckpointError

@@ -1,20 +1,20 @@
-"""Adapters in or next to a checkpoint: fused, written by themselves, or refused with why."""
+"""Fuse an adapter in or next to a checkpoint, write it separately, or refuse it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from unshard.api.options import MergeOptions
-from unshard.api.sources import adapter_beside
+from unshard.api.sources import adapter_beside, stored_recipes
 from unshard.containers.json_file import json_object
 from unshard.convert.expected.tensors import check_plain
 from unshard.convert.heads import left_out_heads
 from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
 from unshard.convert.outputs import Converted, Precision, finish
-from unshard.convert.recipes import Recipe, Take, take
+from unshard.convert.recipes import Recipe
 from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
 from unshard.noted import Noted
@@ -23,7 +23,6 @@ from unshard.read.hub_files import MODULES
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
 from unshard.showing import counted, listed
-from unshard.tensors.catalog import Catalog
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
@@ -31,12 +30,9 @@ from unshard.write.companions import (
     adapter_config_json,
 )
 
-if TYPE_CHECKING:
-    from unshard.read.base import Base
-
 
 class AdapterFile(NamedTuple):
-    """The file of an adapter: its name, and what its header states besides the format."""
+    """The file of an adapter: its name, and the metadata in its header besides the format."""
 
     name: str = ADAPTER_NAME
     metadata: Mapping[str, str] = MappingProxyType({})
@@ -46,7 +42,7 @@ PEFT_FILE = AdapterFile()
 
 
 class SeparateAdapter(NamedTuple):
-    """An adapter by itself; `files` has its config, if that is another file."""
+    """An adapter without its base; `files` has its config, if that is another file."""
 
     tensors: Sequence[Converted]
     written: AdapterFile
@@ -56,12 +52,12 @@ class SeparateAdapter(NamedTuple):
 
 
 def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
-    """Return a checkpoint's tensors, its adapter fused into them unless it is kept."""
+    """Return a checkpoint's tensors, with its adapter fused unless `lora` keeps it."""
     lora = options.lora
     if lora == "keep":
-        return Noted(as_stored(checkpoint.catalog))
+        return Noted(stored_recipes(checkpoint.catalog.tensors))
     source = checkpoint.adapter or checkpoint
-    split = split_adapter(as_stored(source.catalog))
+    split = split_adapter(stored_recipes(source.catalog.tensors))
     if not split.pairs:
         if options.names != "training" and _is_of_megatron(split.base):
             raise _of_megatron(checkpoint)
@@ -83,7 +79,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
     if split.adapter_only:
         if model is None:
             raise _without_base(checkpoint, split, config, options)
-        base = as_stored(model)
+        base = stored_recipes(model.tensors)
         if not all(path in base or f"{path}.weight" in base for path in split.pairs):
             modules = {pair.module for pair in split.pairs.values()}
             base = training_names(base, checkpoint.config, modules)
@@ -96,7 +92,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
 
 
 def _config_of_model(checkpoint: Checkpoint) -> ModelConfig | None:
-    """Return the config of the model that an adapter is fused into, not of what is written."""
+    """Return the config of the model that an adapter is fused into, not that of the output."""
     if checkpoint.base is not None:
         return checkpoint.base.companions.model or checkpoint.config
     own = checkpoint.own_config
@@ -109,9 +105,9 @@ def _own_heads(
     config: AdapterConfig | None,
     model: ModelConfig | None,
 ) -> dict[str, Recipe]:
-    """Return the head that a base leaves out as tied, if training has parted it from the embedding.
+    """Return the head that a base omits as tied, if training has untied it from the embedding.
 
-    PEFT updates one of the two, and the other keeps what both were; or it was told to keep the tie.
+    PEFT updates one of the two and leaves the other as it was, unless its config keeps the tie.
     """
     changed = {*split.base, *(f"{pair.module}.weight" for pair in split.pairs.values())}
     keeps = config is not None and config.fields.get("ensure_weight_tying")
@@ -127,16 +123,16 @@ def _without_base(
 ) -> ConversionError:
     from unshard.read.beside.base_name import advice, find_base_names
 
-    found, give = advice(find_base_names(checkpoint.location), what="its weights are")
+    named, give = advice(find_base_names(checkpoint.location), what="its weights are")
     hint = f"give that model: {give}; or write the adapter by itself: ⟦--lora adapter⟧"
     if options.lora_alpha is None and (config is None or config.alpha is None):
         hint = f"give that model and the adapter's alpha: {give} ⟦+--lora-alpha N⟧"
     if options.names == "training":
-        found, hint = "", "keep its matrices as training has them: ⟦+--lora keep⟧"
+        named, hint = "", "keep its matrices as training has them: ⟦+--lora keep⟧"
     return ConversionError(
         f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
         "not the model that it was trained on",
-        found=found,
+        found=named,
         hint=hint,
     )
 
@@ -172,13 +168,8 @@ def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
     )
 
 
-def as_stored(found: "Catalog | Base") -> dict[str, Take]:
-    """Return tensors as they are stored, by name."""
-    return {name: take(entry) for name, entry in found.tensors.items()}
-
-
 def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UnshardError:
-    """Return the error about an adapter that was asked for and is not there."""
+    """Return the error for `--lora` without an adapter."""
     if _is_of_megatron(checkpoint.catalog.tensors):
         return _of_megatron(checkpoint)
     where = checkpoint.location.weights_dir
@@ -186,19 +177,18 @@ def no_adapter(checkpoint: Checkpoint, lora: Lora | None) -> UnshardError:
 
 
 def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateAdapter:
-    """Return an adapter as PEFT or diffusers loads it: its tensors, whose dtypes stay, and config.
+    """Return an adapter as PEFT or diffusers loads it: its tensors with their dtypes, its config.
 
     Raises:
         UsageError: an option does not apply to an adapter.
-        ConversionError: there is none, or its config is not known.
+        ConversionError: there is no adapter, or its config is unknown.
     """
     from unshard.convert.lora.files import adapter_tensors, list_absent
 
     source = checkpoint.adapter or checkpoint
-    split = split_adapter(as_stored(source.catalog))
+    split = split_adapter(stored_recipes(source.catalog.tensors))
     if not split.pairs:
         raise no_adapter(checkpoint, options.lora)
-    # Options that do not apply to an adapter by itself are refused, not ignored.
     never = ("dtype", "keep_fp32", "include", "exclude", "max_shard_size", "quantize")
     unused = [name.replace("_", "-") for name in never if name in options.chosen]
     if options.lora == "adapter" and unused:
@@ -209,25 +199,25 @@ def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateA
     named, model, base = adapter_tensors(split), checkpoint.config, checkpoint.base
     if MODULES in checkpoint.companions.files:
         raise ConversionError(
-            "sentence-transformers would not load an adapter under the names that it has here",
+            "sentence-transformers does not load an adapter under the names of this checkpoint",
             hint="fuse the adapter: ⟦+--lora fuse⟧",
         )
     config = read_adapter_config(source.location)
     fields = None if model is None else model.fields
     text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)
-    files, written = {ADAPTER_CONFIG_NAME: text}, PEFT_FILE
+    files, file = {ADAPTER_CONFIG_NAME: text}, PEFT_FILE
     if model is not None and model.library.name == "diffusers":
         from unshard.convert.lora.pipelines import pipeline_adapter
 
         named, metadata = pipeline_adapter(named, json.loads(text), model)
-        files, written = {}, AdapterFile(PIPELINE_ADAPTER, metadata)
+        files, file = {}, AdapterFile(PIPELINE_ADAPTER, metadata)
     check_plain(named, (), selects=True)
-    made = SeparateAdapter(finish(named, Precision()), written, files)
+    adapter = SeparateAdapter(finish(named, Precision()), file, files)
     if base is None:
-        return made
-    trained = training_names(as_stored(base), checkpoint.config)
+        return adapter
+    trained = training_names(stored_recipes(base.tensors), checkpoint.config)
     if absent := list_absent(split, [*base.files, *trained]):
         number = counted(len(absent), "module")
         note = f"{base.name} lacks {number} that the adapter adapts: {listed(absent)}"
-        made = made._replace(notes=(note,))
-    return made._replace(names_checked="base")
+        adapter = adapter._replace(notes=(note,))
+    return adapter._replace(names_checked="base")

@@ -165,10 +165,11 @@ def open_given(
     path = given_path(given, "the checkpoint")
     if (average := named_average(path)) is None:
         return open_source(path, options, listener, pass_over=pass_over)
-    from unshard.api.opening import open_sources
+    from unshard.api.opening import Averaging, open_sources
 
     run, last, schedule = average
-    return open_sources(run, options, listener, last=last, schedule=schedule, pass_over=pass_over)
+    how = Averaging(last=last, schedule=schedule)
+    return open_sources(run, options, listener, how, pass_over=pass_over)
 
 
 def check_output(output: str | Path | None, options: MergeOptions) -> Path | None:

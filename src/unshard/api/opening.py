@@ -1,4 +1,4 @@
-"""Open the checkpoints of an average: several, or steps of a run, with what each counts."""
+"""Open the checkpoints of an average, or the steps of a run, with their coefficients."""
 
 import re
 import shlex
@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import cos, isfinite, pi, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import Sources, read_checkpoint
@@ -17,60 +18,59 @@ from unshard.read.finding.discover import all_steps, step_folders
 from unshard.read.format import Location
 from unshard.read.open import Checkpoint, passing_over
 
-_CANCELS = 1e-6  # of the sum of sizes: what is left is the error of rounding
+_CANCELS = 1e-6  # of the sum of magnitudes: a smaller sum is mostly rounding error
 _FAR = 1e12
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda done: (1 + cos(pi * done)) / 2,
     "1-sqrt": lambda done: 1 - sqrt(done),
 }
-"""The learning rate of a decay, as a part of the one before it, when a part of it is done."""
+"""Learning rate relative to that before the decay, by the completed fraction of the decay."""
+
+
+class Averaging(NamedTuple):
+    """The weights of an average, and the steps of a run that it uses; `average` explains each."""
+
+    coefficients: Sequence[float] | None = None
+    ema_decay: float | None = None
+    schedule: str | None = None
+    last: int | None = None
+    every: int | None = None
+
+
+_EQUAL_WEIGHTS = Averaging()
 
 
 def open_sources(
     checkpoints: Sequence[str | Path] | str | Path,
     options: MergeOptions,
     listener: Listener,
+    how: Averaging = _EQUAL_WEIGHTS,
     *,
-    coefficients: Sequence[float] | None = None,
-    ema_decay: float | None = None,
-    schedule: str | None = None,
-    last: int | None = None,
-    every: int | None = None,
     pass_over: bool = True,
 ) -> Sources:
     """Open the checkpoints of an average.
 
-    Args:
-        checkpoints, coefficients, ema_decay, schedule, last, every: as for `average`.
-        options: those of `merge_with`.
-        listener: is told which are averaged.
-        pass_over: whether steps of a run that are not complete are left out, with a warning, or
-            are an error.
+    With `pass_over`, incomplete steps of a run are left out, with a warning; they are an error
+    otherwise.
     """
     opening = time.monotonic()
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
-    _check(options, (coefficients, ema_decay, schedule), (last, every), are_several=len(paths) > 1)
-    places = [given_path(path, "a checkpoint") for path in paths]
+    _check(options, how, several=len(paths) > 1)
+    paths = [given_path(path, "a checkpoint") for path in paths]
     if not paths:
         raise UsageError("no checkpoint to average")
     listener(Stage("reading"))
     if len(paths) == 1:
-        found = _open_steps(places[0], options, (last, every or 1), pass_over=pass_over)
+        opened = _open_steps(paths[0], options, (how.last, how.every or 1), pass_over=pass_over)
     else:
-        found = [read_checkpoint(place, options) for place in places]
-    weights = _choose_weights(coefficients, ema_decay, schedule, len(found))
-    titles = ", ".join(one.title for one in found)
-    listener(Chosen(f"averaging {len(found)} checkpoints: {titles}"))
-    return Sources(tuple(found), weights, opening=opening)
+        opened = [read_checkpoint(path, options) for path in paths]
+    weights = _choose_weights(how, len(opened))
+    titles = ", ".join(checkpoint.title for checkpoint in opened)
+    listener(Chosen(f"averaging {len(opened)} checkpoints: {titles}"))
+    return Sources(tuple(opened), weights, opening=opening)
 
 
-def _check(
-    options: MergeOptions,
-    weighing: tuple[object, ...],
-    counts: tuple[int | None, int | None],
-    *,
-    are_several: bool,
-) -> None:
+def _check(options: MergeOptions, how: Averaging, *, several: bool) -> None:
     if options.optimizer:
         raise UsageError("⟦--optimizer⟧: an average of checkpoints has no optimizer")
     if options.lora not in (None, "fuse", "ignore") or options.step is not None:
@@ -78,13 +78,13 @@ def _check(
             "an average of several steps is one whole model: ⟦--lora⟧ and ⟦--step⟧ do not apply"
         )
     ways = ("⟦--coefficients⟧", "⟦--ema-decay⟧", "⟦--schedule⟧")
-    chosen = [way for way, value in zip(ways, weighing, strict=True) if value is not None]
+    chosen = [way for way, value in zip(ways, how, strict=False) if value is not None]
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)} exclude each other: each weighs the checkpoints")
-    for name, count in zip(("last", "every"), counts, strict=True):
+    for name, count in (("last", how.last), ("every", how.every)):
         if count is not None and count < 1:
             raise UsageError(f"⟦--{name} {count}⟧: at least 1 is needed")
-    if are_several and counts != (None, None):
+    if several and (how.last, how.every) != (None, None):
         raise UsageError(
             "⟦--last⟧ and ⟦--every⟧ choose steps of one run, and several checkpoints were given",
             hint="give the run alone",
@@ -94,7 +94,7 @@ def _check(
 def _open_steps(
     run: Path, options: MergeOptions, counts: tuple[int | None, int], *, pass_over: bool
 ) -> list[Checkpoint]:
-    """Open the last N, every Nth, complete steps of a run, from the highest back; lowest first."""
+    """Open the last N complete steps of a run, every Nth from the highest back; lowest first."""
     last, every = counts
     steps = all_steps(run, options.choice)
     if not steps:
@@ -115,7 +115,7 @@ def _open_steps(
             if not pass_over:
                 raise IncompleteError(
                     f"{location.step_dir} is not complete: " + error.subject,
-                    hint="incomplete steps are left out, with a warning, by "
+                    hint="to leave out incomplete steps, with a warning: "
                     f"unshard average {shlex.quote(str(run))} OUTPUT",
                 ) from error
             incomplete.append((location, error))
@@ -124,49 +124,36 @@ def _open_steps(
             sources.append(source)
         complete += 1
     if last is not None and len(sources) < last:
-        taken = "" if every == 1 else f", of which ⟦--every {every}⟧ takes {len(sources)}"
-        raise UsageError(f"⟦--last {last}⟧: {run} has only {complete} complete steps{taken}")
+        used = "" if every == 1 else f", of which ⟦--every {every}⟧ takes {len(sources)}"
+        raise UsageError(f"⟦--last {last}⟧: {run} has only {complete} complete steps{used}")
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)
     lowest = None if last is None else sources[-1].location.step
-    empty = _without_weights(run, steps, lowest)
+    empty = _empty_folders(run, steps, lowest)
     return [*sources[:0:-1], passing_over(sources[0], empty, incomplete)]
 
 
-def _without_weights(run: Path, steps: Sequence[Location], above: int | None) -> list[Path]:
-    """Return the directories of a run's steps that have no weights.
-
-    Args:
-        run: the directory with the steps.
-        steps: all steps that have weights.
-        above: only directories of higher steps are returned; None: of all steps.
-    """
-    found = {location.step for location in steps}
-    return [
-        folder
-        for step, folder in step_folders(run).items()
-        if step not in found and (above is None or step > above)
-    ]
+def _empty_folders(run: Path, steps: Sequence[Location], above: int | None) -> list[Path]:
+    """Return the directories of steps without weights, above the step `above` if it is given."""
+    numbers = {location.step for location in steps}
+    folders = step_folders(run).items()
+    return [path for step, path in folders if step not in numbers and step > (above or -1)]
 
 
-def _choose_weights(
-    coefficients: Sequence[float] | None,
-    ema_decay: float | None,
-    schedule: str | None,
-    count: int,
-) -> tuple[float, ...]:
+def _choose_weights(how: Averaging, count: int) -> tuple[float, ...]:
     """Return the weights of `count` sources."""
-    if ema_decay is not None:
-        return _ema_weights(ema_decay, f"⟦--ema-decay {ema_decay}⟧", count)
-    if schedule is not None:
-        return _scheduled_weights(schedule, count)
+    if how.ema_decay is not None:
+        return _ema_weights(how.ema_decay, f"⟦--ema-decay {how.ema_decay}⟧", count)
+    if how.schedule is not None:
+        return _scheduled_weights(how.schedule, count)
+    coefficients = how.coefficients
     if coefficients is None:
         return (1.0,) * count
     if len(coefficients) != count:
         raise UsageError(
             f"⟦--coefficients⟧: {len(coefficients)} numbers for {count} checkpoints",
-            expected="one for each, in their order",
+            expected="a number for each, in order",
         )
     total, sizes = abs(sum(coefficients)), sum(map(abs, coefficients))
     if not all(map(isfinite, coefficients)) or total <= _CANCELS * sizes:
@@ -181,25 +168,24 @@ def _choose_weights(
 def _ema_weights(decay: float, option: str, count: int) -> tuple[float, ...]:
     if not 0 < decay < 1:
         raise UsageError(f"{option}: must be between 0 and 1, both excluded")
-    # The average starts as the first model; every later one moves it: average =
-    # decay * average + (1 - decay) * model. These weights sum to 1.
+    # average = decay * average + (1 - decay) * model, from the first model on: the sum is 1.
     later = ((1 - decay) * decay ** (count - 1 - at) for at in range(1, count))
     return (decay ** (count - 1), *later)
 
 
 def _scheduled_weights(schedule: str, count: int) -> tuple[float, ...]:
-    """Return the weights by which an average emulates a decay of the learning rate.
+    """Return weights with which an average emulates a decay of the learning rate.
 
-    A checkpoint is the first one plus the updates since then, so an average has update i times the
-    sum of the weights of checkpoint i and all later ones. That is to be the learning rate r(i) of
-    a decay with r(0) = 1 that would reach 0 with the next checkpoint: the weights are its steps,
-    r(i) - r(i + 1), and sum to 1. Source: WSM, https://arxiv.org/abs/2507.17634; Megatron-LM's
-    weighted_merge.py takes the same points of a decay.
+    A checkpoint is the first checkpoint plus all updates since, so an average contains update i
+    times the sum of the weights of checkpoint i and all later ones. This sum must be the learning
+    rate r(i) of a decay with r(0) = 1 that would reach 0 with the next checkpoint. So the weights
+    are r(i) - r(i + 1), and sum to 1. Source: WSM, https://arxiv.org/abs/2507.17634; Megatron-LM's
+    weighted_merge.py samples a decay at the same points.
     """
     if match := re.fullmatch(r"ema:(\d*\.\d+)", schedule):
         return _ema_weights(float(match[1]), f"⟦--schedule {schedule}⟧", count)
     if schedule == "linear":
-        return (1.0,) * count  # its steps are equal; rounded, they would differ
+        return (1.0,) * count  # its steps are equal, but rounding would make them differ
     if schedule not in _DECAYS:
         expected = f"linear, {', '.join(_DECAYS)} or ema:0.99"
         raise UsageError(f"⟦--schedule {schedule}⟧: unknown", expected=expected)

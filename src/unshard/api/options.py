@@ -1,4 +1,4 @@
-"""The options of a merge as one value, and the options of each function in its signature."""
+"""The options of a merge as one value, and a decorator that adds options to a signature."""
 
 import functools
 import inspect
@@ -38,19 +38,19 @@ _KINDS: Mapping[object, tuple[type, str]] = {
     float: (Real, "a number"),
     "REGEX": (str, "a regular expression, as text"),
 }
-_PLACES = ("checkpoint", "path", "run", "against")  # what functions call a checkpoint
+_CHECKPOINTS = ("checkpoint", "path", "run", "against")  # parameters that are checkpoints
 _FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def given_path(path: str | Path, what: str) -> Path:
-    """Return a path that a caller gave; `what` names it in the error: "the checkpoint"."""
-    if path == "":  # `Path` would take it for the current directory
+    """Return a path from a caller; `what` is its name in the error: "the checkpoint"."""
+    if path == "":  # `Path("")` is the current directory
         raise UsageError(f"{what} is an empty path", hint="for the current directory, give .")
     return path_of(path)
 
 
 def given_output(path: str | Path) -> Path:
-    """Return the directory that a caller wants the output in."""
+    """Return the output directory from a caller."""
     output = given_path(path, "the output")
     if output.suffix in _FILES and not output.is_dir():
         raise UsageError(
@@ -62,12 +62,12 @@ def given_output(path: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MergeOptions:
-    """Everything that can be chosen for a merge; `merge` explains each.
+    """The options of a merge; `merge` explains each.
 
-    `dtype` becomes the name of what was given: "bfloat16" for "bf16" or `torch.bfloat16`.
+    `dtype` is normalised to a name: "bfloat16" for "bf16" or `torch.bfloat16`.
 
     Raises:
-        UsageError: a value is not known, or options exclude each other.
+        UsageError: a value is invalid, or options exclude each other.
     """
 
     dtype: DtypeLike = DEFAULTS["dtype"]
@@ -108,16 +108,16 @@ class MergeOptions:
         object.__setattr__(self, "dtype", dtype_choice(self.dtype))
         self._check_types()
         if "" in (self.base, self.config, *self.also):
-            what = "a value of ⟦--base⟧, ⟦--config⟧ or ⟦--also⟧ is an empty path"
-            raise UsageError(what, hint="give a path, or leave the option out")
+            raise UsageError(
+                "a value of ⟦--base⟧, ⟦--config⟧ or ⟦--also⟧ is an empty path",
+                hint="give a path, or leave the option out",
+            )
         for option, choices in CHOICES.items():
             value = getattr(self, option)
             if value != DEFAULTS.get(option) and value not in choices:
                 expected = ", ".join(choices)
                 raise UsageError(f"⟦--{option} {value}⟧: unknown", expected=expected)
-        if self.ep_size is not None and self.ep_size < 2:
-            raise UsageError(f"⟦--ep-size {self.ep_size}⟧: at least 2 is needed")
-        self._check_resources()
+        self._check_numbers()
         self._check_names()
         if self.optimizer:
             self._check_optimizer()
@@ -127,70 +127,63 @@ class MergeOptions:
             )
         if self.checksums and self.reuse:
             raise UsageError(
-                "⟦--checksums⟧ and ⟦--reuse⟧ exclude each other: an output that is used keeps its "
-                "record",
+                "⟦--checksums⟧ and ⟦--reuse⟧ exclude each other: a reused output keeps its record",
                 hint="leave ⟦--checksums⟧ out, and print them: unshard checksums OUTPUT",
             )
         if self.private and self.push_to_hub is None:
-            raise UsageError("⟦--private⟧ applies to ⟦--push-to-hub⟧, which was not given")
+            raise UsageError("⟦--private⟧ applies only to ⟦--push-to-hub⟧")
 
     def select(self, names: Iterable[str]) -> list[str]:
-        """Return the names that `include` and `exclude` leave."""
+        """Return the names that `include` and `exclude` select."""
         return select_names(names, self.include, self.exclude)
 
     def _check_types(self) -> None:
-        """Refuse what would be ignored or taken for something else, as a text for a list."""
-        for name, one in OPTIONS.items():
+        """Refuse values of the wrong type, such as a text for a list."""
+        for name, option in OPTIONS.items():
             value = getattr(self, name)
-            kind, expected = _KINDS.get(one.kind) or _KINDS.get(one.metavar) or (object, "")
+            kind, expected = _KINDS.get(option.kind) or _KINDS.get(option.metavar) or (object, "")
             if value is not None and not isinstance(value, kind):
-                what = f"{name}: {value!r} is not a value of this option"
-                raise UsageError(what, expected=expected)
+                raise UsageError(f"{name}: invalid value {value!r}", expected=expected)
         for name in ("also", "allow_globals"):
             value = getattr(self, name)
             if isinstance(value, str | PathLike):
                 raise UsageError(
-                    f"{name}: {str(value)!r} is one value, and not a list of them",
+                    f"{name}: expected a list, got {str(value)!r}",
                     hint=f"give a list: [{str(value)!r}]",
                 )
             if not isinstance(value, Sequence):  # an iterator could be read only once
                 object.__setattr__(self, name, tuple(value or ()))
 
-    def _check_resources(self) -> None:
+    def _check_numbers(self) -> None:
+        for option, value, least in (("ep-size", self.ep_size, 2), ("workers", self.workers, 1)):
+            if value is not None and value < least:
+                raise UsageError(f"⟦--{option} {value}⟧: at least {least} is needed")
         if self.resources.memory_bytes < MIN_BUFFER:
             raise UsageError(
                 f"⟦--memory {self.memory}⟧: too little", expected=f"at least {MIN_BUFFER} bytes"
             )
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"⟦--workers {self.workers}⟧: at least 1 is needed")
 
     def _check_names(self) -> None:
-        """Refuse what the names of the hub, or those of training, cannot be written with."""
+        """Refuse options that do not fit the names of the output."""
         if self.names == "training" and self.base is not None:
-            raise UsageError(
-                "⟦--names training⟧ excludes ⟦--base⟧, whose names are those of the hub"
-            )
+            raise UsageError("⟦--names training⟧ excludes ⟦--base⟧, which has the names of the hub")
         if self.lora == "keep" and self.names != "training":
-            raise UsageError(
-                "⟦--lora keep⟧ keeps the names of training: it needs ⟦--names training⟧"
-            )
+            raise UsageError("⟦--lora keep⟧ needs ⟦--names training⟧")
         if self.names == "training" and self.quantize is not None:
             what = f"⟦--quantize {self.quantize}⟧ needs the names of the hub"
             raise UsageError(f"{what}: it excludes ⟦--names training⟧")
 
     def _check_optimizer(self) -> None:
-        """Refuse what an optimizer's state cannot be written with."""
+        """Refuse options that exclude an optimizer's state."""
         never = ("quantize", "push_to_hub", "ep_size")
         excluded = [name for name in never if getattr(self, name) is not None]
         excluded += ["lora"] if self.lora not in (None, "fuse", "ignore") else []
         if excluded:
-            what = excluded[0].replace("_", "-")
-            raise UsageError(f"⟦--optimizer⟧ and ⟦--{what}⟧ exclude each other")
+            option = excluded[0].replace("_", "-")
+            raise UsageError(f"⟦--optimizer⟧ and ⟦--{option}⟧ exclude each other")
         if self.weights not in (None, "model"):
-            what = "EMA" if self.weights == "ema" else self.weights
-            raise UsageError(
-                f"⟦--optimizer⟧: {what} weights have none; its state is of the model's"
-            )
+            kind = "EMA" if self.weights == "ema" else self.weights
+            raise UsageError(f"⟦--optimizer⟧: {kind} weights have no optimizer state")
 
     def __repr__(self) -> str:
         """Return the options that differ from their defaults."""
@@ -200,16 +193,16 @@ class MergeOptions:
     @property
     def chosen(self) -> dict[str, object]:
         """The options that differ from their defaults, by name."""
-        values = {one.name: (getattr(self, one.name), one.default) for one in fields(self)}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def choice(self) -> Choice:
-        """Which checkpoint of several is meant."""
+        """The step, role and weights to choose."""
         if self.role == EVERY_ROLE:
             raise UsageError(
-                "⟦--role all⟧ means several models, and one is needed here",
-                hint="choose one of them, or merge each: `unshard merge` and unshard.merge_all "
+                "⟦--role all⟧ selects several models, and this needs a single model",
+                hint="choose a role, or merge each model: `unshard merge` and unshard.merge_all "
                 "take ⟦--role all⟧",
             )
         role = None if self.role is None else ROLES.get(self.role, self.role)
@@ -217,7 +210,7 @@ class MergeOptions:
 
     @property
     def needs_config(self) -> bool:
-        """Whether the output is to be a model that transformers loads, which needs a config."""
+        """Whether the output is a model for transformers, which needs a config."""
         is_model = self.names == "hub" and self.lora != "adapter"
         return is_model and self.config != "none"
 
@@ -228,7 +221,7 @@ class MergeOptions:
 
     @property
     def reading(self) -> ReadOptions:
-        """How to read the checkpoint."""
+        """The options for reading the checkpoint."""
         return ReadOptions(
             None if self.config in (None, "none") else path_of(self.config),
             self.assume_dim0,
@@ -239,13 +232,13 @@ class MergeOptions:
 
     @property
     def allowed(self) -> dict[str, bool]:
-        """Whether tensors may be missing, and whether there may be others."""
+        """Whether tensors may be missing, and whether there may be unexpected tensors."""
         names = ("allow_missing", "allow_unexpected")
         return {name: bool(getattr(self, name)) for name in names}
 
     @property
     def recorded(self) -> dict[str, object]:
-        """What shapes the output, for its record: without paths."""
+        """The options that determine the output, for its record; without paths."""
         chosen = {name: value for name, value in self.chosen.items() if OPTIONS[name].shapes}
         if self.base is not None:
             base = path_of(self.base)
@@ -260,20 +253,20 @@ def accepting(
 
     Args:
         keywords: the options, a TypedDict.
-        others: whether the function takes any other keyword too.
-        defaults: those that differ from the defaults of `MergeOptions`.
+        others: whether the function also takes any other keyword.
+        defaults: defaults that differ from those of `MergeOptions`.
     """
-    known = {one.name: one.default for one in fields(MergeOptions)} | defaults
-    listed = [
+    default_of = {field.name: field.default for field in fields(MergeOptions)} | defaults
+    options = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=known[name], annotation=kind
+            name, inspect.Parameter.KEYWORD_ONLY, default=default_of[name], annotation=kind
         )
         for name, kind in keywords.__annotations__.items()
     ]
 
-    def shown(function: Callable[P, Returned]) -> Callable[P, Returned]:
+    def decorate(function: Callable[P, Returned]) -> Callable[P, Returned]:
         *own, rest = inspect.signature(function).parameters.values()
-        parameters = [*own, *listed, *([rest] if others else [])]
+        parameters = [*own, *options, *([rest] if others else [])]
         signature = inspect.signature(function).replace(parameters=parameters)
 
         @functools.wraps(function)
@@ -292,25 +285,26 @@ def accepting(
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
 
-    return shown
+    return decorate
 
 
 def _front_of(function: Callable[..., object], bound: inspect.BoundArguments) -> Python:
-    """Return a function's parameters and its call, to be written again with more options."""
-    given, own = dict(bound.arguments), bound.signature.parameters
-    given |= given.pop("kwargs", {})  # of transformers
-    options = {name: _write(name, value) for name, value in given.items()}
-    place = next((options[name] for name in _PLACES if name in options), "checkpoint")
+    """Return a front with a function's parameters and call, to which hints add options."""
+    values, own = dict(bound.arguments), bound.signature.parameters
+    values |= values.pop("kwargs", {})  # for transformers
+    options = {name: _literal(name, value) for name, value in values.items()}
+    checkpoint = next((options[name] for name in _CHECKPOINTS if name in options), "checkpoint")
     shared = {name: options[name] for name in OPTIONS if name in options}
     positional = [name for name, one in own.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    arguments = [options.pop(name) for name in takewhile(given.__contains__, positional)]
+    arguments = [options.pop(name) for name in takewhile(values.__contains__, positional)]
     itself = Call(f"unshard.{function.__name__}", arguments, options)
-    return Python({*map(spell, own)}, Call("unshard.merge", (place, "output"), shared), itself)
+    merging = Call("unshard.merge", (checkpoint, "output"), shared)
+    return Python({*map(spell, own)}, merging, itself)
 
 
-def _write(name: str, value: object) -> str:
-    """Write an argument as Python does; what has no such form is called like its parameter."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    texts = [as_given(one) if isinstance(one, str | Path) else one for one in parts]
-    is_plain = all(one is None or isinstance(one, str | int | float) for one in texts)
-    return name if not is_plain else repr(texts if parts is value else texts[0])
+def _literal(name: str, value: object) -> str:
+    """Return the Python literal of an argument, or the name of its parameter if it has none."""
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = [as_given(item) if isinstance(item, str | Path) else item for item in items]
+    is_plain = all(item is None or isinstance(item, str | int | float) for item in texts)
+    return name if not is_plain else repr(texts if items is value else texts[0])

@@ -1,10 +1,10 @@
-"""Open what a merge starts from: checkpoints, each with the base model if one was named."""
+"""Open the checkpoints of a merge, with the base model."""
 
 import hashlib
 import logging
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,13 +13,8 @@ from unshard.api.options import MergeOptions, given_path
 from unshard.containers.file_states import FileStates, noting
 from unshard.convert.expected.ignored import lost_mtp
 from unshard.convert.lora.names import split_adapter
-from unshard.convert.recipes import take
-from unshard.errors import (
-    ChangedError,
-    ConversionError,
-    NoConfigError,
-    UnshardError,
-)
+from unshard.convert.recipes import Take, take
+from unshard.errors import ChangedError, ConversionError, NoConfigError, UnshardError
 from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.beside.adapter_config import find_adapter, lora_names
@@ -29,7 +24,7 @@ from unshard.read.model_config import ConfigFile
 from unshard.read.open import Checkpoint, open_latest, open_whole
 from unshard.read.training_state.reader import TrainingState, read_training_state
 from unshard.stores.remote_path import RemotePath, path_of
-from unshard.tensors.catalog import Catalog, weight_files
+from unshard.tensors.catalog import Catalog, TensorEntry, weight_files
 from unshard.write.stage import scratch_directory
 from unshard.write.staging.targets import check_space
 
@@ -38,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sources:
-    """What an output is made from: one checkpoint, or several, which are averaged.
+    """The inputs of an output: one checkpoint, or several to average.
 
     Attributes:
-        checkpoints: in the order in which they are added. The last gives config and companions.
-        weights: what each counts in an average.
+        checkpoints: in the order of the sum; config and companions come from the last.
+        weights: coefficient of each checkpoint.
         training: scheduler and random state, to be written next to the weights.
-        opening: when opening them began, by `time.monotonic()`.
+        opening: start of opening them, by `time.monotonic()`.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -54,82 +49,82 @@ class Sources:
 
     @property
     def last(self) -> Checkpoint:
-        """What is merged; of several, the last."""
+        """The only checkpoint, or the last of several."""
         return self.checkpoints[-1]
 
     @property
     def catalogs(self) -> list[Catalog]:
-        """The tensors of all checkpoints, and those of their optimizers' states."""
-        return [catalog for one in self.checkpoints for catalog in one.catalogs]
+        """The tensors of all checkpoints, and of their optimizers' states."""
+        return [catalog for source in self.checkpoints for catalog in source.catalogs]
 
     @property
     def states(self) -> FileStates:
-        """The files of all checkpoints, as they were when they were opened first."""
+        """The states of all checkpoints' files when they were first opened."""
         states = FileStates()
-        for one in self.checkpoints:
-            states.include(one.states)
+        for source in self.checkpoints:
+            states.include(source.states)
         return states
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about how they were read."""
-        return [note for one in self.checkpoints for note in one.catalog.notes]
+        """Messages for the user about how they were read."""
+        return [note for source in self.checkpoints for note in source.catalog.notes]
 
     def unchanged(self) -> None:
-        """Check that every file that was read is still the one that it was.
+        """Check that no file has changed since it was opened.
 
         Raises:
-            CorruptError: one is gone, was replaced, or was written to: what was read may be half of
-                one step, and half of another.
+            CorruptError: a file is gone, was replaced, or was written to: the tensors may be a mix
+                of two steps.
         """
-        for one in self.checkpoints:
-            one.states.check()
+        for source in self.checkpoints:
+            source.states.check()
 
     def digest(self) -> str:
-        """Return another text for other files with weights, also of the base.
+        """Return a digest of the states of all files with weights, including the base's.
 
         Raises:
             CorruptError: a file is gone.
         """
-        found = hashlib.blake2b(digest_size=16)
-        for one in self.checkpoints:
-            tables = [catalog.tensors for catalog in one.catalogs]
-            tables += [] if one.base is None else [one.base.tensors]
+        digest = hashlib.blake2b(digest_size=16)
+        for source in self.checkpoints:
+            tables = [catalog.tensors for catalog in source.catalogs]
+            tables += [] if source.base is None else [source.base.tensors]
             paths = set[Path]().union(*(weight_files(table.values()) for table in tables))
             for path in sorted(paths):
-                state = one.states[path]
+                state = source.states[path]
                 facts = (state.inode, state.size, state.modified_ns, state.changed_ns)
-                found.update(repr((str(path), *facts)).encode(errors="surrogatepass"))
-        return found.hexdigest()
+                digest.update(repr((str(path), *facts)).encode(errors="surrogatepass"))
+        return digest.hexdigest()
 
     def label(self, path: Path) -> str:
-        """Return what tells a file from others, and from itself with other bytes, on any machine.
+        """Return a label that identifies a version of a file on any machine.
 
-        Not its absolute path or inode, which are those of one mount.
+        It has no absolute path or inode, because these differ between mounts.
 
         Raises:
             CorruptError: the file is gone.
         """
-        found = (at for at, one in enumerate(self.checkpoints) if path in one.states)
-        number = next(found, len(self.checkpoints) - 1)
+        last = len(self.checkpoints) - 1
+        number = next((at for at in range(last) if path in self.checkpoints[at].states), last)
         state, home = self.checkpoints[number].states[path], self.checkpoints[number].location
         is_own = path.is_relative_to(home.step_dir)
         name = str(path.relative_to(home.step_dir)) if is_own else path.name
-        tag = state.inode if isinstance(path, RemotePath) else ""  # the ETag; on a disk an inode
+        tag = state.inode if isinstance(path, RemotePath) else ""  # a store's inode is the ETag
         return f"{number}/{name} {state.size} {state.modified_ns} {tag}"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of all files that were read, or are to be copied."""
-        paths = {path for one in self.checkpoints for path in one.states.states}
+        """The labels of all files that were read, or will be copied."""
+        paths = {path for source in self.checkpoints for path in source.states.states}
         return tuple(sorted(map(self.label, paths)))
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Check in the end as `unchanged` does, also after an error: it may be the consequence."""
+        """Call `unchanged` at the end, also after an error, which a change may have caused."""
         try:
             yield
-        except ChangedError:  # which may name a node, too
+        except ChangedError:  # it may name a node, too
             raise
         except (UnshardError, OSError):
             try:
@@ -137,22 +132,24 @@ class Sources:
             except ChangedError:
                 raise
             except UnshardError:
-                _log.debug("the sources cannot be looked at")
+                _log.debug("the sources cannot be checked")
             raise
         self.unchanged()
 
     @property
     def compressed_bytes(self) -> int:
-        """How many bytes decompressing takes, at most; 0 if nothing is compressed."""
+        """Upper bound on the bytes that decompression writes; 0 if nothing is compressed."""
         return sum(map(_compressed_bytes, self.checkpoints))
 
     def decompressed(self, scratch: Path) -> "Sources":
-        """Return the same decompressed, each into a file in the directory `scratch`."""
-        # A compressed item can be read only from its start to its end, tiles in any order.
+        """Return the sources decompressed into files in the directory `scratch`.
+
+        Tiles need random access, and a compressed item can only be read sequentially.
+        """
         check_space(scratch, self.compressed_bytes)
         checkpoints = tuple(
-            _inflated(one, scratch / f"items-{number}")
-            for number, one in enumerate(self.checkpoints)
+            _inflated(source, scratch / f"items-{number}")
+            for number, source in enumerate(self.checkpoints)
         )
         return replace(self, checkpoints=checkpoints)
 
@@ -160,10 +157,10 @@ class Sources:
 def open_source(
     given: str | Path, options: MergeOptions, listener: Listener, *, pass_over: bool = True
 ) -> Sources:
-    """Open the checkpoint that a given path means, with its training state.
+    """Open the checkpoint at a path, with its training state.
 
-    `pass_over` is whether an older step may be taken, with a warning, for one that is not complete,
-    or that is an error, as it is for the tools that `unshard.compat` replaces.
+    With `pass_over`, an incomplete step is skipped for an older one, with a warning. Otherwise it
+    is an error, as in the tools that `unshard.compat` replaces.
     """
     opening = time.monotonic()
     path = given_path(given, "the checkpoint")
@@ -180,7 +177,7 @@ def open_source(
 
 
 def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True) -> Checkpoint:
-    """Read the checkpoint that a path means, and the base model."""
+    """Read the checkpoint at a path, and the base model."""
     base = None
     if options.base is not None:
         from unshard.read.base import read_base
@@ -198,29 +195,37 @@ def read_checkpoint(path: Path, options: MergeOptions, *, pass_over: bool = True
             return checkpoint
         return _with_recorded_base(_with_recorded_config(checkpoint), options)
     if base.companions.folder and (note := base.note_of(checkpoint.config)):
-        catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, note))
-        checkpoint = replace(checkpoint, catalog=catalog)
+        checkpoint = _with_notes(checkpoint, note)
     companions = completed(checkpoint.companions, base.companions)
     if options.lora != "adapter" and not base.tensors:
-        recipes = {name: take(entry) for name, entry in checkpoint.catalog.tensors.items()}
+        recipes = stored_recipes(checkpoint.catalog.tensors)
         lost = options.select(lost_mtp(companions.model, recipes, base.files))
-        if lost or split_adapter(recipes).adapter_only:  # what its weights are needed for
+        if lost or split_adapter(recipes).adapter_only:  # only these need the base's weights
             base = read_base(base.name, needs_weights=True)
     checkpoint.states.include(base.states)
     return _with_recorded_config(replace(checkpoint, companions=companions, base=base))
 
 
+def stored_recipes(tensors: Mapping[str, TensorEntry]) -> dict[str, Take]:
+    """Return recipes for whole tensors as they are stored, by name."""
+    return {name: take(entry) for name, entry in tensors.items()}
+
+
+def _with_notes(checkpoint: Checkpoint, *notes: str) -> Checkpoint:
+    catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, *notes))
+    return replace(checkpoint, catalog=catalog)
+
+
 def is_adapter(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has a LoRA adapter, and not the weights that it updates."""
+    """Return whether a checkpoint has a LoRA adapter without the weights that it updates."""
     tensors = checkpoint.catalog.tensors
-    recipes = {name: take(entry) for name, entry in tensors.items()} if lora_names(tensors) else {}
     with suppress(ConversionError):
-        return split_adapter(recipes).adapter_only
-    return True  # or a part of one, which is an error when it is fused
+        return split_adapter(stored_recipes(tensors) if lora_names(tensors) else {}).adapter_only
+    return True  # a part of an adapter: fusing it is an error
 
 
 def adapter_beside(checkpoint: Checkpoint) -> Path | None:
-    """Return the file of a LoRA adapter next to weights that have none among them."""
+    """Return the file of a LoRA adapter next to weights without LoRA tensors."""
     if lora_names(checkpoint.catalog.tensors):
         return None
     return find_adapter(checkpoint.location)
@@ -237,24 +242,24 @@ def _with_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without a config.json with the one that its arguments determine."""
+    """Return a checkpoint with a config made from its training arguments, if it has no config."""
     companions, catalog = checkpoint.companions, checkpoint.catalog
     if companions.config_file is not None or not catalog.recorded:
         return checkpoint
     from unshard.read.megatron.config import config_of, doubts
 
     (path, *_) = catalog.training_state
-    made = config_of(catalog.recorded, path)
-    if made is None:
+    config = config_of(catalog.recorded, path)
+    if config is None:
         return checkpoint
-    companions = replace(companions, config_file=ConfigFile(path, made))
-    what = f"no config.json: it is made of the arguments in {path.name} ({made.types[0]})"
-    catalog = replace(catalog, notes=(*catalog.notes, what, *doubts(catalog.recorded)))
-    return replace(checkpoint, companions=companions, catalog=catalog)
+    companions = replace(companions, config_file=ConfigFile(path, config))
+    note = f"no config.json: it is made of the arguments in {path.name} ({config.types[0]})"
+    checkpoint = _with_notes(checkpoint, note, *doubts(catalog.recorded))
+    return replace(checkpoint, companions=companions)
 
 
 def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
-    """Return a checkpoint with what it needs of the one base that its trainer's files name."""
+    """Return a checkpoint completed from the only base that its trainer's files name."""
     companions = checkpoint.companions
     has_config, is_alone = companions.config_file is not None, is_adapter(checkpoint)
     if not options.needs_config or (has_config and not is_alone):
@@ -262,8 +267,8 @@ def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkp
     from unshard.read.base import local_base
     from unshard.read.beside.base_name import find_base_names
 
-    found = find_base_names(checkpoint.location)
-    named = found[0] if len(found) == 1 else None
+    bases = find_base_names(checkpoint.location)
+    named = bases[0] if len(bases) == 1 else None
     if named is None or named.directory is None:
         return checkpoint
     base = local_base(named.name, named.directory)
@@ -276,32 +281,32 @@ def _with_recorded_base(checkpoint: Checkpoint, options: MergeOptions) -> Checkp
     if is_part and named.directory.parent.name == "snapshots":
         name = shlex.quote(named.name)
         note = Text(f"{name} has no tokenizer on this machine; to download it: ⟦+--base {name}⟧")
-        catalog = replace(whole.catalog, notes=(*whole.catalog.notes, note))
-        whole = replace(whole, catalog=catalog)
+        return _with_notes(whole, note)
     return whole
 
 
 def refuse_unloadable(sources: Sources, options: MergeOptions) -> None:
     """Raise a NoConfigError, before weights are read, if transformers would not load the output.
 
-    `--config none` and `--names training` write such weights on purpose.
+    `--config none` and `--names training` write such weights on purpose. Adapters and Megatron's
+    checkpoints have errors of their own.
     """
     last = sources.last
-    is_open = last.config is None and not last.catalog.recorded
-    if options.needs_config and is_open and not is_adapter(last):  # which have errors of their own
+    lacks_config = last.config is None and not last.catalog.recorded
+    if options.needs_config and lacks_config and not is_adapter(last):
         raise no_config(last, NoConfigError, "; for the weights alone: ⟦--config none⟧")
 
 
 def no_config(
     checkpoint: Checkpoint, kind: type[UnshardError], otherwise: str = ""
 ) -> UnshardError:
-    """Return the error about a checkpoint without a config; `otherwise` is a hint to add."""
+    """Return the error for a checkpoint without a config; `otherwise` is added to its hint."""
     from unshard.read.beside.base_name import advice, find_base_names
 
-    at, found, give = checkpoint.location, "", "⟦+--config FILE⟧"
+    at, named, give = checkpoint.location, "", "⟦+--config FILE⟧"
     if checkpoint.base is None:
-        found, base = advice(find_base_names(at))
-        # A base is the model of the hub, whose head is another than that of a critic or a reward.
+        named, base = advice(find_base_names(at))
+        # The head of a critic or a reward model differs from that of the base on the hub.
         give = give if at.role in ("critic", "value", "reward") else f"{base} or ⟦--config FILE⟧"
     weights = "" if at.weights_dir == at.step_dir else f"{at.weights_dir}, "
     run = "" if at.step is None else f", the run {at.step_dir.parent}"
@@ -309,7 +314,7 @@ def no_config(
         f"no config.json was found in or next to {at.weights_dir}: transformers needs one to load "
         "the weights",
         expected=f"config.json in {weights}{at.step_dir}, huggingface/ in them{run}",
-        found=found,
+        found=named,
         hint=f"give it with {give}{otherwise}",
     )
 
@@ -322,12 +327,11 @@ def with_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Checkpoint:
         state = read_optimizer(checkpoint, options.reading)
     for path in state.catalog.weight_files:
         checkpoint.states.add(path)
-    catalog = replace(checkpoint.catalog, notes=(*checkpoint.catalog.notes, *state.notes))
-    return replace(checkpoint, catalog=catalog, optimizer=state)
+    return replace(_with_notes(checkpoint, *state.notes), optimizer=state)
 
 
 def _compressed_bytes(checkpoint: Checkpoint) -> int:
-    if not any(one.is_compressed for one in checkpoint.catalogs):
+    if not any(catalog.is_compressed for catalog in checkpoint.catalogs):
         return 0
     from unshard.read.dcp.items import inflated_bytes
 
@@ -354,7 +358,7 @@ def _log_choice(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
-    """Return a checkpoint decompressed into a file, and its optimizer's state into another."""
+    """Return a checkpoint decompressed into a file, and its optimizer's state into a second."""
     from unshard.read.dcp.items import inflate
 
     state = checkpoint.optimizer
@@ -370,7 +374,7 @@ def _inflated(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
 
 
 def inflated(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint:
-    """Return the checkpoint with nothing compressed; what that needs is removed by the stack."""
+    """Return the checkpoint decompressed; the stack removes the temporary files."""
     needed = _compressed_bytes(checkpoint)
     if not needed:
         return checkpoint

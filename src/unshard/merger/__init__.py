@@ -1,14 +1,14 @@
-"""The merger of lmms-engine: `from unshard.merger import FSDP2Merger` for `lmms_engine.merger`.
+"""lmms-engine's merger: `from unshard.merger import FSDP2Merger` replaces `lmms_engine.merger`.
 
 Importing it imports nothing else, so that `python -m unshard.merger` handles signals first.
 """
 
 __all__ = ["CheckpointMerger", "FSDP2Merger"]
 
-TYPE_CHECKING = False  # as type checkers know it; importing typing takes time
+TYPE_CHECKING = False  # a name that type checkers recognise; importing typing takes time
 if TYPE_CHECKING:
     from unshard.merger.fsdp2 import CheckpointMerger, FSDP2Merger
-else:  # not for type checkers, to which any name would exist then
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -1,4 +1,4 @@
-"""`python -m unshard.merger`, for `python -m lmms_engine.merger`."""
+"""`python -m unshard.merger`, which replaces `python -m lmms_engine.merger`."""
 
 from unshard import signals
 
@@ -23,10 +23,10 @@ def _arguments() -> argparse.Namespace:
         "--checkpoint_path",
         required=True,
         type=path_argument,
-        help="a checkpoint (checkpoint-1000), or a directory of several: the highest",
+        help="checkpoint (checkpoint-1000), or a directory of checkpoints, to merge the highest",
     )
     parser.add_argument(
-        "--output_path", type=path_argument, help="where to save; default: checkpoint_path itself"
+        "--output_path", type=path_argument, help="output directory; default: checkpoint_path"
     )
     parser.add_argument(
         "--checkpoint_type",
@@ -35,15 +35,13 @@ def _arguments() -> argparse.Namespace:
         help="the model's weights, or their exponential moving average",
     )
     parser.add_argument(
-        "--model_general_type",
-        choices=_MODEL_TYPES,
-        help="accepted, and not needed: no model is built to merge",
+        "--model_general_type", choices=_MODEL_TYPES, help="ignored: merging builds no model"
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Merge as the arguments say."""
+    """Merge according to the arguments."""
     from unshard.merger.fsdp2 import FSDP2Merger, merge_options
 
     arguments = _arguments()

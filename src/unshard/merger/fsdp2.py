@@ -1,4 +1,4 @@
-"""`FSDP2Merger`: sharded checkpoints in, a Hugging Face directory in bfloat16 out."""
+"""`FSDP2Merger`: merge a sharded checkpoint into a Hugging Face directory in bfloat16."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ CheckpointType = Literal["regular", "ema"]
 _WEIGHTS: Mapping[str, Weights] = {"regular": "model", "ema": "ema"}
 
 log = logging.getLogger("unshard.merger")
-log.addHandler(logging.NullHandler())  # or else Python would print each warning a second time
+log.addHandler(logging.NullHandler())  # otherwise Python prints each warning a second time
 
 
 def merge_options(checkpoint_type: str) -> "MergeOptions":
-    """Return the options of a merge that does what lmms-engine's merger does."""
+    """Return the options for a merge like that of lmms-engine."""
     from unshard.api import MergeOptions
 
     return MergeOptions(
@@ -33,7 +33,7 @@ def merge_options(checkpoint_type: str) -> "MergeOptions":
 
 
 class CheckpointMerger(ABC):
-    """Something that merges checkpoints: the base class of lmms-engine, for mergers of your own."""
+    """lmms-engine's base class for mergers."""
 
     @abstractmethod
     def merge(self, checkpoint_path: Path, output_path: Path | None = None) -> Path:
@@ -46,14 +46,14 @@ class CheckpointMerger(ABC):
 
 
 class FSDP2Merger(CheckpointMerger):
-    """Merges FSDP2 checkpoints, as the class of lmms-engine does.
+    """Merge FSDP2 checkpoints, like the class of lmms-engine.
 
     Args:
         checkpoint_type: "regular", or "ema" for the averaged weights in
             `pytorch_ema_model_fsdp_0/`.
-        listener: called with progress events and warnings; without one, warnings are
-            `UnshardWarning` of Python, and a terminal or a notebook gets a progress bar. The logger
-            `unshard.merger` gets the name of the checkpoint, and the warnings too.
+        listener: called with progress events and warnings. By default warnings are Python's
+            `UnshardWarning`, and a terminal or a notebook shows a progress bar. The logger
+            `unshard.merger` also gets the warnings, and the name of the checkpoint.
 
     Raises:
         ValueError: the type is neither.
@@ -83,22 +83,21 @@ class FSDP2Merger(CheckpointMerger):
         Weights of an earlier merge are replaced, other files stay; integers keep their dtype.
 
         Args:
-            checkpoint_path: a checkpoint, or a directory of `checkpoint-N`: the highest one. If
-                that is not complete, nothing is merged: name an older one.
-            output_path: the output directory; default: `checkpoint_path` itself.
-            model_cls: a class of transformers, an Auto class too; it is built on the meta device
-                and must have a place for every tensor (extra `torch`).
+            checkpoint_path: a checkpoint, or a directory of `checkpoint-N`, whose highest step is
+                merged. If that step is incomplete, nothing is merged: pass an older one.
+            output_path: the output directory; default: `checkpoint_path`.
+            model_cls: a class of transformers, which may be an Auto class. It is built on the meta
+                device, and must have a parameter or buffer for every tensor (extra `torch`).
             config: the output's config.json; default: the checkpoint's own.
-            model_general_type: accepted, and not needed: no model is built to merge.
+            model_general_type: ignored: merging builds no model.
 
         Returns:
-            The output's directory.
+            The output directory.
 
         Raises:
-            UnshardError: one of the tree in `unshard.errors`; the output has not changed then.
+            UnshardError: any error of `unshard.errors`; the output is then unchanged.
         """
-        # Of an empty text `Path` would make the current directory.
-        if "" in map(str, (checkpoint_path, output_path)):
+        if "" in map(str, (checkpoint_path, output_path)):  # `Path("")` is the current directory
             raise UsageError("an empty path", hint="for the current directory, give .")
         from unshard.api.making import Prepared
         from unshard.api.merging import merge_checkpoint
@@ -106,11 +105,11 @@ class FSDP2Merger(CheckpointMerger):
         from unshard.write.verification.load import check_class
 
         def check(prepared: Prepared) -> Prepared:
-            # By default the output is the path itself, which must not be inside a checkpoint.
+            # The default output is this path, and an output must not be inside a checkpoint.
             step = prepared.checkpoint.location.step_dir
             if checkpoint.resolve() not in (step, *step.parents):
                 raise UsageError(
-                    f"{checkpoint} is not a checkpoint directory, but something inside one",
+                    f"{checkpoint} is inside a checkpoint",
                     hint=f"give the checkpoint itself: {step}",
                 )
             if model_cls is not None:
@@ -131,9 +130,9 @@ class FSDP2Merger(CheckpointMerger):
 
 
 def _add_log(listener: Listener) -> Listener:
-    """Return a listener that also logs what is merged, and every warning."""
+    """Return a listener that also logs the name of the checkpoint, and every warning."""
 
-    def tell(event: Event) -> None:
+    def logged(event: Event) -> None:
         match event:
             case Chosen(message):
                 log.info(message)
@@ -141,4 +140,4 @@ def _add_log(listener: Listener) -> Listener:
                 log.warning(event.message)
         listener(event)
 
-    return tell
+    return logged

@@ -1,4 +1,4 @@
-"""What transformers saves next to the weights, and the drop-ins therefore write, too."""
+"""The files that `save_pretrained` of transformers writes next to the weights, for the drop-ins."""
 
 import json
 import tempfile
@@ -30,18 +30,18 @@ class SavesItself(Protocol):
 
 
 def as_transformers_saves(prepared: "Prepared") -> "Prepared":
-    """Return what is to be made, with the generation_config.json that `save_pretrained` writes.
+    """Return the merge with the generation_config.json that `save_pretrained` writes.
 
     Raises:
-        ConversionError: there is no config, where the originals stop, too.
+        ConversionError: there is no config; the original tools fail, too.
     """
     if prepared.config is None:
         location = prepared.checkpoint.location
-        places = dict.fromkeys((location.weights_dir, location.step_dir))
-        shown = " or ".join(f"{one} or its huggingface/" for one in places)
+        folders = dict.fromkeys((location.weights_dir, location.step_dir))
+        searched = " or ".join(f"{folder} or its huggingface/" for folder in folders)
         raise ConversionError(
             f"{location.place}: there is no config.json, without which the output is not a model",
-            expected=f"config.json in {shown}",
+            expected=f"config.json in {searched}",
             hint="give it with ⟦--config FILE|DIR⟧ or ⟦--base MODEL⟧",
         )
     text = generation_config(prepared.config.fields)
@@ -53,8 +53,8 @@ def as_transformers_saves(prepared: "Prepared") -> "Prepared":
 def generation_config(config: "Fields") -> bytes | None:
     """Return `generation_config.json` as `save_pretrained` derives it from config.json.
 
-    It names the tokens that begin, end and pad a text and, since transformers 5, what a forward
-    pass returns. None for a model whose config says that it does not generate.
+    It has the ids of special tokens and, since transformers 5, the flags of a forward pass. None if
+    no architecture of the config generates text.
     """
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
@@ -62,23 +62,24 @@ def generation_config(config: "Fields") -> bytes | None:
     if names and not generates:
         return None
     nested = (config.get(key) for key in _TEXT_CONFIGS)
-    inner = next((one for one in nested if isinstance(one, dict)), {})
+    inner = next((value for value in nested if isinstance(value, dict)), {})
     version = str(config.get("transformers_version", ""))
     major = version.partition(".")[0]
     fields: dict[str, object] = {"_from_model_config": True, "transformers_version": version}
-    known: dict[str, object] = dict.fromkeys(_TOKENS)
+    defaults: dict[str, object] = dict.fromkeys(_TOKENS)
     if major.isdigit() and int(major) >= 5:
-        known |= _SINCE_5
-    for key, default in known.items():
-        found = [one[key] for one in (config, inner) if one.get(key) is not None]
-        if found or default is not None:
-            fields[key] = found[0] if found else default
+        defaults |= _SINCE_5
+    for key, default in defaults.items():
+        values = (config.get(key), inner.get(key), default)
+        value = next((value for value in values if value is not None), None)
+        if value is not None:
+            fields[key] = value
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 @contextmanager
 def as_file(config: SavesItself | str | Path | None) -> Iterator[Path | None]:
-    """Yield a file with a config of transformers; a path, and None, as they are."""
+    """Yield a config of transformers as a file; a path or None is yielded unchanged."""
     if config is None or isinstance(config, str | Path):
         yield None if config is None else Path(config)
         return
