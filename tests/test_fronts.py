@@ -34,7 +34,7 @@ from unshard.compat import (
     verl,
     verl_omni,
 )
-from unshard.errors import UsageError, printable, raise_all, speaking
+from unshard.errors import UsageError, front_of_errors, printable, raise_all
 from unshard.fronts import (
     MERGE_OPTIONS,
     OTHER_OPTIONS,
@@ -464,7 +464,7 @@ def test_problems_that_are_raised_together_are_reported_once_in_the_words_of_the
     for step in (1, 2):
         save_ranks(tmp_path / f"global_step_{step}" / "actor", some_tensors(), 2)
         rank_path(tmp_path / f"global_step_{step}" / "actor", 2, 0).unlink()
-    with pytest.raises(UnshardError) as caught, speaking(Command({"step": "--wanted"})):
+    with pytest.raises(UnshardError) as caught, front_of_errors(Command({"step": "--wanted"})):
         unshard.merge(tmp_path)
     assert pickle.loads(pickle.dumps(caught.value)).text == caught.value.text
 

@@ -87,9 +87,7 @@ def test_an_older_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPa
     package = Path(unshard.__file__)
     tree = ast.parse(package.read_text(encoding="utf-8"), feature_version=(3, 8))
     monkeypatch.setattr(sys, "version_info", (3, 10, 14, "final", 0))
-    with pytest.raises(
-        ImportError, match=r"Python 3\.11 or later, and this is Python 3\.10"
-    ) as old:
+    with pytest.raises(ImportError, match=r"Python 3\.11 or later; this is Python 3\.10") as old:
         exec(compile(tree, str(package), "exec"), {"__name__": "older"})  # noqa: S102 (our own file)
     assert "uv tool install --python 3.12 ." in str(old.value)
     assert "\n" not in str(old.value)

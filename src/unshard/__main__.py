@@ -4,7 +4,7 @@ from unshard import signals
 
 
 def main() -> None:
-    """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + a signal."""
+    """Run the command line; exit with 0, a code of `unshard.errors`, or 128 + signal number."""
     signals.end_at_once()
     from unshard.cli.running import run
 

@@ -1,7 +1,7 @@
-"""The options of each function, as keywords: the command line has the same.
+"""The options of all functions and commands.
 
-`merge` explains each. Everything else derives from here: `--help`, messages, the record of an
-output and how `verify` merges again. So a new option is a keyword of a type, and a row of `GROUPS`.
+`merge` documents each option. `--help`, messages, the record of an output and the merge that
+`verify` repeats derive from here, so a new option is a keyword in a type and a row of `GROUPS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Verify = Literal["light", "full", "off"]
 Engine = Literal["ray"]
 
 SHARD_SIZE = "5GB"
-"""The largest weight file, where neither a size nor a base model is given."""
+"""Largest weight file, if neither a size nor a base model is given."""
 
 
 class ElementType(Protocol):
@@ -31,7 +31,7 @@ class ElementType(Protocol):
 
 
 DtypeLike = Rule | Cast | Alias | type | ElementType
-"""What callers may give as a dtype: a name, or a dtype of numpy, ml_dtypes or torch."""
+"""A dtype: a name, or an object of numpy, ml_dtypes or torch."""
 
 
 class SavedConfig(Protocol):
@@ -42,7 +42,7 @@ class SavedConfig(Protocol):
 
 
 class ReadKeywords(TypedDict, total=False):
-    """Which checkpoint is meant, and how to read it."""
+    """Options that select a checkpoint, and how to read it."""
 
     weights: Weights | None
     role: str | None
@@ -54,7 +54,7 @@ class ReadKeywords(TypedDict, total=False):
 
 
 class EngineKeywords(ReadKeywords, total=False):
-    """How to read a checkpoint for an engine, which needs the names of the hub."""
+    """Options that read a checkpoint for an engine, which needs the names of the hub."""
 
     base: str | Path | None
     lora_alpha: float | None
@@ -62,7 +62,7 @@ class EngineKeywords(ReadKeywords, total=False):
 
 
 class OpenKeywords(ReadKeywords, total=False):
-    """How to read a checkpoint, and what its tensors are called."""
+    """Options that read a checkpoint, and choose the names of its tensors."""
 
     names: Names
     base: str | Path | None
@@ -71,7 +71,7 @@ class OpenKeywords(ReadKeywords, total=False):
 
 
 class PretrainedKeywords(ReadKeywords, total=False):
-    """How to read a checkpoint that transformers loads, and what may differ from its model."""
+    """Options that read a checkpoint for transformers, and permit differences from its model."""
 
     base: str | Path | None
     lora_alpha: float | None
@@ -81,7 +81,7 @@ class PretrainedKeywords(ReadKeywords, total=False):
 
 
 class VerifyKeywords(ReadKeywords, total=False):
-    """How to read a checkpoint, how it was merged, and how to work."""
+    """Options that read a checkpoint and repeat its merge, and resources."""
 
     base: str | Path | None
     include: str | None
@@ -95,7 +95,7 @@ class VerifyKeywords(ReadKeywords, total=False):
 
 
 class DiffKeywords(OpenKeywords, total=False):
-    """How to read two checkpoints, which tensors are compared, and how to work."""
+    """Options that read two checkpoints and select their tensors, and resources."""
 
     include: str | None
     exclude: str | None
@@ -105,7 +105,7 @@ class DiffKeywords(OpenKeywords, total=False):
 
 
 class PushKeywords(OpenKeywords, total=False):
-    """Everything that shapes the model that a merge writes."""
+    """Options that change the model that a merge writes."""
 
     dtype: DtypeLike
     keep_fp32: str | None
@@ -119,21 +119,21 @@ class PushKeywords(OpenKeywords, total=False):
 
 
 class ChecksumKeywords(PushKeywords, total=False):
-    """Everything that shapes the model, and how to work."""
+    """Options that change the model, and resources."""
 
     workers: int | None
     memory: str | int
 
 
 class VirtualKeywords(PushKeywords, total=False):
-    """Everything that shapes the files of a merge."""
+    """Options that change the files that a merge writes."""
 
     extra_state: bool
     optimizer: bool
 
 
 class MergeKeywords(VirtualKeywords, total=False):
-    """Everything that can be chosen for a merge."""
+    """All options of a merge."""
 
     overwrite: bool | Literal["all"]
     resume: bool
@@ -149,7 +149,7 @@ class MergeKeywords(VirtualKeywords, total=False):
 
 
 class DeltaKeywords(OpenKeywords, total=False):
-    """How to read a model that a delta changes, how it is merged, and how to work."""
+    """Options that read and merge a model to which a delta belongs, and resources."""
 
     dtype: DtypeLike
     keep_fp32: str | None
@@ -162,7 +162,7 @@ class DeltaKeywords(OpenKeywords, total=False):
 
 
 class ReshardKeywords(TypedDict, total=False):
-    """Which checkpoint is resharded, and how to work."""
+    """Options that select the checkpoint to reshard, and resources."""
 
     role: str | None
     step: int | None
@@ -172,18 +172,19 @@ class ReshardKeywords(TypedDict, total=False):
 
 
 DEFAULTS = MergeKeywords(dtype="keep", names="hub", verify="light", memory="64MB")
-"""The defaults of all options that have one; other options are left out unless they are given."""
+"""The defaults; an option that is not listed has none."""
 
 
-class Option(NamedTuple):
-    """An option of a merge: what its type in the keywords does not say.
+class OptionRow(NamedTuple):
+    """An option of a merge: facts that its type in the keywords does not contain.
 
     Attributes:
         text: its text in `--help`.
-        metavar: how its value is written there.
+        metavar: the placeholder for its value there.
         kind: the type of its value on the command line.
-        choices: its values, where it takes a name.
-        shapes: whether it shapes the output, which then records it, and `verify` merges by it.
+        choices: its values, if it takes a name.
+        shapes: whether it changes the output: then the output records it, and `verify` merges
+            with it.
     """
 
     text: str
@@ -193,69 +194,70 @@ class Option(NamedTuple):
     shapes: bool = False
 
 
-GROUPS: Mapping[str, Mapping[str, Option]] = {
+GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
     "Checkpoint": {
-        "weights": Option(
-            f"Which weights.  [default: {get_args(Weights)[0]}]", choices=get_args(Weights)
+        "weights": OptionRow(
+            "Weight set. Trained, EMA, or DeepSpeed's 16-bit module weights.  [default: "
+            f"{get_args(Weights)[0]}]",
+            choices=get_args(Weights),
         ),
-        "role": Option(
-            "Which model of a step with several. actor (or policy), critic, or the name of its "
-            "folder (ref, reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model, if it has "
-            "none); of all steps, into OUTPUT/STEP-ROLE.  [default: actor, policy, model, trainer, "
-            "the first there is]",
+        "role": OptionRow(
+            "Which model of a step. actor (= policy), critic, or a folder name (ref, "
+            "reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model without a role); with "
+            "all steps, into OUTPUT/STEP-ROLE.  [default: first of actor, policy, model, trainer]",
             "NAME",
         ),
-        "step": Option("Which step of a run.  [default: the highest complete one]", "N", kind=int),
-        "also": Option(
+        "step": OptionRow("Step of a run.  [default: the highest complete step]", "N", kind=int),
+        "also": OptionRow(
             "A directory of another node with more files of the same checkpoint; may be repeated. "
             "node:///path is that path on all nodes of a Ray cluster.",
             "DIR",
             kind=list[Path],
         ),
-        "ep_size": Option(
+        "ep_size": OptionRow(
             "Size of expert parallelism, if the files do not record it (verl's VeOmni).",
             "N",
             shapes=True,
             kind=int,
         ),
-        "assume_dim0": Option(
+        "assume_dim0": OptionRow(
             "Treat plain tensors that differ between ranks as shards along dimension 0.", kind=bool
         ),
-        "allow_globals": Option(
+        "allow_globals": OptionRow(
             "A tensor subclass to read as the plain tensor it stores; may be repeated.",
             "MODULE.NAME",
             kind=list[str],
         ),
     },
     "Tensors": {
-        "dtype": Option(
+        "dtype": OptionRow(
             "Dtype of floating point tensors. config: as config.json says; base: as in the base "
             "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
             choices=(*get_args(Rule), *get_args(Cast)),
             shapes=True,
         ),
-        "quantize": Option(
+        "quantize": OptionRow(
             "Write matrices in block FP8: float8_e4m3fn, and a float32 scale for each block of "
             "128 x 128.",
             choices=get_args(Quantize),
             shapes=True,
         ),
-        "keep_fp32": Option("Do not cast tensors with these names.", "REGEX", shapes=True),
-        "names": Option(
+        "keep_fp32": OptionRow("Do not cast tensors with these names.", "REGEX", shapes=True),
+        "names": OptionRow(
             "Tensor names and expert layout as on the Hugging Face hub, or as in training.",
             choices=get_args(Names),
             shapes=True,
         ),
-        "include": Option("Write only tensors with these names.", "REGEX", shapes=True),
-        "exclude": Option("Leave out tensors with these names.", "REGEX", shapes=True),
-        "lora": Option(
+        "include": OptionRow("Write only tensors with these names.", "REGEX", shapes=True),
+        "exclude": OptionRow("Leave out tensors with these names.", "REGEX", shapes=True),
+        "lora": OptionRow(
             "Fuse adapters, write them alone, or both. keep: leave their matrices among the "
             "weights; ignore: leave out an adapter next to the weights.  [default: fuse, but an "
             "adapter next to the weights is an error]",
             choices=get_args(Lora),
             shapes=True,
         ),
-        "lora_alpha": Option(
+        "lora_alpha": OptionRow(
             "lora_alpha of the adapter, if the checkpoint does not record it.",
             "ALPHA",
             shapes=True,
@@ -263,84 +265,79 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         ),
     },
     "Base model": {
-        "base": Option(
+        "base": OptionRow(
             "The model that training started from. A directory or hub id: it determines which "
             "tensors are expected, their names, dtypes and files, and completes config and "
             "tokenizer.",
             "MODEL",
             shapes=True,
         ),
-        "allow_missing": Option(
+        "allow_missing": OptionRow(
             "Accept that tensors of the base model or of config.json are missing.", kind=bool
         ),
-        "allow_unexpected": Option("Also write tensors that neither of them has.", kind=bool),
+        "allow_unexpected": OptionRow(
+            "Write tensors that neither the base model nor config.json lists.", kind=bool
+        ),
     },
     "Output": {
-        "config": Option(
+        "config": OptionRow(
             "A config.json to use instead. Or a directory with config, tokenizer and the like; "
-            "none: write the weights alone if none is found.",
+            "none: write only weights if there is no config.json.",
             "FILE|DIR|none",
         ),
-        "extra_state": Option("Leave out scheduler and random state.", kind=bool),
-        "optimizer": Option(
-            "Write the state of the optimizer too: optimizer.safetensors.", shapes=True, kind=bool
+        "extra_state": OptionRow("Leave out scheduler and random state.", kind=bool),
+        "optimizer": OptionRow(
+            "Also write the optimizer's state: optimizer.safetensors.", shapes=True, kind=bool
         ),
-        "max_shard_size": Option(
+        "max_shard_size": OptionRow(
             f"Largest weight file.  [default: as in the base model, or {SHARD_SIZE}]", "SIZE"
         ),
-        "overwrite": Option(
+        "overwrite": OptionRow(
             "Replace an earlier output of unshard. Other files there stay. all: also remove "
-            "weights, adapters and other files in the way that unshard did not write.",
+            "conflicting weights, adapters and other files that unshard did not write.",
             "[=all]",
         ),
-        "resume": Option(
-            "Go on with the finished files of an interrupted merge to the same output, and leave "
-            "them if this one is interrupted.",
+        "resume": OptionRow(
+            "Reuse files finished by an interrupted merge; keep finished files if this one is "
+            "interrupted.",
             kind=bool,
         ),
-        "reuse": Option(
+        "reuse": OptionRow(
             "Use the output if it was made from this checkpoint with these options. If another "
-            "process is making it, wait for it; if that one dies, go on with its files.",
+            "process is making it, wait; if that process dies, continue with its files.",
             kind=bool,
         ),
-        "push_to_hub": Option("Upload the output to this repository, too.", "REPO"),
-        "private": Option("Make that repository private if it is new.", kind=bool),
-        "dry_run": Option("Show the plan and write nothing.", kind=bool),
+        "push_to_hub": OptionRow("Also upload the output to this repository.", "REPO"),
+        "private": OptionRow("Make that repository private if it is new.", kind=bool),
+        "dry_run": OptionRow("Show the plan and write nothing.", kind=bool),
     },
     "Running": {
-        "verify": Option(
-            "How the output is checked. light: it is reopened; full: also every byte, replicas and "
-            "checksums are compared.",
+        "verify": OptionRow(
+            "Check of the output. light: reopen it; full: also compare every byte, replicas and "
+            "checksums.",
             choices=get_args(Verify),
         ),
-        "checksums": Option(
-            "Read the output again, and write the SHA-256 of each tensor into unshard.json.",
+        "checksums": OptionRow(
+            "Reread the output, and write the SHA-256 of each tensor into unshard.json.",
             kind=bool,
         ),
-        "workers": Option("Number of threads.  [default: one per core, at most 8]", "N", kind=int),
-        "memory": Option("Total size of all buffers, at most.", "SIZE"),
-        "engine": Option(
-            "Work on the nodes of a Ray cluster.  [default: the threads of this process]",
+        "workers": OptionRow(
+            "Number of threads.  [default: one per core, at most 8]", "N", kind=int
+        ),
+        "memory": OptionRow("Largest total size of all buffers.", "SIZE"),
+        "engine": OptionRow(
+            "Run on a Ray cluster.  [default: local threads]",
             choices=get_args(Engine),
         ),
     },
 }
-"""All options, by their groups in `--help` and in its order."""
-OPTIONS = {name: one for group in GROUPS.values() for name, one in group.items()}
-CHOICES = {name: one.choices for name, one in OPTIONS.items() if one.choices}
+"""All options, by group and in the order of `--help`."""
+OPTIONS = {name: row for group in GROUPS.values() for name, row in group.items()}
+CHOICES = {name: row.choices for name, row in OPTIONS.items() if row.choices}
 """The values of each option that takes a name; `dtype` has more spellings (see `merge`)."""
 MOST_USED = (
     *("weights", "role", "step", "dtype", "lora", "base", "config", "overwrite", "push_to_hub"),
-    *(
-        "dry_run",
-        "verify",
-        "all_steps",
-        "follow",
-        "quiet",
-        "coefficients",
-        "schedule",
-        "last",
-        "every",
-    ),
+    *("dry_run", "verify", "all_steps", "follow", "quiet"),
+    *("coefficients", "schedule", "last", "every"),
 )
-"""The options that `-h` shows of a command with many."""
+"""The options that `-h` shows for a command with many."""

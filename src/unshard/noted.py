@@ -1,4 +1,4 @@
-"""A value with notes: what a function returns, and what a user should know of how it was made."""
+"""A value with notes for the user."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -6,7 +6,7 @@ _T = TypeVar("_T")
 
 
 class Noted(NamedTuple, Generic[_T]):
-    """A value, and the notes that its caller hands on to the user."""
+    """A value, and notes that its caller passes on to the user."""
 
     value: _T
     notes: tuple[str, ...] = ()

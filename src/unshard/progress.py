@@ -1,21 +1,18 @@
-"""What happens while unshard works, as events for terminal, JSON, server and callbacks alike.
-
-This module knows the events, not how they are shown.
-"""
+"""Progress events, the same for terminal, JSON, server and callbacks; `showing` displays them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from unshard.errors import printable, told
+from unshard.errors import as_message, printable
 from unshard.fronts import PYTHON, reword_warning
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage begins; `total_bytes` is what it will write, 0 where that is not known.
+    """A stage begins, which will write `total_bytes` (0: unknown).
 
-    Without a name, nothing is under way until the next one.
+    A stage without a name ends the one before it.
     """
 
     name: str
@@ -24,12 +21,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which checkpoint is worked on, and which were passed over; comes before anything is made."""
+    """The chosen checkpoint, and which others were skipped; comes before anything is written."""
 
     message: str
 
     def __post_init__(self) -> None:
-        """A path may have a name that no stream takes."""
+        """Make the message `printable`: paths may contain any character."""
         object.__setattr__(self, "message", printable(self.message))
 
 
@@ -45,18 +42,18 @@ class Warned:
     """Something the user should know; it does not stop the work.
 
     Attributes:
-        text: a sentence, `printable`; it names options as `unshard merge` has them.
+        text: a `printable` sentence, with the options of `unshard merge`.
     """
 
     text: str
 
     def __post_init__(self) -> None:
-        """A note may quote a name that no stream takes."""
-        object.__setattr__(self, "text", told(self.text))
+        """Make the text `printable`: it may quote names with any character."""
+        object.__setattr__(self, "text", as_message(self.text))
 
     @property
     def message(self) -> str:
-        """The same in the words of Python."""
+        """The text with Python's keywords instead of options."""
         return reword_warning(self.text, PYTHON)
 
 

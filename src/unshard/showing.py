@@ -1,7 +1,7 @@
-"""How events look: a progress bar on a terminal or in a notebook, and lines anywhere else.
+"""Display of events: a progress bar on a terminal or in a notebook, lines anywhere else.
 
-Everything goes to stderr. What cannot be written there is dropped: showing must not fail the work.
-A caller in Python who gives no listener gets Python's warnings instead of the lines.
+Everything goes to stderr, and a failure to write there is ignored: display must not fail the work.
+Python callers without a listener get Python's warnings instead of lines.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
-_LINE_S = 10.0  # between two lines of a log
+_LINE_S = 10.0  # seconds between two lines of a log
 _PACKAGE = str(Path(__file__).parent)
-_INSIDE = (_PACKAGE, contextlib.__file__)  # of which some decorators are made
+_INSIDE = (_PACKAGE, contextlib.__file__)  # contextlib: `@contextmanager` adds frames
 
 
 def human_size(count: float) -> str:
-    """Return a number of bytes for people: 1.5 GB."""
+    """Return a number of bytes with a unit: 1.5 GB."""
     unit = 0
     while count >= 1000 and unit < len(_UNITS) - 1:
         count /= 1000
@@ -46,22 +46,22 @@ def human_size(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things: 1 rank, 2 ranks."""
+    """Return a number and a noun: 1 rank, 2 ranks."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def having(count: int, noun: str) -> str:
-    """Return the subject and the verb of a sentence: 1 tensor has, 2 tensors have."""
+    """Return subject and verb: 1 tensor has, 2 tensors have."""
     return f"{counted(count, noun)} {'has' if count == 1 else 'have'}"
 
 
 def plain(number: object) -> str:
-    """Return a value as text; a whole number without a point: 102560, not 102560.0."""
+    """Return a value as text, a whole float without its point: 102560."""
     return str(number).removesuffix(".0") if isinstance(number, float) else str(number)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return a few of some names, and how many more there are: a, b, c and 2 more."""
+    """Return the first names, and the number of others: a, b, c and 2 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -75,20 +75,20 @@ def hearing(listener: Listener | None) -> Iterator[Listener]:
     if listener is not None:
         yield listener
         return
-    with listening(quiet=not (is_terminal() or is_notebook())) as shown:
+    with listening(quiet=not (is_terminal() or is_notebook())) as show:
 
-        def tell(event: Event) -> None:
+        def warn_or_show(event: Event) -> None:
             match event:
                 case Warned():
                     _warn(event.message)
                 case Stage() | Advanced():
-                    shown(event)
+                    show(event)
 
-        yield tell
+        yield warn_or_show
 
 
 def _warn(message: str) -> None:
-    """Warn at the line of the caller's code, outside this package and its decorators."""
+    """Warn with the location of the caller's code, outside this package and its decorators."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
@@ -99,31 +99,29 @@ def _warn(message: str) -> None:
 def listening(
     *, quiet: bool, clock: Clock = time.monotonic, front: Front = PYTHON
 ) -> Iterator[Listener]:
-    """Show events for as long as the context lasts.
-
-    In a command: from here on there may be something to clean up after a signal.
+    """Show events for as long as the context lasts; in a command, raise signals from here on.
 
     Args:
         quiet: show nothing, not even warnings.
-        clock: seconds that only grow.
-        front: whose words warnings use. At the end, its line has all that they advise to add.
+        clock: a monotonic clock, in seconds.
+        front: writes the options of warnings, and the last line, with all options to add.
     """
     bars = _import_bars() if not quiet and (is_terminal() or is_notebook()) else None
-    signals.raise_them()  # only now: what takes time is imported
+    signals.raise_them()  # only now, because the slow imports are done
     if quiet:
         yield ignore
         return
     with nullcontext(_as_lines(clock)) if bars is None else _as_bar(bars) as show:
         added: list[Mention] = []
 
-        def tell(event: Event) -> None:
+        def reword(event: Event) -> None:
             if isinstance(event, Warned):
                 added.extend(additions(event.text))
                 event = Warned(reword_warning(event.text, front))
             show(event)
 
-        yield tell
-    if added:  # nothing failed
+        yield reword
+    if added:
         _say(f"use: {front.line(added, is_done=True)}")
 
 
@@ -142,7 +140,7 @@ def is_notebook() -> bool:
 
 
 def _write_pace(stage: Stage, written: int, seconds: float) -> str:
-    """Return the bytes done, their rate and the time left, or nothing where nothing counts."""
+    """Return the bytes done, their rate and the time left; "" if the total is unknown."""
     total = stage.total_bytes
     if not total:
         return ""
@@ -159,15 +157,15 @@ def _write_duration(seconds: float) -> str:
 
 
 def _say(text: str, end: str = "\n") -> None:
-    with suppress(OSError, ValueError, AttributeError):  # full, closed, or None
+    with suppress(OSError, ValueError, AttributeError):  # a full disk, a closed stream, None
         sys.stderr.write(text + end)
         sys.stderr.flush()
 
 
 def _as_lines(clock: Clock) -> Listener:
-    """Return what prints a line when a stage begins, and one more every ten seconds.
+    """Return a listener that prints a line when a stage begins, and every ten seconds.
 
-    The first stage, reading, has no line: the first line reports what was found.
+    The first stage, reading, gets no line: the first line is about the chosen checkpoint.
     """
     stage, written = Stage(""), 0
     began = printed = clock()
@@ -196,10 +194,10 @@ def _write_message(event: Chosen | Warned) -> str:
 
 
 def _import_bars() -> "type[tqdm]":
-    """Return tqdm, without effect on the tqdm that the caller uses.
+    """Return a tqdm class that does not affect the caller's tqdm.
 
-    tqdm's own thread and lock are not needed here. The lock would decide how multiprocessing starts
-    processes, for all of the caller's program.
+    It has no monitor thread and no multiprocessing lock. Making that lock would fix the start
+    method of multiprocessing for the caller's whole program.
     """
     from tqdm.std import tqdm
 
@@ -212,8 +210,8 @@ def _import_bars() -> "type[tqdm]":
 
 
 def _terminal_width() -> int:
-    """Return the columns of the terminal that stderr is; stdout may be a file."""
-    with suppress(OSError, ValueError):  # a notebook, or no stream at all
+    """Return the columns of stderr's terminal (`shutil` would ask about stdout)."""
+    with suppress(OSError, ValueError):  # a notebook, or a closed stream
         if "COLUMNS" not in os.environ:
             return os.get_terminal_size(sys.stderr.fileno()).columns
     return shutil.get_terminal_size().columns
@@ -221,9 +219,9 @@ def _terminal_width() -> int:
 
 @contextmanager
 def _as_bar(bars: "type[tqdm]") -> Iterator[Listener]:
-    """Yield what redraws one line by carriage returns, which every notebook understands, too."""
+    """Yield a listener that redraws one line with carriage returns, as notebooks support too."""
     bar = bars(disable=True)
-    # A stream of its own: what tqdm cannot write must not fail the work.
+    # Its own stream, because tqdm's failure to write must not fail the work.
     stderr = SimpleNamespace(write=partial(_say, end=""), flush=lambda: None)
 
     def show(event: Event) -> None:
@@ -231,10 +229,10 @@ def _as_bar(bars: "type[tqdm]") -> Iterator[Listener]:
         match event:
             case Stage(name, total):
                 bar.close()
-                look = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc}"}
-                look |= {"ascii": "-#", "ncols": _terminal_width(), "position": 0}
-                look |= {} if name else {"disable": True}
-                bar = bars(desc=name, total=total, file=stderr, leave=False, miniters=1, **look)
+                style = {"unit": "B", "unit_scale": True} if total else {"bar_format": "{desc}"}
+                style |= {"ascii": "-#", "ncols": _terminal_width(), "position": 0}
+                style |= {} if name else {"disable": True}
+                bar = bars(desc=name, total=total, file=stderr, leave=False, miniters=1, **style)
             case Advanced(count):
                 bar.update(count)
             case Chosen() | Warned():

@@ -1,9 +1,9 @@
 """Signals that end a command: Ctrl-C, SIGTERM and SIGHUP.
 
-Only a process that is a command has these handlers, never one that imports the package. While it
-imports there is nothing to clean up, and much that must not be torn apart, so a signal ends it at
-once. From `raise_them` on, a signal becomes an exception, and whatever is being made is removed.
-This module imports little: what it imports is imported before there are handlers.
+Only commands install these handlers, never a process that imports the package. While a command
+imports modules, there is nothing to clean up and an exception could leave an import half done, so a
+signal ends the process at once. After `raise_them`, a signal raises an exception, and unfinished
+output is removed. This module imports little, because its imports run before the handlers exist.
 """
 
 import os
@@ -18,11 +18,7 @@ _STDERR = 2
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the process to end; it is cleaned up as after Ctrl-C.
-
-    Args:
-        number: the signal.
-    """
+    """A signal (its `number`) asked the process to end; cleaned up as after Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -30,9 +26,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def end_at_once() -> None:
-    """End the process at a signal, with a message and nothing else, until `raise_them`.
+    """Until `raise_them`, end the process at a signal, with a message and no cleanup.
 
-    Signals that are ignored (nohup, jobs in the background of a shell) stay so.
+    Signals that are ignored (nohup, background jobs of a shell) stay ignored.
     """
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -40,7 +36,7 @@ def end_at_once() -> None:
 
 
 def raise_them() -> None:
-    """Raise `Interrupted` at a signal from now on; change nothing in a process of others."""
+    """Raise `Interrupted` at a signal from now on; do nothing if the process is not a command."""
     for number in _ENDING:
         if signal.getsignal(number) is _end:
             signal.signal(number, _raise)
@@ -48,7 +44,7 @@ def raise_them() -> None:
 
 @contextmanager
 def ending_softly(ask: Callable[[], object]) -> Iterator[None]:
-    """Have the first SIGTERM call `ask` only; the next one raises. Elsewhere change nothing."""
+    """Let the first SIGTERM only call `ask`; the next raises. No effect outside commands."""
     if signal.getsignal(signal.SIGTERM) is not _raise:
         yield
         return
@@ -65,16 +61,16 @@ def ending_softly(ask: Callable[[], object]) -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Let signals change nothing any more: the outcome is settled."""
+    """Ignore signals from now on, because the outcome is settled."""
     for number in _ENDING:
         if signal.getsignal(number) in (_end, _raise):
             signal.signal(number, _ignore)
 
 
 def ignore_for_good() -> None:
-    """Let signals change nothing while the interpreter ends, and not the exit code.
+    """Ignore signals while the interpreter exits, so that the exit code stays.
 
-    As it ends it takes handlers written in Python away, and leaves ignored signals ignored.
+    The interpreter removes handlers written in Python on exit, but keeps SIG_IGN.
     """
     for number in _ENDING:
         if signal.getsignal(number) in (_end, _raise, _ignore):
@@ -83,44 +79,44 @@ def ignore_for_good() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C, SIGTERM and SIGHUP from steps that they must not tear apart, to their end.
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the context ends, for steps that must stay whole.
 
-    Python runs signal handlers in the main thread only; elsewhere there is nothing to hold back.
+    Python runs signal handlers in the main thread only, so other threads need no delay.
     """
-    import threading  # not before there are handlers
+    import threading  # imported here, after the handlers exist
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
     try:
-        # one inside the other: a signal between two of them still puts the outer ones back
+        # nested, so that a signal between two of them still restores the outer handlers
         with (
-            _held_back(signal.SIGINT, came),
-            _held_back(signal.SIGTERM, came),
-            _held_back(signal.SIGHUP, came),
+            _held_back(signal.SIGINT, received),
+            _held_back(signal.SIGTERM, received),
+            _held_back(signal.SIGHUP, received),
         ):
             yield
     finally:
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager
-def _held_back(number: int, came: list[int]) -> Iterator[None]:
+def _held_back(number: int, received: list[int]) -> Iterator[None]:
     before = signal.getsignal(number)
-    if before in {None, signal.SIG_IGN}:  # None: not Python's, and cannot be put back
+    if before in {None, signal.SIG_IGN}:  # None: a handler of C code, which cannot be restored
         yield
         return
     try:
-        signal.signal(number, lambda number, _frame: came.append(number))
+        signal.signal(number, lambda number, _frame: received.append(number))
         yield
     finally:
         signal.signal(number, before)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 128 and the number of the signal that an interruption, or its cause, is due to."""
+    """Return 128 + the number of the signal that caused an interruption."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, Interrupted):
@@ -130,12 +126,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def message(error: KeyboardInterrupt) -> str:
-    """Return the error's own message, or that nothing was left half done."""
-    return str(error) or f"{how(error)}: nothing was left half done"
+    """Return the error's own message, or that no partial output is left."""
+    return str(error) or f"{how(error)}: no partial output left"
 
 
 def how(error: BaseException) -> str:
-    """Return what ended the work: "interrupted", or the name of the signal."""
+    """Return "interrupted" after Ctrl-C, else "ended by" and the name of the signal."""
     return _how(exit_code(error) - 128)
 
 
@@ -145,7 +141,7 @@ def _how(number: int) -> str:
 
 def _end(number: int, _frame: FrameType | None) -> None:
     try:
-        os.write(_STDERR, f"{_how(number)}: nothing was left half done\n".encode())
+        os.write(_STDERR, f"{_how(number)}: no partial output left\n".encode())
     finally:
         os._exit(128 + number)
 

@@ -49,10 +49,10 @@ def save_with(place: Path, config: Mapping[str, object]) -> Path:
 @pytest.mark.parametrize(
     ("config", "library", "last"),
     [
-        (TIMM, "timm", "weights only: nobody tried whether timm loads them"),
-        (OPEN_CLIP, "open_clip", "weights only: nobody tried whether open_clip loads them"),
-        (LEROBOT, "lerobot", "weights only: nobody tried whether lerobot loads them"),
-        (SIT, "lmms_engine", "weights only: nobody tried whether lmms_engine loads them"),
+        (TIMM, "timm", "weights only: not tested with timm"),
+        (OPEN_CLIP, "open_clip", "weights only: not tested with open_clip"),
+        (LEROBOT, "lerobot", "weights only: not tested with lerobot"),
+        (SIT, "lmms_engine", "weights only: not tested with lmms_engine"),
         (CUSTOM, "", "weights only: config.json does not say which library loads them"),
     ],
 )

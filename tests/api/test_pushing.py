@@ -295,7 +295,7 @@ def test_what_needs_a_local_output_is_refused_without_one(
     given = (checkpoint, *arguments, "--push-to-hub", "someone/a", "--no-local")
     code, out, err = run_merge(capsys, *given)
     assert (code, out) == (2, "")
-    assert f"--no-local writes no output, and excludes {named}\n" in err
+    assert f"--no-local writes no output, so it excludes {named}\n" in err
     assert not hub.requests
     assert not hub.repos
 

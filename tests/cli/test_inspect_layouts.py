@@ -103,7 +103,7 @@ SAID: dict[Make, dict[str, str]] = {
         "placements": "Replicate(), Shard(0) (3 tensors)",
         "dtypes": "float32 (3 tensors)",
         "parameters": "162 in 3 tensors, 648 B",
-        "config": "names bfloat16",
+        "config": "dtype bfloat16",
         "companions": "config.json",
         "not weights": "training state: optim_world_size_4_rank_0.pt",
         "merge writes": "{}/merged/global_step_7: 1 file, 648 bytes",
@@ -130,7 +130,7 @@ SAID: dict[Make, dict[str, str]] = {
         "format": "sharded safetensors, written by transformers",
         "step": "7",
         "placements": "plain (3 tensors)",
-        "config": "names float32",
+        "config": "dtype float32",
         "companions": "config.json",
     },
     whole: {

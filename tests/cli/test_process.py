@@ -98,7 +98,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(verl: Path, tmp_path: Pat
     interrupted = [step for step, code in ends if code == "130"]
     assert len(interrupted) >= 8
     assert {code for _, code in ends} <= {"130", "0", "5"}  # later there is nothing to import
-    assert lines.count("interrupted: nothing was left half done") == len(interrupted)
+    assert lines.count("interrupted: no partial output left") == len(interrupted)
     assert {path.name for path in tmp_path.iterdir()} <= {"global_step_1", "out"}
 
 

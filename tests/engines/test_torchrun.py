@@ -263,7 +263,7 @@ def test_a_signal_ends_rank_0_when_the_others_are_gone(
         process.send_signal(sent)
     code, _, errors = ended(process)
     assert code != 0
-    assert errors.count("nothing was left half done") == 1
+    assert errors.count("no partial output left") == 1
     assert snapshot(tmp_path) == before
     assert not (tmp_path / "deep").exists()
 

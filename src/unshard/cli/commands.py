@@ -32,7 +32,7 @@ from unshard.cli.reports import (
     print_reshard,
     print_steps,
 )
-from unshard.cli.running import front_of
+from unshard.cli.running import DIFFERENT, front_of
 from unshard.errors import UsageError
 from unshard.fronts import Front, spell
 from unshard.keywords import (
@@ -50,7 +50,6 @@ from unshard.showing import listening
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
 
-_DIFFERENT = 1
 _AVERAGE = "Average"
 _MERGED = "How it was merged"
 _SUMS = "Or a file with the SHA-256 of each tensor, as `unshard checksums` prints them."
@@ -92,45 +91,45 @@ def merge(
         two = f"two outputs: {output} and --output {output_option}"
         raise UsageError(two, hint="leave one out")
     options = api.MergeOptions(**keywords_of(MergeKeywords, given))
-    what = (checkpoint, output or output_option, options)
+    request = (checkpoint, output or output_option, options)
     several = "--all-steps" if all_steps else "--role all" if options.role == EVERY_ROLE else ""
     check_following(given, several or "--no-local" * no_local)
-    repo = _repo_without_output(options, what[1], several) if no_local else None
+    repo = _repo_without_output(options, request[1], several) if no_local else None
     with _working(quiet=quiet, front=front_of(merge, locals())) as listener:
         if given["follow"]:
-            raise SystemExit(follow(*what, given, listener, as_json=as_json, quiet=quiet))
+            raise SystemExit(follow(*request, given, listener, as_json=as_json, quiet=quiet))
         if repo is not None:
             keywords = keywords_of(PushKeywords, given)
             report = api.push(
                 checkpoint, repo, private=options.private, listener=listener, **keywords
             )
         elif not several:
-            report = merge_checkpoint(*what, listener)
+            report = merge_checkpoint(*request, listener)
         else:
-            steps = merge_steps(*what, listener, is_run=all_steps)
+            steps = merge_steps(*request, listener, is_run=all_steps)
     if not several:
         print_report(report, as_json=as_json, quiet=quiet)
         return
     print_steps(steps, as_json=as_json, quiet=quiet)
-    for one in steps:
-        if one.error is not None and one.has_failed:
-            raise SystemExit(one.error.exit_code)
+    for step in steps:
+        if step.error is not None and step.has_failed:
+            raise SystemExit(step.error.exit_code)
 
 
 def _repo_without_output(options: "MergeOptions", output: Path | None, several: str) -> str:
-    """Return where `--no-local` uploads to; refuse what it would have to ignore."""
+    """Return the repository for `--no-local`; refuse options that it excludes."""
     if options.push_to_hub is None:
         raise UsageError("--no-local needs --push-to-hub")
-    kept = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
+    allowed = {*PushKeywords.__annotations__, "push_to_hub", "private", "extra_state"}
     from unshard.stores.remote_path import as_given
 
-    local = [several] if several else []
-    local += [f"--{spell(name)}" for name in options.chosen if name not in kept]
-    local += [] if output is None else [f"the output {as_given(output)}"]
-    if local:
+    excluded = [several] if several else []
+    excluded += [f"--{spell(name)}" for name in options.chosen if name not in allowed]
+    excluded += [] if output is None else [f"the output {as_given(output)}"]
+    if excluded:
         raise UsageError(
-            f"--no-local writes no output, and excludes {', '.join(local)}",
-            hint="leave out --no-local, or what it excludes",
+            f"--no-local writes no output, so it excludes {', '.join(excluded)}",
+            hint="leave out --no-local, or the options that it excludes",
         )
     return options.push_to_hub
 
@@ -141,11 +140,11 @@ def _working(*, quiet: bool, front: Front) -> Iterator[Listener]:
     with listening(quiet=quiet, front=front) as listener:
 
         def logged(event: Event) -> None:
-            if isinstance(event, Stage):  # the times of the log's lines show how long it took
+            if isinstance(event, Stage):  # the log's timestamps show the duration of each stage
                 _log.info("%s", event.name)
             listener(event)
 
-        # The listener itself says that nothing is shown: it must reach the upload.
+        # The upload is silent if it gets `progress.ignore`, so that must not be wrapped.
         yield logged if _log.isEnabledFor(logging.INFO) else listener
 
 
@@ -156,13 +155,13 @@ def average(
         argument(
             "CHECKPOINT...",
             "Checkpoints to average, in this order, or one run, to average all its complete "
-            "steps. The last argument is the output directory, which must not exist yet, unless "
-            "--output names it.",
+            "steps. Without --output, the last argument is the output directory, which must not "
+            "exist yet.",
         ),
     ],
     coefficients: Annotated[
         str | None,
-        option("1,2,3", "Weight of each checkpoint.  [default: all the same]", _AVERAGE),
+        option("1,2,3", "Weight of each checkpoint.  [default: equal weights]", _AVERAGE),
     ] = None,
     ema_decay: Annotated[
         float | None,
@@ -174,8 +173,8 @@ def average(
         str | None,
         option(
             "NAME",
-            "Coefficients that emulate a decay of the learning rate (WSM): linear, cosine or "
-            "1-sqrt; or ema:DECAY.",
+            "Coefficients that emulate learning rate decay (WSM): linear, cosine, 1-sqrt or "
+            "ema:DECAY.",
             _AVERAGE,
         ),
     ] = None,
@@ -210,9 +209,9 @@ def average(
 
 
 def _split_paths(paths: list[Path], output: Path | None) -> tuple[list[Path], Path]:
-    """Take the last path as the output, as `cp` does, unless the option names it.
+    """Take the last path as the output, like `cp`, if there is no `--output`.
 
-    A path that exists may be a checkpoint: only the option can mean it as the output.
+    An existing path may be a checkpoint, so only `--output` can select it as the output.
     """
     from unshard.stores.remote_path import path_of
 
@@ -233,7 +232,7 @@ def _parse_numbers(text: str | None) -> list[float] | None:
         return None if text is None else [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(
-            f"--coefficients {text}: not numbers", expected="one for each checkpoint: 1,2,3"
+            f"--coefficients {text}: not numbers", expected="a number per checkpoint: 1,2,3"
         ) from error
 
 
@@ -243,7 +242,7 @@ def _parse_numbers(text: str | None) -> list[float] | None:
     include=value(str, "REGEX", _AS_MERGE, _MERGED),
     exclude=value(str, "REGEX", _AS_MERGE, _MERGED),
     lora_alpha=value(float, "ALPHA", _AS_MERGE, _MERGED),
-    config=value(str, "FILE", "config.json to convert with.  [default: the output's own]", _MERGED),
+    config=value(str, "FILE", "config.json of the merge.  [default: the output's own]", _MERGED),
 )
 def verify(
     output: Annotated[Path, argument("OUTPUT", "A merged model: a directory, or one file.")],
@@ -270,7 +269,7 @@ def verify(
     from unshard import api
 
     with listening(quiet=quiet, front=front_of(verify, locals())) as listener:
-        found = api.verify(
+        comparison = api.verify(
             output,
             against,
             checksums=checksums,
@@ -282,15 +281,15 @@ def verify(
             **keywords_of(VerifyKeywords, given),
         )
     if as_json or not quiet:
-        print_comparison(found, as_json=as_json)
-    if not found.equal:
-        raise SystemExit(_DIFFERENT)
+        print_comparison(comparison, as_json=as_json)
+    if not comparison.equal:
+        raise SystemExit(DIFFERENT)
 
 
 @taking(PushKeywords)
 def push(
     checkpoint: CheckpointArgument,
-    repo: Annotated[str, argument("REPO", "NAME or OWNER/NAME; it is made if need be.")],
+    repo: Annotated[str, argument("REPO", "NAME or OWNER/NAME; created if it does not exist.")],
     *,
     private: Annotated[
         bool, flag("--private", "Make the repository private if it is new.")
@@ -315,7 +314,7 @@ def reshard(
         Path,
         argument(
             "OUTPUT",
-            "Directory to write, in place of the one with the weights; must not exist yet.",
+            "Directory to write instead of the weights' directory; must not exist yet.",
         ),
     ],
     world_size: Annotated[int, option("N", "Number of ranks to write for.", OUTPUT)],
@@ -341,7 +340,7 @@ def reshard(
     ] = None,
     *,
     torch: Annotated[
-        str, option("2.13", "Version of torch that is to read it: 2.4, 2.6, 2.8, 2.10.", OUTPUT)
+        str, option("2.13", "torch version that will read it: 2.4, 2.6, 2.8, 2.10.", OUTPUT)
     ] = "2.13",
     as_json: Json = False,
     quiet: Quiet = False,
@@ -349,8 +348,8 @@ def reshard(
 ) -> None:
     """Write a checkpoint for other ranks or in another format.
 
-    Model, optimizer, scheduler and random state are written, to resume from it; of a model of the
-    hub, the model alone, to start a run.
+    Writes model, optimizer, scheduler and random state, to resume from. From a model of the hub, it
+    writes only the model, to start a run.
     """
     from unshard import api
 
@@ -360,7 +359,7 @@ def reshard(
             output,
             world_size=world_size,
             to=to,
-            mesh=_parse_mesh(mesh),
+            mesh=None if mesh is None else _parse_mesh(mesh),
             mesh_names=None if mesh_names is None else mesh_names.split(","),
             device=device,
             torch=torch,
@@ -370,11 +369,11 @@ def reshard(
     print_reshard(report, as_json=as_json, quiet=quiet)
 
 
-def _parse_mesh(text: str | None) -> list[int] | None:
+def _parse_mesh(text: str) -> list[int]:
     try:
-        return None if text is None else [int(part) for part in text.split("x")]
+        return [int(part) for part in text.split("x")]
     except ValueError as error:
-        raise UsageError(f"--mesh {text}: is not a mesh", expected="sizes: 2x4") from error
+        raise UsageError(f"--mesh {text}: not a mesh", expected="sizes: 2x4") from error
 
 
 @taking(ReadKeywords)
@@ -383,8 +382,8 @@ def inspect(checkpoint: CheckpointArgument, *, as_json: Json = False, **given: o
     from unshard import api
 
     signals.raise_them()
-    found = api.inspect(checkpoint, **keywords_of(ReadKeywords, given))
+    inspection = api.inspect(checkpoint, **keywords_of(ReadKeywords, given))
     if as_json:
-        print(json.dumps(fields_of(found)))
+        print(json.dumps(fields_of(inspection)))
     else:
-        print_inspection(found, front_of(inspect, locals()))
+        print_inspection(inspection, front_of(inspect, locals()))

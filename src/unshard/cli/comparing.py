@@ -1,4 +1,4 @@
-"""`unshard diff`, `checksums`, `delta` and `apply`, and how they print what they found."""
+"""`unshard diff`, `checksums`, `delta` and `apply`, and the output of `diff`."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from unshard.cli.options import (
 )
 from unshard.cli.parser.parameters import argument
 from unshard.cli.reports import fields_of, list_some, make_finite, print_report, write_shape
-from unshard.cli.running import front_of
+from unshard.cli.running import DIFFERENT, front_of
 from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords, DeltaKeywords, DiffKeywords
 from unshard.showing import counted, human_size, listening
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 _Sums = dict[str, Any]
 
-_DIFFERENT = 1
 _MOST_CHANGED = 10
-_MODEL = "A checkpoint, a run (its highest complete step is taken), or a merged model."
+_MODEL = "A checkpoint, a run (for its highest complete step), or a merged model."
 _LAYER = re.compile(r"(.*?\.\d+)\..*|(.*)\..*")
 
 
@@ -50,17 +49,19 @@ def checksums(
 ) -> None:
     """Print the SHA-256 of each tensor that merge would write.
 
-    A line has a checksum and a name, as those of sha256sum. Nothing is merged or written. `unshard
-    verify --checksums` reads the lines, or the JSON.
+    Each line has a checksum and a name, like the output of sha256sum. Nothing is merged or written.
+    `unshard verify --checksums` reads the lines or the JSON.
     """
     from unshard import api
 
     with listening(quiet=False, front=front_of(checksums, locals())) as listener:
-        found = api.checksums(checkpoint, listener=listener, **keywords_of(ChecksumKeywords, given))
+        digests = api.checksums(
+            checkpoint, listener=listener, **keywords_of(ChecksumKeywords, given)
+        )
     if as_json:
-        print(json.dumps({"checksums": found}))
+        print(json.dumps({"checksums": digests}))
     else:
-        print("\n".join(f"{digest}  {name}" for name, digest in found.items()))
+        print("\n".join(f"{digest}  {name}" for name, digest in digests.items()))
 
 
 @taking(DiffKeywords)
@@ -68,28 +69,30 @@ def diff(
     before: Annotated[Path, argument("BEFORE", _MODEL)],
     after: Annotated[Path, argument("AFTER", _MODEL)],
     *,
-    layers: Annotated[bool, flag("--layers", "Sum the changes by layer.")] = False,
+    layers: Annotated[bool, flag("--layers", "Sum up the changes by layer.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
     **given: object,
 ) -> None:
     """Show what changed between two checkpoints, models or steps.
 
-    Values are compared bit by bit, under the names that merge writes; nothing is merged. Exit code
-    0 means that nothing differs, 1 that something does.
+    Values are compared bit by bit, under the names that merge writes, without merging. Exits 0 if
+    the models are equal, 1 if they differ.
     """
     from unshard import api
 
     with listening(quiet=quiet, front=front_of(diff, locals())) as listener:
-        found = api.diff(before, after, listener=listener, **keywords_of(DiffKeywords, given))
-    total = _sum(found.tensors)
+        comparison = api.diff(before, after, listener=listener, **keywords_of(DiffKeywords, given))
+    total = _sum(comparison.tensors)
     if as_json:
-        more = {"layers": {name: _sum(some) for name, some in _layers(found)}} if layers else {}
-        print(json.dumps(make_finite({"equal": found.equal, **total, **asdict(found), **more})))
+        fields = {"equal": comparison.equal, **total, **asdict(comparison)}
+        if layers:
+            fields["layers"] = {name: _sum(tensors) for name, tensors in _layers(comparison)}
+        print(json.dumps(make_finite(fields)))
     elif not quiet:
-        _print_difference(found, total, layers=layers)
-    if not found.equal:
-        raise SystemExit(_DIFFERENT)
+        _print_difference(comparison, total, layers=layers)
+    if not comparison.equal:
+        raise SystemExit(DIFFERENT)
 
 
 @taking(DeltaKeywords)
@@ -98,30 +101,30 @@ def delta(
         list[Path],
         argument(
             "BEFORE AFTER OUTPUT",
-            "Two checkpoints, steps or merged models, and the directory or address to write; "
-            "with --run OUTPUT alone.",
+            "Two checkpoints, steps or merged models, and the directory or address to write. With "
+            "--run: only OUTPUT.",
         ),
     ],
     run: Annotated[
         Path | None,
         option(
             "RUN",
-            "Add the steps of a run that OUTPUT does not have: a whole model, and what changed "
-            "from step to step.",
+            "Add the steps of a run that OUTPUT does not have: a whole model first, then a delta "
+            "for each step.",
         ),
     ] = None,
     version: Annotated[
-        str | None, option("ID", "What the index calls AFTER.  [default: its step]", OUTPUT)
+        str | None, option("ID", "Name of AFTER in the index.  [default: its step]", OUTPUT)
     ] = None,
     base_version: Annotated[
-        str | None, option("ID", "What the index calls BEFORE.  [default: its step]", OUTPUT)
+        str | None, option("ID", "Name of BEFORE in the index.  [default: its step]", OUTPUT)
     ] = None,
     *,
     as_json: Json = False,
     quiet: Quiet = False,
     **given: object,
 ) -> None:
-    """Write what changed between two checkpoints, for engines to apply.
+    """Write the delta between two checkpoints, for engines to apply.
 
     The format is the XOR delta of ModelExpress, slime, miles and SGLang.
     """
@@ -129,7 +132,7 @@ def delta(
 
     if len(paths) != (3 if run is None else 1) or (run and (version or base_version)):
         raise UsageError(
-            "the arguments do not fit",
+            "wrong number of arguments",
             expected="BEFORE AFTER OUTPUT [--version ID --base-version ID], or --run RUN OUTPUT",
         )
     keywords = keywords_of(DeltaKeywords, given)
@@ -140,12 +143,12 @@ def delta(
             reports = [api.delta(before, after, output, **names, listener=listener, **keywords)]
         else:
             reports = api.archive(run, *paths, listener=listener, **keywords)
-    for one in reports:
+    for report in reports:
         if as_json:
-            print(json.dumps(fields_of(one)))
+            print(json.dumps(fields_of(report)))
         elif not quiet:
-            size = human_size(sum(one.files.values()))
-            print(f"saved {size} to {one.output}, {one.seconds:.2f} s")
+            size = human_size(sum(report.files.values()))
+            print(f"saved {size} to {report.output}, {report.seconds:.2f} s")
 
 
 @taking(DeltaKeywords)
@@ -154,8 +157,8 @@ def apply(
         list[Path],
         argument(
             "CHECKPOINT DELTA... OUTPUT",
-            "A checkpoint or merged model, the deltas in their order, and the directory or "
-            "address to write. Without a delta, what delta --run wrote.",
+            "A checkpoint or merged model, the deltas in order, and the directory or address to "
+            "write. Or an output of delta --run, and OUTPUT.",
         ),
     ],
     *,
@@ -165,7 +168,7 @@ def apply(
 ) -> None:
     """Apply deltas to a checkpoint, and write the model.
 
-    All is checked before that: files, order, and what every tensor becomes.
+    Files, their order and all resulting tensors are checked before anything is written.
     """
     from unshard import api
 
@@ -178,48 +181,49 @@ def apply(
     print_report(report, as_json=as_json, quiet=quiet)
 
 
-def _layers(found: "Comparison") -> "list[tuple[str, Tensors]]":
-    """Return the tensors by layer: a name up to its first number, or of no layer, to its module."""
-    members: dict[str, list[TensorComparison]] = {}
-    for one in found.tensors:
-        match = _LAYER.fullmatch(one.name)
-        members.setdefault((match[1] or match[2]) if match else one.name, []).append(one)
-    return [*members.items()]
+def _layers(comparison: "Comparison") -> "list[tuple[str, Tensors]]":
+    """Group tensors by layer (the name up to its first number) or else by module."""
+    layers: dict[str, list[TensorComparison]] = {}
+    for tensor in comparison.tensors:
+        match = _LAYER.fullmatch(tensor.name)
+        layers.setdefault((match[1] or match[2]) if match else tensor.name, []).append(tensor)
+    return [*layers.items()]
 
 
 def _sum(tensors: "Tensors") -> _Sums:
-    """Return the changes of all values; those that cannot be compared have all changed."""
-    values = [one.values for one in tensors if one.values is not None and _is_comparable(one)]
-    others = sum(prod(one.shape_ours) for one in tensors if not _is_comparable(one))
-    count = sum(one.elements for one in values)
-    squares = sum(one.rms_diff**2 * one.elements for one in values)
-    sizes = [one.delta_bytes for one in values]
-    is_delta = not others and all(one.dtype_ours == one.dtype_theirs for one in tensors)
+    """Return the changes of all values; in incomparable tensors, all values count as changed."""
+    values = [each.values for each in tensors if each.values is not None and _is_comparable(each)]
+    others = sum(prod(each.shape_ours) for each in tensors if not _is_comparable(each))
+    count = sum(each.elements for each in values)
+    squares = sum(each.rms_diff**2 * each.elements for each in values)
+    sizes = [each.delta_bytes for each in values]
+    is_delta = not others and all(each.dtype_ours == each.dtype_theirs for each in tensors)
     return {
         "elements": count + others,
-        "different": sum(one.different for one in values) + others,
-        "max_abs_diff": max((one.max_abs_diff for one in values), default=0.0),
+        "different": sum(each.different for each in values) + others,
+        "max_abs_diff": max((each.max_abs_diff for each in values), default=0.0),
         "rms_diff": sqrt(squares / max(count, 1)),
-        "nans": [sum(one.nans_theirs for one in values), sum(one.nans_ours for one in values)],
-        "infs": [sum(one.infs_theirs for one in values), sum(one.infs_ours for one in values)],
-        "delta_bytes": sum(one or 0 for one in sizes) if is_delta and None not in sizes else None,
+        "nans": [sum(each.nans_theirs for each in values), sum(each.nans_ours for each in values)],
+        "infs": [sum(each.infs_theirs for each in values), sum(each.infs_ours for each in values)],
+        "delta_bytes": sum(size or 0 for size in sizes) if is_delta and None not in sizes else None,
     }
 
 
-def _is_comparable(one: "TensorComparison") -> bool:
-    return one.values is not None and (one.cast or one.dtype_ours == one.dtype_theirs)
+def _is_comparable(tensor: "TensorComparison") -> bool:
+    return tensor.values is not None and (tensor.cast or tensor.dtype_ours == tensor.dtype_theirs)
 
 
-def _print_difference(found: "Comparison", total: _Sums, *, layers: bool) -> None:
-    changed = found.different
-    print(f"compared    {counted(len(found.tensors), 'tensor')}, bit by bit")
-    print(f"equal       {len(found.tensors) - len(changed):,}")
+def _print_difference(comparison: "Comparison", total: _Sums, *, layers: bool) -> None:
+    changed, removed, added = comparison.different, comparison.missing, comparison.unexpected
+    print(f"compared    {counted(len(comparison.tensors), 'tensor')}, bit by bit")
+    print(f"equal       {len(comparison.tensors) - len(changed):,}")
     print(f"different   {len(changed):,}")
     if layers:
-        print("\n".join(f"  {name}: {_write(_sum(some))}" for name, some in _layers(found)))
+        for name, tensors in _layers(comparison):
+            print(f"  {name}: {_write(_sum(tensors))}")
     else:
         list_some(list(map(_describe, changed)), _MOST_CHANGED)
-    for title, names in (("removed", found.missing), ("added", found.unexpected)):
+    for title, names in (("removed", removed), ("added", added)):
         if names:
             print(f"{title:<11} {len(names):,}")
             list_some(list(names), _MOST_CHANGED)
@@ -227,19 +231,20 @@ def _print_difference(found: "Comparison", total: _Sums, *, layers: bool) -> Non
         if any(counts):
             print(f"{title:<11} {counts[0]:,} before, {counts[1]:,} after")
     size = total["delta_bytes"]
-    is_delta = size is not None and not (found.equal or found.missing or found.unexpected)
+    is_delta = size is not None and not (comparison.equal or removed or added)
     delta = f"; as a delta about {human_size(size)}" if is_delta else ""
     print(f"{_write_share(total)} values changed{delta}")
 
 
-def _describe(one: "TensorComparison") -> str:
+def _describe(tensor: "TensorComparison") -> str:
     parts = []
-    if one.dtype_ours != one.dtype_theirs:
-        parts.append(f"{one.dtype_theirs}, now {one.dtype_ours}")
-    if one.values is None:
-        parts.append(f"{write_shape(one.shape_theirs)}, now {write_shape(one.shape_ours)}")
-    parts += [_write(_sum([one]))] if _is_comparable(one) else []
-    return f"{one.name}: {'; '.join(parts)}"
+    if tensor.dtype_ours != tensor.dtype_theirs:
+        parts.append(f"{tensor.dtype_theirs}, now {tensor.dtype_ours}")
+    if tensor.values is None:
+        parts.append(f"{write_shape(tensor.shape_theirs)}, now {write_shape(tensor.shape_ours)}")
+    if _is_comparable(tensor):
+        parts.append(_write(_sum([tensor])))
+    return f"{tensor.name}: {'; '.join(parts)}"
 
 
 def _write(sums: _Sums) -> str:
@@ -248,10 +253,12 @@ def _write(sums: _Sums) -> str:
 
 
 def _write_share(sums: _Sums) -> str:
-    """Return how many values changed, of how many: 0 % and 100 % are exact."""
+    """Return the share of changed values; only exact shares are written as 0 % or 100 %."""
     count, changed = sums["elements"], sums["different"]
     percent = 100 * changed / max(count, 1)
     share = f"{percent if changed == count else min(percent, 99.9):.{2 if percent < 10 else 3}g} %"
-    unit = next((one for one in ((1e9, " G"), (1e6, " M")) if count >= one[0]), None)
-    of = f"{count / unit[0]:.3g}{unit[1]}" if unit else f"{count:,}"
-    return f"{share if changed == 0 or percent >= 0.001 else '< 0.001 %'} of {of}"
+    total = f"{count:,}"
+    for size, unit in ((1e6, " M"), (1e9, " G")):
+        if count >= size:
+            total = f"{count / size:.3g}{unit}"
+    return f"{share if changed == 0 or percent >= 0.001 else '< 0.001 %'} of {total}"

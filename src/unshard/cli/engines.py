@@ -25,14 +25,14 @@ _LOADING = ("--load-format", "--model-loader-extra-config")
 
 
 @dataclass(frozen=True, slots=True)
-class _Engine:
-    """How an engine is started.
+class _ServingEngine:
+    """vLLM or SGLang.
 
     Attributes:
-        name: for people.
-        package: what must be installed.
+        name: its name in messages.
+        package: its Python package.
         command: its command line, up to the model's directory.
-        ours: options that we set.
+        ours: options that unshard sets, so that users cannot.
         tokenizer: two options; without a tokenizer, one of them is needed.
     """
 
@@ -43,14 +43,14 @@ class _Engine:
     tokenizer: tuple[str, ...]
 
 
-_VLLM = _Engine(
+_VLLM = _ServingEngine(
     name="vLLM",
     package="vllm",
     command=("vllm.entrypoints.cli.main", "serve"),
     ours=(*_LOADING, "--worker-extension-cls", "--model"),
     tokenizer=("--tokenizer", "--skip-tokenizer-init"),
 )
-_SGLANG = _Engine(
+_SGLANG = _ServingEngine(
     name="SGLang",
     package="sglang",
     command=("sglang.launch_server", "--model-path"),
@@ -63,7 +63,7 @@ _SGLANG = _Engine(
 def vllm(context: click.Context, checkpoint: CheckpointArgument, **given: object) -> None:
     """Serve a checkpoint with this environment's vLLM, unmerged.
 
-    All other options, after CHECKPOINT, are those of `vllm serve`.
+    Other options, after CHECKPOINT, are passed to `vllm serve`.
     """
     from unshard.plugins.vllm import WORKER_EXTENSION
 
@@ -76,32 +76,39 @@ def vllm(context: click.Context, checkpoint: CheckpointArgument, **given: object
 def sglang(context: click.Context, checkpoint: CheckpointArgument, **given: object) -> None:
     """Serve a checkpoint with this environment's SGLang, unmerged.
 
-    All other options, after CHECKPOINT, are those of `python -m sglang.launch_server`.
+    Other options, after CHECKPOINT, are passed to `python -m sglang.launch_server`.
     """
     _serve(_SGLANG, checkpoint, keywords_of(EngineKeywords, given), context.args)
 
 
 def _serve(
-    engine: _Engine,
+    engine: _ServingEngine,
     checkpoint: Path,
     options: EngineKeywords,
-    given: Sequence[str],
-    added: Sequence[str] = (),
+    arguments: Sequence[str],
+    extension: Sequence[str] = (),
 ) -> None:
-    """Become an engine on a checkpoint.
+    """Replace this process by an engine that serves a checkpoint.
 
     Args:
-        engine: which.
+        engine: vLLM or SGLang.
         checkpoint: as for `merge`.
-        options: which weights are meant.
-        given: arguments for the engine.
-        added: those that come before them.
+        options: select and read the weights.
+        arguments: the user's arguments for the engine.
+        extension: our arguments for this engine, which come before them.
     """
     from unshard.plugins.serving import describe, loader_config
 
-    _check(engine, given)
+    if importlib.util.find_spec(engine.package) is None:
+        raise UsageError(
+            f"{engine.name} is not installed in the environment of unshard",
+            hint=f"install unshard into the environment that has {engine.name}",
+        )
+    names = {argument.split("=")[0].replace("_", "-") for argument in arguments}
+    if reserved := next((name for name in engine.ours if name in names), None):
+        raise UsageError(f"{reserved} is set by unshard {engine.package}", hint="leave it out")
     described = describe(checkpoint, options)
-    if not described.has_tokenizer and not _given(given, engine.tokenizer):
+    if not described.has_tokenizer and names.isdisjoint(engine.tokenizer):
         tokenizer, skip = engine.tokenizer
         raise UsageError(
             f"{checkpoint}: has no tokenizer",
@@ -109,36 +116,15 @@ def _serve(
             f"serve token ids with {engine.name}'s {skip}",
         )
     extra = json.dumps(loader_config(checkpoint, described.step, options))
-    loading = ("--load-format", "unshard", "--model-loader-extra-config", extra)
+    ours = ["--load-format", "unshard", "--model-loader-extra-config", extra, *extension]
+    if "--served-model-name" not in names:
+        ours = ["--served-model-name", str(checkpoint), *ours]
     say(f"serving {described.title}")
-    _run(engine, described, [*_names(checkpoint, given), *loading, *added, *given])
+    _run(engine, described, [*ours, *arguments])
 
 
-def _check(engine: _Engine, given: Sequence[str]) -> None:
-    if importlib.util.find_spec(engine.package) is None:
-        raise UsageError(
-            f"{engine.name} is not installed in the environment of unshard",
-            hint=f"install unshard into the environment that has {engine.name}",
-        )
-    for name in engine.ours:
-        if _given(given, (name,)):
-            raise UsageError(f"{name} is set by unshard {engine.package}", hint="leave it out")
-
-
-def _given(arguments: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether one of some options is among the engine's arguments."""
-    return any(one.split("=")[0].replace("_", "-") in names for one in arguments)
-
-
-def _names(checkpoint: Path, given: Sequence[str]) -> list[str]:
-    """Return the name that clients know the model by, unless the user gave one."""
-    if _given(given, ("--served-model-name",)):
-        return []
-    return ["--served-model-name", str(checkpoint)]
-
-
-def _run(engine: _Engine, described: "Described", arguments: Sequence[str]) -> None:
-    """Become the engine; where it needs a temporary directory, wait for it, to remove that."""
+def _run(engine: _ServingEngine, described: "Described", arguments: Sequence[str]) -> None:
+    """Execute the engine, or wait for it, to remove its temporary directory afterwards."""
     from unshard.plugins.serving import model_directory
 
     command = [sys.executable, "-m", *engine.command]

@@ -19,15 +19,12 @@ _PACKAGES = (
 
 
 def env(
-    directory: Annotated[
-        Path,
-        argument("DIR", "A directory whose file system is tested."),
-    ] = Path(),
+    directory: Annotated[Path, argument("DIR", "Directory whose file system is tested.")] = Path(),
     as_json: Json = False,
 ) -> None:
     """Print versions and the machine's features, for bug reports."""
     has_affinity = hasattr(os, "sched_getaffinity")
-    found = {
+    facts = {
         "unshard": f"{__version__} ({Path(__file__).parent.parent})",
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
@@ -37,9 +34,9 @@ def env(
         **_try_file_system(directory),
     }
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(facts))
         return
-    for name, text in found.items():
+    for name, text in facts.items():
         print(f"{name:<16} {text}")
 
 
@@ -54,20 +51,20 @@ def _find_version(package: str) -> str:
 
 
 def _try_file_system(directory: Path) -> dict[str, str]:
-    """Try what a merge uses, in a directory that is removed at once."""
+    """Try the features that a merge uses, in a temporary directory."""
     import tempfile
 
-    found = {"directory": str(directory.resolve())}
+    facts = {"directory": str(directory.resolve())}
     try:
         with tempfile.TemporaryDirectory(prefix="_unshard-", dir=directory) as scratch:
             for name, works in _FEATURES.items():
                 try:
-                    found[name] = "yes" if works(Path(scratch)) else "no"
+                    facts[name] = "yes" if works(Path(scratch)) else "no"
                 except OSError as error:
-                    found[name] = f"no: {error.strerror}"
+                    facts[name] = f"no: {error.strerror}"
     except OSError as error:
-        found["directory"] += f": {error.strerror}"
-    return found
+        facts["directory"] += f": {error.strerror}"
+    return facts
 
 
 def _copies(scratch: Path) -> bool:
@@ -81,7 +78,7 @@ def _copies(scratch: Path) -> bool:
 
 
 def _exchanges(scratch: Path) -> bool:
-    """Return whether two directories can be swapped in one step (renameat2)."""
+    """Return whether two directories can be swapped atomically (renameat2)."""
     from unshard.write.dirfd import closing, exchange
 
     for name in ("first", "second"):

@@ -1,11 +1,11 @@
-"""`unshard merge --follow`: its options, and what it prints of each step."""
+"""`unshard merge --follow`: its options and its output."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unshard import signals
-from unshard.cli.options import Option, flag, option, value
+from unshard.cli.options import TypedSpec, flag, option, value
 from unshard.cli.reports import print_step
 from unshard.errors import UsageError
 from unshard.keywords import MergeKeywords
@@ -30,46 +30,41 @@ class FollowKeywords(MergeKeywords, total=False):
     interval: float
 
 
-FOLLOWING: dict[str, Option] = {
+FOLLOWING: dict[str, TypedSpec] = {
     "follow": (
         bool,
         flag(
             "--follow",
-            "Merge each step as soon as it is complete. It becomes OUTPUT/STEP, while training "
-            "goes on; SIGTERM ends after the current one.",
+            "Merge each step as soon as it is complete. It goes to OUTPUT/STEP, during training; "
+            "SIGTERM ends the command after the current step.",
             _GROUP,
             default=False,
         ),
     ),
-    "newest": (bool, flag("--newest", "The highest step first.", _GROUP, default=False)),
+    "newest": (bool, flag("--newest", "Merge the highest step first.", _GROUP, default=False)),
     "keep": value(int, "N", "Remove the outputs of all but the last N steps.", _GROUP),
     "exec": value(
         str,
         "'CMD {output} {step}'",
-        "Run this for each output; no shell runs it. A failure does not stop the rest.",
+        "Run this for each output, without a shell. A failure does not stop the rest.",
         _GROUP,
     ),
-    "retry": (
-        int,
-        option("N", "Try a step that failed N times again.", _GROUP, default=0),
-    ),
+    "retry": (int, option("N", "Retry a failed step N times.", _GROUP, default=0)),
     "until": value(int, "STEP", "End when this step, or a higher one, is done.", _GROUP),
-    "idle": value(str, "TIME", "End when no new step came for so long: 30m, 2h.", _GROUP),
-    "interval": (
-        float,
-        option("SECONDS", "Between two looks at the run.", _GROUP, default=5.0),
-    ),
+    "idle": value(str, "TIME", "End after this time without a new step: 30m, 2h.", _GROUP),
+    "interval": (float, option("SECONDS", "Time between scans of the run.", _GROUP, default=5.0)),
 }
 
 
 def check_following(given: Mapping[str, object], several: str) -> None:
-    """Refuse options of `--follow` without it, and what it excludes."""
-    alone = [one for one in FOLLOWING if given[one] not in (None, False, FOLLOWING[one][1].default)]
-    if not given["follow"]:
-        if alone:
-            raise UsageError(f"--{alone[0]} needs --follow")
-    elif several:
-        raise UsageError(f"--follow and {several} exclude each other")
+    """Refuse options of `--follow` without it, and options that it excludes."""
+    if given["follow"]:
+        if several:
+            raise UsageError(f"--follow and {several} exclude each other")
+        return
+    for name, (_, spec) in FOLLOWING.items():
+        if given[name] not in (None, False, spec.default):
+            raise UsageError(f"--{name} needs --follow")
 
 
 def follow(
@@ -86,13 +81,13 @@ def follow(
     from unshard.api.following.following import follow_steps
     from unshard.api.following.options import Following
 
-    how = Following(**{one: given[one] for one in FOLLOWING if one != "follow"})  # type: ignore[arg-type]
-    asked, code = list[bool](), 0
-    with signals.ending_softly(lambda: asked.append(True)):
-        for one in follow_steps(
-            run, output, options, how, listener, is_asked_to_end=lambda: bool(asked)
+    settings = Following(**{name: given[name] for name in FOLLOWING if name != "follow"})  # type: ignore[arg-type]
+    requests, code = list[bool](), 0
+    with signals.ending_softly(lambda: requests.append(True)):
+        for step in follow_steps(
+            run, output, options, settings, listener, is_asked_to_end=lambda: bool(requests)
         ):
-            print_step(one, as_json=as_json, quiet=quiet)
-            if one.error is not None and one.has_failed:
-                code = code or one.error.exit_code
+            print_step(step, as_json=as_json, quiet=quiet)
+            if step.error is not None and step.has_failed:
+                code = code or step.error.exit_code
     return code

@@ -1,4 +1,4 @@
-"""The `unshard` command: its groups."""
+"""The `unshard` command and its groups."""
 
 import re
 import sys
@@ -12,16 +12,13 @@ from unshard import __version__, signals
 
 _EMPTY_VALUE = re.compile(r"--[a-z0-9-]+=")
 _HELP = {"help_option_names": ["-h", "--help"]}
-_ENGINE = {"allow_extra_args": True, "ignore_unknown_options": True}  # its options are its own
-# The module of each command, and what it does: `--help` imports none of them.
+_ENGINE = {"allow_extra_args": True, "ignore_unknown_options": True}  # for the engine itself
+# The module and summary of each command; `--help` imports none of the modules.
 _COMMANDS = {
     "merge": ("commands", "Merge a sharded checkpoint into a Hugging Face directory."),
     "inspect": ("commands", "Describe a checkpoint, and what merge would write."),
     "hint": ("hinting", "Print the lines to paste that merge and evaluate this run."),
-    "verify": (
-        "commands",
-        "Compare a merged model with a checkpoint, a model, or checksums.",
-    ),
+    "verify": ("commands", "Compare a merged model with a checkpoint, a model, or checksums."),
     "diff": ("comparing", "Show what changed between two checkpoints, models or steps."),
     "checksums": ("comparing", "Print the SHA-256 of each tensor that merge would write."),
     "average": ("commands", "Average checkpoints into a Hugging Face directory, in one pass."),
@@ -41,10 +38,10 @@ _OF_EVAL = {
     "logs": ("evaluate.commands", "Print a job's log."),
     "results": ("evaluate.commands", "Print all results, each with its training step."),
     "serve": ("evaluate.serving", "Run the evaluation server."),
-    "drain": ("evaluate.serving", "Let the server begin no more jobs, and end when none runs."),
+    "drain": ("evaluate.serving", "Stop starting jobs; exit when running jobs finish."),
     "doctor": ("evaluate.serving", "Check what a server needs before it starts."),
     "watch": ("evaluate.runs", "Evaluate a run's checkpoints as they are saved, by any trainer."),
-    "export": ("evaluate.runs", "Write each result into a tracker once, under its own step."),
+    "export": ("evaluate.runs", "Export results to a tracker at their steps (safe to repeat)."),
     "compare": ("evaluate.compare", "Compare the best step with the last."),
     "hide": ("evaluate.correcting", "Leave results out of curves, tables and exports."),
     "show": ("evaluate.correcting", "Show hidden results again."),
@@ -53,14 +50,14 @@ _OF_EVAL = {
 
 
 class _Commands(click.Group):
-    """A group that imports the module of a command when it is asked for that."""
+    """A group that imports the module of a command only when the command is used."""
 
     def __init__(self, name: str, table: dict[str, tuple[str, str]], **settings: Any) -> None:
         super().__init__(name, no_args_is_help=True, **settings)
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the names, in the order of `--help`."""
+        """Return the names in the order of `--help`."""
         return list(dict.fromkeys([*self.table, *self.commands]))
 
     def get_command(
@@ -68,16 +65,16 @@ class _Commands(click.Group):
         ctx: click.Context,  # noqa: ARG002
         cmd_name: str,
     ) -> click.Command | None:
-        """Return a command, or None if there is no such."""
+        """Return a command, or None if the name is unknown."""
         if cmd_name in self.table and cmd_name not in self.commands:
             from unshard.cli.options import Grouped
             from unshard.cli.parser.parameters import command
             from unshard.cli.running import guarded, import_numpy
 
-            place = self.table[cmd_name][0]
-            function = getattr(import_module(f"unshard.cli.{place}"), cmd_name)
-            settings = {**_HELP, **(_ENGINE if place == "engines" else {})}
-            needs_numpy = place in ("commands", "comparing")
+            module = self.table[cmd_name][0]
+            function = getattr(import_module(f"unshard.cli.{module}"), cmd_name)
+            settings = {**_HELP, **(_ENGINE if module == "engines" else {})}
+            needs_numpy = module in ("commands", "comparing")
             function = guarded(function, import_numpy if needs_numpy else None)
             self.commands[cmd_name] = command(function, Grouped, context_settings=settings)
         return self.commands.get(cmd_name)
@@ -87,13 +84,13 @@ class _Commands(click.Group):
         ctx: click.Context,  # noqa: ARG002
         formatter: click.HelpFormatter,
     ) -> None:
-        """Write what each command does."""
-        rows = [(name, summary) for name, (_, summary) in self.table.items()]
-        rows += [
-            (name, one.help or "") for name, one in self.commands.items() if name not in self.table
-        ]
+        """Write the name and summary of each command."""
+        rows = {name: group.help or "" for name, group in self.commands.items()}
+        rows = {name: summary for name, (_, summary) in self.table.items()} | {
+            name: summary for name, summary in rows.items() if name not in self.table
+        }
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(list(rows.items()))
 
 
 def _print_version(context: click.Context, _parameter: object, is_wanted: bool) -> None:
@@ -136,23 +133,23 @@ app.add_command(
         "eval",
         _OF_EVAL,
         help="Evaluate checkpoints during training (extra `eval`).",
-        callback=signals.raise_them,  # each of these commands prints what continues without it
+        callback=signals.raise_them,  # their jobs continue after Ctrl-C, and they print that
     )
 )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line in this process as it is; `unshard.__main__` is the command itself."""
+    """Run the command line in this process; `unshard.__main__` sets up the process first."""
     _refuse_empty(sys.argv[1:] if arguments is None else arguments)
     app(arguments, prog_name="unshard")
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """Refuse an empty argument: a shell's unset variable, which would be the current directory."""
+    """Refuse an empty argument (an unset variable): as a path, it would be the current directory."""
     for before, argument in pairwise(["unshard", *arguments]):
         if argument == "" or _EMPTY_VALUE.fullmatch(argument):
-            named = before if before.startswith("-") and not argument else argument
-            where = f"the value of {named.removesuffix('=')}" if named else "an argument"
+            option = before if before.startswith("-") and not argument else argument
+            where = f"the value of {option.removesuffix('=')}" if option else "an argument"
             print(f"error: {where} is empty", file=sys.stderr)
             print("  hint:     is a variable of your shell unset?", file=sys.stderr)
             raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the groups in which `--help` lists them."""
+"""Options that several commands share, and their groups in `--help`."""
 
 import inspect
 import logging
@@ -11,35 +11,34 @@ import click
 
 from unshard.cli.parser.parameters import Argument, Spec, argument
 from unshard.fronts import spell
-from unshard.keywords import DEFAULTS, GROUPS, MOST_USED
-from unshard.keywords import Option as Declared
+from unshard.keywords import DEFAULTS, GROUPS, MOST_USED, OptionRow
 
 P = ParamSpec("P")
 K = TypeVar("K")
-Option = tuple[object, Spec]
-"""The type of a value, and how it is given, with its default."""
+TypedSpec = tuple[object, Spec]
+"""The type of an option's value, and its `Spec` with a default."""
 
 CHECKPOINT = "Checkpoint"
 OUTPUT = "Output"
 
-_SHORT, _MANY = "unshard.short", 30  # of a command with more, `-h` lists those used most
+_SHORT, _MANY = "unshard.short", 30  # with more options, `-h` lists only those used most
 
-_FLAGS = {"push_to_hub": ("--push-to-hub", "--push")}  # of options with two names
+_FLAGS = {"push_to_hub": ("--push-to-hub", "--push")}
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 class Grouped(click.Command):
-    """A command whose `--help` lists its options by their groups, in plain text."""
+    """A command whose `--help` lists its options by group, in plain text."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Take `--overwrite` without a value, too: the word after it is not its value."""
+        """Accept `--overwrite` without a value: the word after it is not its value."""
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[_SHORT] = "-h" in args[:end] and len(self.params) > _MANY
-        meant = ["--overwrite=ours" if arg == "--overwrite" else arg for arg in args[:end]]
-        return super().parse_args(ctx, meant + args[end:])
+        options = ["--overwrite=ours" if arg == "--overwrite" else arg for arg in args[:end]]
+        return super().parse_args(ctx, options + args[end:])
 
     def sections(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
-        """Return the parameters by group, in the order in which the options are declared."""
+        """Return the parameters by group, in the order of their declaration."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -54,13 +53,13 @@ class Grouped(click.Command):
         return {title: records for title, records in groups.items() if records}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section per group."""
+        """Write a section per group."""
         for title, records in self.sections(ctx).items():
             with formatter.section(title):
                 formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, and of short help, where the other options are."""
+        """Write the examples; after short help, also how to list all options."""
         from unshard.cli.parser.examples import EXAMPLES
 
         start = f"unshard {ctx.command_path.rpartition('unshard ')[2]} "
@@ -68,7 +67,8 @@ class Grouped(click.Command):
         with formatter.section("Examples"):
             formatter.write("".join(f"  {line}\n" for line in lines))
         if ctx.meta.get(_SHORT):
-            count = sum(one.param_type_name == "option" for one in self.get_params(ctx))
+            kinds = [parameter.param_type_name for parameter in self.get_params(ctx)]
+            count = kinds.count("option")
             formatter.write(f"\n--help shows all {count} options.\n")
 
 
@@ -80,7 +80,7 @@ def option(
     default: object = ...,
     **more: Any,
 ) -> Spec:
-    """Return an option with a value; without flags it is called like its parameter."""
+    """Return an option with a value; by default it has the name of its parameter."""
     return Spec(metavar, help, group, flags, default, more=more)
 
 
@@ -91,7 +91,7 @@ def flag(
     *also: str,
     default: object = ...,
 ) -> Spec:
-    """Return an option without a value."""
+    """Return a flag: an option without a value."""
     return Spec("", help, group, (name, *also), default)
 
 
@@ -101,7 +101,7 @@ def one_of(
     group: str | None = None,
     default: object = ...,
 ) -> Spec:
-    """Return an option whose values are shown and completed; `MergeOptions` checks them."""
+    """Return an option with listed and completed values; `MergeOptions` checks them."""
 
     def complete(_context: object, _parameter: object, start: str) -> list[str]:
         return [name for name in names if name.startswith(start)]
@@ -109,8 +109,8 @@ def one_of(
     return option("|".join(names), help, group, default=default, shell_complete=complete)
 
 
-def value(kind: type, metavar: str, help: str, group: str) -> Option:  # noqa: A002
-    """Return an option that may be left out, for `taking`."""
+def value(kind: type, metavar: str, help: str, group: str) -> TypedSpec:  # noqa: A002
+    """Return an option without a default, for `taking`."""
     return kind | None, option(metavar, help, group, default=None)
 
 
@@ -131,7 +131,7 @@ Json = Annotated[
 Quiet = Annotated[bool, flag("--quiet", "Print errors only.")]
 
 
-def _make_option(name: str, row: Declared, group: str) -> Option:
+def _make_option(name: str, row: OptionRow, group: str) -> TypedSpec:
     if row.kind is bool:
         return bool, flag(f"--{spell(name)}", row.text, group, default=False)
     default = DEFAULTS.get(name)
@@ -148,8 +148,8 @@ _OPTIONS = {
 }
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever stderr is when a line comes: a progress bar takes its place."""
+class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to the current `sys.stderr`, which a progress bar may replace at any time."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -157,10 +157,10 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _show_logs(context: click.Context, _parameter: object, verbose: int) -> int:
-    """Show the log of this command: of level info for `-v`, of level debug for `-vv`."""
+    """Show the log of this command: level info with `-v`, debug with `-vv`."""
     if not verbose:
         return verbose
-    logger, handler = logging.getLogger("unshard"), _Stderr()
+    logger, handler = logging.getLogger("unshard"), _StderrHandler()
     handler.setFormatter(logging.Formatter("%(relativeCreated)6.0f ms  %(name)s: %(message)s"))
     level = logger.level
     logger.addHandler(handler)
@@ -170,11 +170,11 @@ def _show_logs(context: click.Context, _parameter: object, verbose: int) -> int:
     return verbose
 
 
-_VERBOSE: Option = (
+_VERBOSE: TypedSpec = (
     int,
     option(
         "",
-        "Print what is read and decided, with times; -vv prints more.",
+        "Print each read and decision, with times; -vv prints more.",
         None,
         *("--verbose", "-v"),
         default=0,
@@ -186,16 +186,16 @@ _VERBOSE: Option = (
 
 
 def taking(
-    keywords: type, *, but: Collection[str] = (), **other: Option
+    keywords: type, *, but: Collection[str] = (), **other: TypedSpec
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Return what gives a command the options of a function, as `**given`, and `--verbose`.
+    """Return a decorator that adds a function's options, as `**given`, and `--verbose`.
 
     In `--help` they come before the command's keyword-only parameters, `--verbose` after them.
 
     Args:
-        keywords: those of the function, a TypedDict.
-        but: those that the command does not have.
-        other: those that mean something else there, by name.
+        keywords: the function's keywords, a TypedDict.
+        but: keywords to leave out.
+        other: options that differ from those of `merge`, by name.
     """
     table = _OPTIONS | other
     names = [name for name in table if name in keywords.__annotations__ and name not in but]
@@ -203,7 +203,7 @@ def taking(
 
     def with_options(command: Callable[P, None]) -> Callable[P, None]:
         *own, _ = inspect.signature(command).parameters.values()
-        first = [one for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+        first = [each for each in own if each.kind is not inspect.Parameter.KEYWORD_ONLY]
         last = [*own[len(first) :], _parameter("verbose", _VERBOSE)]
         command.__signature__ = inspect.Signature([*first, *added, *last])  # type: ignore[attr-defined]
         return command
@@ -212,23 +212,23 @@ def taking(
 
 
 def _parameter_name(keyword: str) -> str:
-    """Return what a parameter is called: like its flag, which is not always like the keyword."""
+    """Return the name of a parameter, after its flag; a keyword may have another name."""
     return spell(keyword).replace("-", "_")
 
 
-def _parameter(name: str, option: Option) -> inspect.Parameter:
-    kind, info = option
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
+def _parameter(name: str, option: TypedSpec) -> inspect.Parameter:
+    kind, spec = option
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=spec, annotation=kind)
 
 
 def keywords_of(keywords: type[K], given: Mapping[str, object]) -> K:
-    """Return the options that `taking` gave a command, as keywords of the function."""
-    called = {name: _parameter_name(name) for name in keywords.__annotations__}
-    found = {name: given[flag] for name, flag in called.items() if flag in given}
-    for name in {"also", "allow_globals"} & found.keys():
-        found[name] = found[name] or ()
-    if "extra_state" in found:
-        found["extra_state"] = not found["extra_state"]
-    if found.get("overwrite", "") in (None, "ours"):
-        found["overwrite"] = found["overwrite"] is not None
-    return cast("K", found)
+    """Return the options that `taking` added to a command, as keywords of the function."""
+    flags = {name: _parameter_name(name) for name in keywords.__annotations__}
+    values = {name: given[flag] for name, flag in flags.items() if flag in given}
+    for name in {"also", "allow_globals"} & values.keys():
+        values[name] = values[name] or ()
+    if "extra_state" in values:
+        values["extra_state"] = not values["extra_state"]
+    if values.get("overwrite", "") in (None, "ours"):
+        values["overwrite"] = values["overwrite"] is not None
+    return cast("K", values)

@@ -1,9 +1,10 @@
-"""What was made, found or compared, for people and as JSON."""
+"""Printed reports of merges, inspections and comparisons, as text and as JSON."""
 
 import json
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -18,30 +19,33 @@ if TYPE_CHECKING:
     from unshard.api.merging import StepResult
     from unshard.write.verification.comparison import ByConfig, Loading, TensorComparison
 
-_RATED = 100_000_000  # bytes
+_RATED = 100_000_000  # bytes; the rate of less would only measure the start
 _SHOWN = 20
 _TITLE = 13  # characters of the first column of the table of `inspect`
 
 
 def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
-    """Print a report: for people, or as a JSON object."""
+    """Print a report, as text or as a JSON object."""
     if as_json:
         print(json.dumps(fields_of(report)))
         return
     if quiet:
         return
     if report.reused:
-        _print_reused(report)
+        verb = "would use" if report.dry_run else "used"
+        print(f"{verb} {report.output}, which was made from {', '.join(report.sources)} already")
+        if report.url is not None:
+            print(f"pushed to {report.url}")
     else:
         _print_plan(report) if report.dry_run else _print_merge(report)
-    # Last of all, what was not checked, and what keeps the output from being a model.
+    # The restrictions of the output come last, where users see them.
     if report.names_checked == "none":
         print("names not checked: neither a base model nor the config says which tensors there are")
     if not report.loadable:
         if report.library in ("transformers", "diffusers", "sentence_transformers"):
             print("weights only: the names are those of training")
         elif report.library:
-            print(f"weights only: nobody tried whether {report.library} loads them")
+            print(f"weights only: not tested with {report.library}")
         elif "config.json" in report.companions:
             print("weights only: config.json does not say which library loads them")
         else:
@@ -49,11 +53,11 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
 
 
 def print_reshard(report: "ReshardReport", *, as_json: bool, quiet: bool) -> None:
-    """Print the report of a reshard: for people, or as a JSON object."""
+    """Print the report of a reshard, as text or as a JSON object."""
     if as_json:
         print(json.dumps(fields_of(report)))
     elif not quiet:
-        mesh = f" ({' x '.join(map(str, report.mesh))})" if report.mesh else ""
+        mesh = f" ({write_shape(report.mesh)})" if report.mesh else ""
         tensors = counted(report.tensors, "tensor")
         state = ""
         if report.optimizer_tensors:
@@ -67,66 +71,66 @@ def print_reshard(report: "ReshardReport", *, as_json: bool, quiet: bool) -> Non
         print(f"saved to {report.output}")
 
 
-def fields_of(found: "Report | Inspection | ReshardReport") -> dict[str, object]:
-    """Return the fields for JSON: warnings name options as the command line has them."""
-    fields: dict[str, object] = asdict(found)
+def fields_of(report: "Report | Inspection | ReshardReport") -> dict[str, object]:
+    """Return the fields for JSON, where warnings have the options of the command line."""
+    fields: dict[str, object] = asdict(report)
     return {("warnings" if key == "notes" else key): value for key, value in fields.items()}
 
 
 def print_steps(steps: "list[StepResult]", *, as_json: bool, quiet: bool) -> None:
-    """Print what became of every step of a run: for people, or as a JSON list of one for each."""
+    """Print the result of every step of a run, as text or as a JSON list."""
     if as_json:
-        print(json.dumps([_step_fields(one) for one in steps]))
+        print(json.dumps([_step_fields(step) for step in steps]))
         return
-    reports = [one.report for one in steps if one.report is not None]
+    reports = [step.report for step in steps if step.report is not None]
     for report in reports:
         print_report(report, as_json=False, quiet=quiet)
-    for one in steps:
-        _print_outcome(one, quiet=quiet)
+    for step in steps:
+        _print_outcome(step, quiet=quiet)
     if quiet:
         return
-    used, failed = sum(one.reused for one in reports), sum(one.has_failed for one in steps)
-    what = "steps" if steps[0].role is None else "models"
+    used, failed = sum(one.reused for one in reports), sum(step.has_failed for step in steps)
+    noun = "steps" if steps[0].role is None else "models"
     others = (f", {count} {how}" for count, how in ((used, "used"), (failed, "failed")) if count)
-    print(f"{len(reports) - used} of {len(steps)} {what} merged" + "".join(others))
+    print(f"{len(reports) - used} of {len(steps)} {noun} merged" + "".join(others))
 
 
-def print_step(one: "StepResult", *, as_json: bool, quiet: bool) -> None:
-    """Print what became of one step: for people, or as a JSON object in a line of its own."""
+def print_step(step: "StepResult", *, as_json: bool, quiet: bool) -> None:
+    """Print the result of a step, as text or as a JSON object on a line."""
     if as_json:
-        print(json.dumps(_step_fields(one)))
+        print(json.dumps(_step_fields(step)))
     else:
-        if one.report is not None:
-            print_report(one.report, as_json=False, quiet=quiet)
-        _print_outcome(one, quiet=quiet)
+        if step.report is not None:
+            print_report(step.report, as_json=False, quiet=quiet)
+        _print_outcome(step, quiet=quiet)
     sys.stdout.flush()
 
 
-def _print_outcome(one: "StepResult", *, quiet: bool) -> None:
-    """Print why a step was not merged, if it was not; of those that failed, also if `quiet`."""
-    if one.error is not None and quiet and one.has_failed:
-        say(f"error: {one.title}: {one.error}")
-    elif one.error is not None and not quiet:
-        why = "failed" if one.has_failed else "passed over"
-        print(f"{one.title}: {why}: " + one.error.subject)
-    elif one.report is None and not quiet:
-        print(f"{one.title}: {one.output} was made before, and is handed on now")
+def _print_outcome(step: "StepResult", *, quiet: bool) -> None:
+    """Print why a step was not merged; if `quiet`, only failures."""
+    if step.error is not None and quiet and step.has_failed:
+        say(f"error: {step.title}: {step.error}")
+    elif step.error is not None and not quiet:
+        why = "failed" if step.has_failed else "passed over"
+        print(f"{step.title}: {why}: " + step.error.subject)
+    elif step.report is None and not quiet:
+        print(f"{step.title}: {step.output} exists already")
 
 
-def _step_fields(one: "StepResult") -> dict[str, object]:
-    if one.report is not None:
-        failed = {} if one.error is None else {"failed": one.error.text}
-        return fields_of(one.report) | failed
-    fields: dict[str, object] = {"step": one.step, "source": one.source, "output": one.output}
-    fields |= {} if one.role is None else {"role": one.role}
-    if one.error is None:
+def _step_fields(step: "StepResult") -> dict[str, object]:
+    if step.report is not None:
+        failed = {} if step.error is None else {"failed": step.error.text}
+        return fields_of(step.report) | failed
+    fields: dict[str, object] = {"step": step.step, "source": step.source, "output": step.output}
+    fields |= {} if step.role is None else {"role": step.role}
+    if step.error is None:
         return fields | {"reused": True}
-    return fields | {"failed" if one.has_failed else "passed_over": one.error.text}
+    return fields | {"failed" if step.has_failed else "passed_over": step.error.text}
 
 
 def _print_merge(report: "Report") -> None:
     rate = ""
-    if report.bytes_written >= _RATED:  # of less, it would be the rate of the start
+    if report.bytes_written >= _RATED:
         rate = f" ({human_size(report.bytes_written / max(report.seconds, 1e-3))}/s)"
     done = "wrote" if report.output else "uploaded"
     if len(report.sources) > 1:
@@ -148,13 +152,6 @@ def _print_merge(report: "Report") -> None:
         print(f"left out {skipped.fqn}: {skipped.reason}")
     if report.output:
         print(f"saved to {report.output}")
-    if report.url is not None:
-        print(f"pushed to {report.url}")
-
-
-def _print_reused(report: "Report") -> None:
-    verb = "would use" if report.dry_run else "used"
-    print(f"{verb} {report.output}, which was made from {', '.join(report.sources)} already")
     if report.url is not None:
         print(f"pushed to {report.url}")
 
@@ -181,7 +178,7 @@ def _list_dtypes(report: "Report") -> str:
 
 
 def print_inspection(found: "Inspection", front: Front) -> None:
-    """Print what was found about a checkpoint, for people."""
+    """Print the description of a checkpoint as a table."""
     which = ", ".join(filter(None, (found.role, found.weights)))
     state = found.training_state
     rows = {
@@ -194,7 +191,7 @@ def print_inspection(found: "Inspection", front: Front) -> None:
         "dtypes": _list_counts(found.dtypes),
         "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
         f"{human_size(found.size_bytes)}",
-        "config": f"names {found.config_dtype}" if found.config_dtype else "",
+        "config": f"dtype {found.config_dtype}" if found.config_dtype else "",
         "latest": "; ".join(
             f"{name} names {'no step' if step is None else f'step {step}'}"
             for name, step in found.latest.items()
@@ -236,7 +233,7 @@ def _describe_optimizer(state: "OptimizerInfo") -> str:
 
 
 def _print_row(title: str, text: str) -> None:
-    """Print one row of the table: on a terminal broken between words, elsewhere in one line."""
+    """Print a row of the table, wrapped between words on a terminal."""
     row = f"{title:<{_TITLE}} {text}"
     if sys.stdout.isatty():
         columns = max(shutil.get_terminal_size().columns, 2 * _TITLE)
@@ -252,7 +249,7 @@ def _list_counts(counts: dict[str, int]) -> str:
 
 
 def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
-    """Print what comparing two models found: for people, or as a JSON object."""
+    """Print the comparison of two models, as text or as a JSON object."""
     if as_json:
         counts = {
             "equal": found.equal,
@@ -263,16 +260,16 @@ def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
         return
     how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
     equal = len(found.tensors) - len(found.different)
-    cast = [one for one in found.tensors if one.cast and one.equal]
+    cast = [tensor for tensor in found.tensors if tensor.cast and tensor.equal]
     print(f"compared    {counted(len(found.tensors), 'tensor')}, {how}")
     print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
     print(f"different   {len(found.different)}")
-    list_some([_describe(one) for one in found.different])
+    list_some(list(map(_describe, found.different)))
     for title, names in (
         ("missing", found.missing),
         ("unexpected", found.unexpected),
-        ("NaN in", [one.name for one in found.with_nan]),
-        ("all zero", [one.name for one in found.all_zero]),
+        ("NaN in", [tensor.name for tensor in found.with_nan]),
+        ("all zero", [tensor.name for tensor in found.all_zero]),
     ):
         if names:
             print(f"{title:<11} {len(names)}")
@@ -314,16 +311,16 @@ def list_some(lines: list[str], most: int = _SHOWN) -> None:
         print(f"  and {len(lines) - most} more")
 
 
-def _describe(one: "TensorComparison") -> str:
-    if one.values is None and one.shape_ours == one.shape_theirs:
-        return f"{one.name}: another checksum"
-    if one.values is None:
-        shapes = write_shape(one.shape_ours), write_shape(one.shape_theirs)
-        return f"{one.name}: shape {', not '.join(shapes)}"
-    values = one.values
+def _describe(tensor: "TensorComparison") -> str:
+    ours, theirs = tensor.shape_ours, tensor.shape_theirs
+    if tensor.values is None and ours == theirs:
+        return f"{tensor.name}: another checksum"
+    if tensor.values is None:
+        return f"{tensor.name}: shape {write_shape(ours)}, not {write_shape(theirs)}"
+    values = tensor.values
     parts = [f"{values.different:,} of {counted(values.elements, 'element')}"]
-    if not one.cast and one.dtype_ours != one.dtype_theirs:
-        parts.insert(0, f"{one.dtype_ours}, not {one.dtype_theirs}")
+    if not tensor.cast and tensor.dtype_ours != tensor.dtype_theirs:
+        parts.insert(0, f"{tensor.dtype_ours}, not {tensor.dtype_theirs}")
     if values.different and not values.different_values:
         parts.append("in their bits only")
     else:
@@ -331,15 +328,15 @@ def _describe(one: "TensorComparison") -> str:
     if values.nans_ours != values.nans_theirs:
         parts.append(f"NaN {values.nans_ours:,}, not {values.nans_theirs:,}")
     parts.append(f"norm {values.norm_ours:.6g}, not {values.norm_theirs:.6g}")
-    return f"{one.name}: {', '.join(parts)}"
+    return f"{tensor.name}: {', '.join(parts)}"
 
 
-def write_shape(sizes: tuple[int, ...]) -> str:
+def write_shape(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes)) or "()"
 
 
 def make_finite(value: object) -> object:
-    """Return a value in which NaN and infinity, for which JSON has no numbers, are text."""
+    """Replace NaN and infinity, which JSON does not have, by text."""
     if isinstance(value, dict):
         return {key: make_finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A command as a process: its streams, how it begins and how it ends."""
+"""The process of a command: its start, its streams and its exit."""
 
 import errno
 import functools
@@ -21,9 +21,12 @@ from unshard.fronts import Call, Command, Python
 
 P = ParamSpec("P")
 
-_FAILED = 70  # as EX_SOFTWARE of sysexits.h: 1 means different, where models are compared
-# Imports and plans make many objects and hardly any garbage cycle: collections by Python's own
-# threshold took a tenth of the start, and a quarter of planning 36,000 experts.
+DIFFERENT = 1
+"""Exit code of commands that compare, if there is a difference."""
+
+_FAILED = 70  # EX_SOFTWARE of sysexits.h, because 1 means "different" where models are compared
+# Imports and plans make many objects and hardly any garbage cycles. With Python's own threshold,
+# collections took a tenth of the start and a quarter of planning 36,000 experts.
 _YOUNG_OBJECTS = 50_000
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _SECRET = re.compile(r"--.*(api-key|token|password)$")  # options of engines
@@ -39,17 +42,17 @@ _NO_MEMORY = (
 def run(
     command: Callable[[], None], *, failed: str = "error: ", failure: int | None = None
 ) -> NoReturn:
-    """Run a command and end the process with its exit code.
+    """Run a command and exit with its code.
 
-    Under torchrun the process of rank 0 runs it, and the others end at once with 0.
+    Under torchrun, only rank 0 runs it; the other processes exit at once with 0.
 
     Args:
-        command: ends by itself or with SystemExit.
-        failed: what is printed before the message of an error.
-        failure: the exit code after an error; None: that of its class.
+        command: returns or raises SystemExit.
+        failed: the prefix of an error's message.
+        failure: the exit code after an error; None: the code of its class.
     """
     signals.end_at_once()
-    if "RANK" in os.environ:  # torchrun's, perhaps
+    if "RANK" in os.environ:  # perhaps set by torchrun
         from unshard.cli import torchrun
 
         if not torchrun.begin():
@@ -62,14 +65,14 @@ def run(
 
 
 def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -> int:
-    """Run a command to its end, its output flushed; return its exit code."""
+    """Run a command, flush its output, and return its exit code."""
     try:
         try:
             command()
             code = 0
         finally:
             signals.ignore()
-            _flush()  # in a log of both streams, an error comes after what led to it
+            _flush()  # so that an error follows the earlier output in a log of both streams
     except SystemExit as end:
         code = failure or _FAILED
         if end.code is None or isinstance(end.code, int):
@@ -85,68 +88,61 @@ def _run_to_end(command: Callable[[], None], failed: str, failure: int | None) -
     except KeyboardInterrupt as error:
         print(signals.message(error), file=sys.stderr)
         code = signals.exit_code(error)
-    except Exception as error:  # noqa: BLE001 (also a defect of ours)
-        code = _tell(error, failed)
+    except Exception as error:  # noqa: BLE001 (also our own defects)
+        code = _report_failure(error, failed)
         code = failure or code
     lost = _flush()
     if lost is not None and code == 0:
         print(
             f"error: standard output cannot be written: {lost.strerror}\n"
-            "  the command did its work; what it printed is incomplete",
+            "  the command did its work, but its printed output is incomplete",
             file=sys.stderr,
         )
         code = failure or _FAILED
     return code
 
 
-def _tell(error: Exception, failed: str) -> int:
-    """Print what ended a command, a defect of ours as Python does; return the exit code."""
-    if isinstance(error, MemoryError):
-        print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
-    elif isinstance(error, FileNotFoundError) and not _has_directory():
-        print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
-        return UsageError.exit_code
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-    return _FAILED
-
-
 def _advise(error: UnshardError) -> None:
-    """Add what helps under torchrun."""
     from unshard.cli import torchrun
 
     torchrun.advise(error)
 
 
-def _has_directory() -> bool:
-    """Return whether the current directory still exists: no relative path means anything in it."""
+def _report_failure(error: Exception, failed: str) -> int:
+    """Print an unexpected error, a defect of ours with its traceback; return the exit code."""
+    if isinstance(error, MemoryError):
+        print(f"{failed}{_NO_MEMORY}", file=sys.stderr)
+        return _FAILED
     try:
-        Path.cwd()
+        if isinstance(error, FileNotFoundError):
+            Path.cwd()
     except FileNotFoundError:
-        return False
-    return True
+        print(f"{failed}{_NO_DIRECTORY}", file=sys.stderr)
+        return UsageError.exit_code
+    sys.excepthook(type(error), error, error.__traceback__)
+    return _FAILED
 
 
 def import_numpy() -> None:
-    """Import numpy with one thread for linear algebra, for this process alone.
+    """Import numpy with one thread for linear algebra, in this process alone.
 
-    To start one for each core takes as long as half a small merge, whose work is divided among
-    threads of its own.
+    Starting a BLAS thread for each core takes half as long as a small merge, and a merge has its
+    own threads.
     """
-    given = os.environ.get(_BLAS_THREADS)
+    is_set = _BLAS_THREADS in os.environ
     os.environ.setdefault(_BLAS_THREADS, "1")
     import numpy  # noqa: F401, ICN001 (for its effect)
 
-    if given is None:
-        del os.environ[_BLAS_THREADS]  # it is not meant for what this process starts
+    if not is_set:
+        del os.environ[_BLAS_THREADS]  # child processes must not inherit it
 
 
 def guarded(
     command: Callable[P, None], before: Callable[[], None] | None = None
 ) -> Callable[P, None]:
-    """Turn the errors of a command into messages, JSON if that is given, and exit codes.
+    """Turn the errors of a command into messages, JSON with `--json`, and exit codes.
 
-    A KeyboardInterrupt may say in what state it leaves things. `before` is called first.
+    The message of a KeyboardInterrupt, if any, is printed. `before` is called first.
     """
 
     @functools.wraps(command)
@@ -171,16 +167,16 @@ def guarded(
 
 
 def front_of(command: Callable[..., None], given: Mapping[str, Any] | None = None) -> Command:
-    """Return the options of a command and what it was given; for all others `unshard merge`.
+    """Return the front of a command: its options, and the values that the user gave.
 
     Args:
         command: the function that is called.
-        given: its arguments, as far as they are known; other names do not matter.
+        given: its arguments, as far as they are known; other names are ignored.
     """
     from unshard.cli.parser.parameters import Spec, spec_of
     from unshard.stores.remote_path import as_given
 
-    known = {**(given or {}), **(given or {}).get("given", {})}  # a command's `**given`
+    values = {**(given or {}), **(given or {}).get("given", {})}  # a command's `**given`
     arguments: list[str] = []
     own, options, shared = dict[str, str](), dict[str, Any](), dict[str, Any]()
     for name, parameter in inspect.signature(command).parameters.items():
@@ -190,8 +186,8 @@ def front_of(command: Callable[..., None], given: Mapping[str, Any] | None = Non
         spec = spec_of(parameter)
         flag = [*spec.flags, name.replace("_", "-")][0].removeprefix("--")
         own[flag] = f"--{flag}"
-        value = known.get(name)
-        texts = [as_given(one) for one in (value if isinstance(value, list) else [value])]
+        value = values.get(name)
+        texts = [as_given(item) for item in (value if isinstance(value, list) else [value])]
         if value in (None, [], spec.default) or name == "verbose":
             continue
         if spec.is_argument:
@@ -202,14 +198,14 @@ def front_of(command: Callable[..., None], given: Mapping[str, Any] | None = Non
         shared |= {flag: options[flag]} if is_shared else {}
     checkpoint = options.get("against") or next(iter(arguments), "CHECKPOINT")
     is_repeated = arguments and command.__name__ != "inspect" and ".eval" not in command.__module__
-    engine = ["", *getattr(known.get("context"), "args", ())]
+    engine = ["", *getattr(values.get("context"), "args", ())]
     arguments += ["SECRET" if _SECRET.match(a) else b for a, b in pairwise(engine)]
     itself = Call(f"unshard {command.__name__}", arguments, options) if is_repeated else None
     return Command(own, Call("unshard merge", (checkpoint, "OUTPUT"), shared), itself)
 
 
 def error_fields(error: UnshardError) -> dict[str, object]:
-    """Return an error as `--json` prints it."""
+    """Return the fields of an error for `--json`."""
     return {
         "type": type(error).__name__,
         "code": error.exit_code,
@@ -220,13 +216,13 @@ def error_fields(error: UnshardError) -> dict[str, object]:
     }
 
 
-class _Unfailing(io.FileIO):
-    """Writes to a descriptor; after the first error, which it keeps, it drops what is written."""
+class _UnfailingFile(io.FileIO):
+    """Writes to a descriptor; keeps the first error, and drops all data after it."""
 
     error: OSError | None = None
 
     def write(self, data: object, /) -> int:
-        """Write, or drop, all of the data."""
+        """Write all of the data, or drop it."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         done = 0
         while self.error is None and done < len(view):
@@ -237,11 +233,11 @@ class _Unfailing(io.FileIO):
         return len(view)
 
 
-class _Printable(io.TextIOWrapper):
-    """Escapes what would control a terminal: what others wrote is printed, too.
+class _EscapingStream(io.TextIOWrapper):
+    """Escapes control characters, because commands also print text that others wrote.
 
-    A command prints in the main thread. What is printed in another one is a library's message, such
-    as Ray's that a node is lost: it goes to stderr, because stdout may be one JSON object.
+    A command prints in the main thread. Other threads print messages of libraries, such as Ray's
+    about a lost node; they go to stderr, because stdout may be one JSON object.
     """
 
     def write(self, text: str, /) -> int:
@@ -252,24 +248,24 @@ class _Printable(io.TextIOWrapper):
 
 
 def _make_streams_safe() -> None:
-    """Make stdout and stderr print any text in their encoding, and outlast their own failure.
+    """Make stdout and stderr accept any text, and survive a failure to write.
 
-    Nothing in stdout controls a terminal. In stderr progress bars must: a message is printed by
-    `say`, which escapes it.
+    stdout escapes control characters. stderr does not, because progress bars use them; `say`
+    escapes messages.
     """
-    sys.stdout = _make_safe(sys.stdout, 1, _Printable)
+    sys.stdout = _make_safe(sys.stdout, 1, _EscapingStream)
     sys.stderr = _make_safe(sys.stderr, 2, io.TextIOWrapper)
 
 
 def _make_safe(stream: TextIO | None, number: int, kind: type[io.TextIOWrapper]) -> TextIO:
-    """Return a stream in the place of one of Python's own; None is one that was closed."""
+    """Return a replacement of one of Python's streams; None: a closed stream."""
     if stream is None:
         fd = os.open(os.devnull, os.O_RDWR)
-        if fd != number:  # or else the next file that is opened would be taken for it
+        if fd != number:  # otherwise the next opened file would get this number
             os.dup2(fd, number)
             os.close(fd)
         stream = io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8")
-    raw = _Unfailing(number, "w", closefd=False)
+    raw = _UnfailingFile(number, "w", closefd=False)
     return kind(
         io.BufferedWriter(raw),
         encoding=stream.encoding,
@@ -279,17 +275,17 @@ def _make_safe(stream: TextIO | None, number: int, kind: type[io.TextIOWrapper])
 
 
 def say(text: object) -> None:
-    """Print a message on stderr. It may quote what servers and evaluators answered."""
+    """Print a message on stderr, escaped: it may quote a server or an evaluator."""
     print(printable(str(text)), file=sys.stderr, flush=True)
 
 
 def _flush() -> OSError | None:
-    """Flush both streams; return why stdout could not be written.
+    """Flush both streams; return the error of stdout, if any.
 
-    A reader that has gone (`| head`) has read what it wanted: this is not an error.
+    A closed pipe (`| head`) is not an error.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    error = raw.error if isinstance(raw, _Unfailing) else None
+    error = raw.error if isinstance(raw, _UnfailingFile) else None
     return None if error is None or error.errno == errno.EPIPE else error

@@ -1,7 +1,7 @@
-"""Commands under torchrun: the process of rank 0 is the command, and the others have nothing to do.
+"""Commands under torchrun: only the process of rank 0 works.
 
 Threads of one process saturate a disk, so more processes would not be faster. Every command imports
-this module before anything else, so it imports little.
+this module first, so it imports little.
 """
 
 import os
@@ -15,13 +15,13 @@ _SCRIPTS = frozenset({"torchrun", "accelerate", "accelerate-launch"})
 _MODULES = frozenset(
     {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 )
-_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter that take the next word
+_WITH_VALUE = frozenset({"-W", "-X"})  # options of the interpreter with a value
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _THREADS = "OMP_NUM_THREADS"
 
 
 def begin() -> bool:
-    """Prepare this process; return whether it is a command: of a torchrun's, rank 0 is."""
+    """Prepare this process; return whether it runs the command: under torchrun, only rank 0."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_started_by_torchrun():
         _undo_thread_limit()
@@ -30,22 +30,22 @@ def begin() -> bool:
         import logging
 
         logging.getLogger(__name__).warning(
-            "torchrun's variables are set, but it did not start this process: working alone"
+            "torchrun's variables are set, but torchrun did not start this process: working alone"
         )
     return True
 
 
 def is_started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun started this very process.
+    """Return whether torchrun is the parent of this process.
 
-    The parent must be torchrun itself: whatever a training process starts inherits torchrun's
-    environment too, and is a command of its own.
+    The environment alone does not prove it: child processes of a training process inherit
+    torchrun's variables, but are separate commands.
     """
     return all(name in environment for name in _VARIABLES) and is_launcher(_parent_command())
 
 
 def is_launcher(command: Sequence[str]) -> bool:
-    """Return whether a command line is torchrun's: by its script, or the module after `-m`."""
+    """Return whether a command line runs torchrun, as a script or as a module after `-m`."""
     if command and Path(command[0]).name in _SCRIPTS:
         return True
     words = iter(command[1:])
@@ -60,27 +60,27 @@ def is_launcher(command: Sequence[str]) -> bool:
 
 
 def advise(error: UnshardError, environment: Mapping[str, str] = os.environ) -> None:
-    """Add to the hint of an error that files of the checkpoint may be on torchrun's other nodes."""
+    """Add a hint to an error: files of the checkpoint may be on torchrun's other nodes."""
     if not isinstance(error, IncompleteError | UnknownFormatError):
         return
     if not is_started_by_torchrun(environment):
         return
     if environment["LOCAL_WORLD_SIZE"] != environment["WORLD_SIZE"]:  # several nodes
-        others = (
+        hint = (
             "only rank 0 of this torchrun reads; if files are on the disks of other nodes, start "
             "the command once, without torchrun, with ⟦--engine ray⟧ and node:///PATH"
         )
-        error.hint = error.hint + f"; {others}" if error.hint else others
+        error.hint = error.hint + f"; {hint}" if error.hint else hint
 
 
 def _undo_thread_limit() -> None:
-    """Remove the limit of one thread that torchrun sets for several processes, if nobody else did.
+    """Remove torchrun's limit of one thread per process, unless the user set it.
 
     The sums of a LoRA fuse depend on the number of threads of the BLAS library.
     """
     with suppress(OSError):  # not Linux
         variables = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        is_set = any(one.startswith(f"{_THREADS}=".encode()) for one in variables)
+        is_set = any(variable.startswith(f"{_THREADS}=".encode()) for variable in variables)
         if not is_set and os.environ.get(_THREADS) == "1":
             del os.environ[_THREADS]
 
@@ -93,10 +93,10 @@ def _parent_command() -> list[str]:
     except OSError:  # not Linux
         import subprocess
 
-        shown = subprocess.run(  # noqa: S603 (no shell, and nothing but a number)
+        ps = subprocess.run(  # noqa: S603 (no shell, and only a number)
             ["/bin/ps", "-ww", "-o", "command=", "-p", str(parent)],
             capture_output=True,
             check=False,
         )
-        words = shown.stdout.split()
+        words = ps.stdout.split()
     return [os.fsdecode(word) for word in words]

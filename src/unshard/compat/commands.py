@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from unshard.cli import running
-from unshard.errors import UnknownFormatError, UsageError, speaking
+from unshard.errors import UnknownFormatError, UsageError, front_of_errors
 from unshard.fronts import Call, Command, Front
 from unshard.merger.saving import as_transformers_saves
 from unshard.progress import Listener
@@ -53,7 +53,7 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 @contextmanager
 def showing(front: Front) -> Iterator[Listener]:
     """Show the progress, the warnings and the errors of a command in the words of a front."""
-    with speaking(front), listening(quiet=False, front=front) as listener:
+    with front_of_errors(front), listening(quiet=False, front=front) as listener:
         yield listener
 
 

@@ -20,7 +20,7 @@ from unshard.compat.commands import (
     print_how_to_load,
     run,
 )
-from unshard.errors import speaking
+from unshard.errors import front_of_errors
 from unshard.fronts import Command
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def main() -> None:
     from unshard import api
 
     arguments = _arguments()
-    with speaking(Command({"output": "--output_path"})):
+    with front_of_errors(Command({"output": "--output_path"})):
         paths = find_paths(arguments.checkpoint_path, arguments.actor_subdir, arguments.output_path)
     print(f"\n{_RULE}")
     print("FSDP to HuggingFace Checkpoint Converter")

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from unshard.compat.commands import merge_line, path_argument, run, showing
-from unshard.errors import NotMergeableError, UnknownFormatError, speaking
+from unshard.errors import NotMergeableError, UnknownFormatError, front_of_errors
 from unshard.fronts import Command
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
     location = discover(place, Choice())[0]
     if is_stage0(location):
-        with speaking(Command({}, merge_line(place, arguments.output_dir, MergeOptions()))):
+        with front_of_errors(Command({}, merge_line(place, arguments.output_dir, MergeOptions()))):
             raise NotMergeableError(
                 f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
                 expected="stage 1, 2 or 3",

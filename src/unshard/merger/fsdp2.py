@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from unshard.errors import UsageError, speaking
+from unshard.errors import UsageError, front_of_errors
 from unshard.fronts import Call, Python
 from unshard.keywords import Weights
 from unshard.merger.saving import SavesItself, as_file, as_transformers_saves
@@ -122,7 +122,7 @@ class FSDP2Merger(CheckpointMerger):
         chosen = {name: repr(value) for name, value in options.chosen.items()}
         call = Call("unshard.merge", (repr(str(checkpoint)), repr(str(target))), chosen)
         front = Python({"config"}, call)
-        with speaking(front), as_file(config) as file, hearing(self._listener) as heard:
+        with front_of_errors(front), as_file(config) as file, hearing(self._listener) as heard:
             options = replace(options, config=file or "none")
             listener = _add_log(heard)
             merge_checkpoint(checkpoint, target, options, listener, before=check, pass_over=False)

@@ -160,7 +160,7 @@ def export(
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write each result into a tracker once, under its own step."""
+    """Export results to a tracker at their steps (safe to repeat)."""
     from unshard.evaluate.sinks.export import Destination, Tracker, export_all
 
     if to not in list(Tracker):

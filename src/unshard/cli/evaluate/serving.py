@@ -141,7 +141,7 @@ def _tasks_of(trials: Sequence[str]) -> dict[str, list[str]]:
 
 
 def drain(server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False) -> None:
-    """Let the server begin no more jobs, and end when none runs."""
+    """Stop starting jobs; exit when running jobs finish."""
     with connect(server, token_file) as client:
         found = client.drain()
     running, queued = found["running"], found["queued"]

@@ -1,1 +1,1 @@
-"""The parser: commands from functions, completion, and the examples of `--help`."""
+"""Commands made from functions, shell completion, and the examples of `--help`."""

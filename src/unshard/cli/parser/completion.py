@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, FishComplete, ZshComplete
 
-_PLACES = {
+_PATHS = {
     "bash": ".local/share/bash-completion/completions/unshard",
     "zsh": ".zfunc/_unshard",
     "fish": ".config/fish/completions/unshard.fish",
@@ -22,18 +22,18 @@ def show(app: click.Command) -> None:
 
 
 def install(app: click.Command) -> None:
-    """Write the script to where the current shell looks for it, and say so."""
+    """Write the script to the current shell's directory of completions, and print its path."""
     shell = _shell()
-    place = Path.home() / _PLACES[shell]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(_script(app, shell))
-    print(f"{place} completes unshard in a new {shell}", _MORE.get(shell, ""), sep="\n", end="")
+    path = Path.home() / _PATHS[shell]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_script(app, shell))
+    print(f"{path} completes unshard in a new {shell}", _MORE.get(shell, ""), sep="\n", end="")
 
 
 def _shell() -> str:
     shell = Path(os.environ.get("SHELL", "")).name
-    if shell not in _PLACES:
-        sys.exit(f"error: no completion for the shell {shell!r}; $SHELL is bash, zsh or fish")
+    if shell not in _PATHS:
+        sys.exit(f"error: no completion for the shell {shell!r}; $SHELL must be bash, zsh or fish")
     return shell
 
 

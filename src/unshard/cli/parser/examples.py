@@ -1,4 +1,4 @@
-"""What `--help` of each command ends with: lines that people type, at most three."""
+"""The example lines at the end of each command's `--help`, at most three."""
 
 EXAMPLES = """
 unshard merge checkpoints/my-run/global_step_100 my-model

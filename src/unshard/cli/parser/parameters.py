@@ -1,4 +1,4 @@
-"""Commands from functions: each parameter says in its annotation how it is given."""
+"""click commands made from functions; a parameter's annotation describes its option."""
 
 import functools
 import inspect
@@ -11,16 +11,16 @@ import click
 
 
 class Spec(NamedTuple):
-    """How a parameter is given on the command line, in its annotation or as its default.
+    """The option or argument of a parameter, in its annotation or as its default.
 
     Attributes:
-        metavar: how its value is written in `--help`; of an option without a value, empty.
+        metavar: the placeholder of its value in `--help`; empty for a flag.
         help: its text there.
-        group: the title under which it is listed there.
-        flags: the names of an option; without any it is called like its parameter.
+        group: the title above it there.
+        flags: the names of an option; by default the name of the parameter.
         default: its value if it is not given; `...`: the default of the parameter.
-        is_argument: whether it is given by its place.
-        more: settings of `click.Option`; `limits` are the least and the highest number.
+        is_argument: whether it is positional.
+        more: settings of `click.Option`; `limits` are the lowest and the highest number.
     """
 
     metavar: str
@@ -33,25 +33,25 @@ class Spec(NamedTuple):
 
 
 def argument(metavar: str, help: str) -> Spec:  # noqa: A002
-    """Return a parameter that is given by its place."""
+    """Return a positional argument."""
     return Spec(metavar, help, is_argument=True)
 
 
 class Argument(click.Argument):
-    """An argument that `--help` describes, as it does an option."""
+    """An argument with a text in `--help`."""
 
     def __init__(self, names: Sequence[str], *, text: str, **more: Any) -> None:
         super().__init__(names, **more)
         self.text = text
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
-        """Return its name, and its text."""
+        """Return its name and text."""
         needed = "  [required]" if self.required else ""
         return self.human_readable_name.strip("[]"), f"{self.text}{needed}"
 
 
-class Option(click.Option):
-    """An option, and under which title it is listed."""
+class GroupedOption(click.Option):
+    """An option with the title above it in `--help`."""
 
     group: str | None = None
 
@@ -59,36 +59,36 @@ class Option(click.Option):
 def command(
     function: Callable[..., None], kind: type[click.Command], **settings: Any
 ) -> click.Command:
-    """Return the command that calls a function with what its parameters are given.
+    """Return the click command of a function.
 
-    A parameter `context` gets click's own, of which `args` are what the command does not know.
+    A parameter `context` gets click's context, whose `args` are the unknown options.
     """
     parameters = inspect.signature(function).parameters
-    several = [name for name, one in parameters.items() if _is_list(_type_of(one))]
+    lists = [name for name, parameter in parameters.items() if _is_list(_type_of(parameter))]
     has_context = "context" in parameters
 
     @functools.wraps(function)
-    def call(**given: Any) -> None:
+    def call(**values: Any) -> None:
         if has_context:
-            given["context"] = click.get_current_context()
-        for name in several:
-            given[name] = list(given[name]) or None
-        function(**given)
+            values["context"] = click.get_current_context()
+        for name in lists:
+            values[name] = list(values[name]) or None
+        function(**values)
 
-    made = [_parameter(one) for name, one in parameters.items() if name != "context"]
+    params = [_parameter(each) for name, each in parameters.items() if name != "context"]
     name = function.__name__.replace("_", "-")
-    return kind(name, callback=call, params=made, help=inspect.getdoc(function), **settings)
+    return kind(name, callback=call, params=params, help=inspect.getdoc(function), **settings)
 
 
 def spec_of(parameter: inspect.Parameter) -> Spec:
-    """Return how a parameter is given."""
+    """Return the option or argument of a parameter, with its default."""
     annotated: Sequence[Spec] = getattr(parameter.annotation, "__metadata__", ())
-    found = parameter.default if isinstance(parameter.default, Spec) else annotated[0]
-    return found._replace(default=parameter.default) if found.default is ... else found
+    spec = parameter.default if isinstance(parameter.default, Spec) else annotated[0]
+    return spec._replace(default=parameter.default) if spec.default is ... else spec
 
 
 def _type_of(parameter: inspect.Parameter) -> Any:
-    """Return the type of a value; of `X | None`, X."""
+    """Return the type of a value; X for `X | None`."""
     kind: Any = parameter.annotation
     kind = kind.__origin__ if hasattr(kind, "__metadata__") else kind
     arguments: Sequence[Any] = get_args(kind)
@@ -118,9 +118,11 @@ def _parameter(parameter: inspect.Parameter) -> click.Parameter:
     more |= {"is_flag": True} if kind is bool else {"multiple": is_list}
     more.setdefault("show_default", spec.default != "")
     text, metavar = spec.help, spec.metavar or None
-    made = Option([*flags, parameter.name], help=text, metavar=metavar, show_envvar=True, **more)
-    made.group = spec.group
-    return made
+    option = GroupedOption(
+        [*flags, parameter.name], help=text, metavar=metavar, show_envvar=True, **more
+    )
+    option.group = spec.group
+    return option
 
 
 def _click_type(kind: type, limits: tuple[Any, Any] | None) -> Any:
