@@ -236,7 +236,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """A training run: its directory.
 
     Attributes:
@@ -289,7 +289,7 @@ class Job:
     results: str | None = None
     failures: int = 0
     superseded_by: str | None = None
-    run: Run = Run("", "", "", "")
+    run: TrainingRun = TrainingRun("", "", "", "")
     settings: Settings | None = None
     hidden: str | None = None
     was_hidden: str | None = None

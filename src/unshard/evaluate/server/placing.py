@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.errors import StoreError, UnshardError, UsageError
-from unshard.evaluate.jobs import Request, Run
+from unshard.evaluate.jobs import Request, TrainingRun
 from unshard.evaluate.run_folder import RunFolder, RunIdentity
 from unshard.evaluate.server.roots import is_inside, not_readable
 from unshard.evaluate.server.store.run_records import RunRecords
@@ -110,7 +110,7 @@ class RunFinder:
             )
         return found[0].id if found else ""
 
-    def at(self, directory: Path, name: str = "", *, is_model: bool = False) -> Run:
+    def at(self, directory: Path, name: str = "", *, is_model: bool = False) -> TrainingRun:
         """Return the run in a directory, which gets an id if it has none and can be written to.
 
         A run that was moved or renamed is the same run; one that was copied is another. Where the
@@ -146,7 +146,7 @@ class RunFinder:
             self._runs.call(run_id, name)
         return run
 
-    def _is_same(self, known: Run, said: RunIdentity | None, *, is_open: bool) -> bool:
+    def _is_same(self, known: TrainingRun, said: RunIdentity | None, *, is_open: bool) -> bool:
         """Return whether a directory that has no id of its own is the run that is known there.
 
         It is not if it had that run's id, or is a copy of it: another directory came in its place.

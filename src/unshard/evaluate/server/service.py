@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
 from unshard.errors import UnshardError, UsageError
-from unshard.evaluate.jobs import BASE_STEP, Job, Request, Run, Status, WeightsName
+from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status, TrainingRun, WeightsName
 from unshard.evaluate.pins.files import ExpiredError, read_stamps, time_written
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
@@ -188,7 +188,7 @@ class Service:
         has_pin = job.pin is not None and Path(job.pin).exists()
         return self.submit(job.request, job.pin if has_pin else None)[0]
 
-    def see_run(self, directory: str) -> Run:
+    def see_run(self, directory: str) -> TrainingRun:
         """Return the run of a directory, which may have been moved or adopted.
 
         Raises:

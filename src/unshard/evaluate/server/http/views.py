@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from unshard.evaluate.jobs import Arguments, Job, Request, Run, Status, WeightsName
+from unshard.evaluate.jobs import Arguments, Job, Request, Status, TrainingRun, WeightsName
 from unshard.evaluate.server.http.answers import BoundedText, Tasks
 from unshard.evaluate.server.queue.job_files import JobFile
 from unshard.evaluate.settings import Settings
@@ -240,7 +240,7 @@ class RunView(BaseModel):
     label: str
 
     @classmethod
-    def of(cls, run: Run) -> "RunView":
+    def of(cls, run: TrainingRun) -> "RunView":
         """Return what clients see of a run."""
         return cls.model_validate(asdict(run))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unshard.evaluate.jobs import Filters, Phase, Result, Run, Status
+from unshard.evaluate.jobs import Filters, Phase, Result, Status, TrainingRun
 from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, condition_of
 
 _FROM = "FROM jobs JOIN results ON results.job_id = jobs.id JOIN runs ON runs.id = jobs.run"
@@ -26,7 +26,7 @@ class RunSummary:
         step: the highest step that was submitted, if one is known.
     """
 
-    run: Run
+    run: TrainingRun
     counts: Mapping[Status, int] = field(default_factory=dict)
     step: int | None = None
 
@@ -83,7 +83,8 @@ def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
         (text, text, text),
     )
     return [
-        RunSummary(Run(*row[:4]), dict(zip(statuses, row[5:], strict=True)), row[4]) for row in rows
+        RunSummary(TrainingRun(*row[:4]), dict(zip(statuses, row[5:], strict=True)), row[4])
+        for row in rows
     ]
 
 

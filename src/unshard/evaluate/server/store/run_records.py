@@ -1,6 +1,6 @@
 """Which training runs the jobs belong to."""
 
-from unshard.evaluate.jobs import Run
+from unshard.evaluate.jobs import TrainingRun
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.runs import (
     RUNS,
@@ -19,12 +19,12 @@ class RunRecords:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    def get(self, run_id: str) -> Run | None:
+    def get(self, run_id: str) -> TrainingRun | None:
         """Return the run of an id."""
         found = self._connections.rows(f"{RUNS} WHERE id = ?", run_id)
         return as_run(found[0]) if found else None
 
-    def at(self, directory: str) -> Run | None:
+    def at(self, directory: str) -> TrainingRun | None:
         """Return the run that was seen last in a directory."""
         found = self._connections.rows(f"{RUNS} WHERE directory = ? AND is_there", directory)
         return as_run(found[0]) if found else None
@@ -38,17 +38,17 @@ class RunRecords:
         query = "SELECT 1 FROM runs WHERE id = ? AND is_written"
         return bool(self._connections.rows(query, run_id))
 
-    def named(self, name: str) -> list[Run]:
+    def named(self, name: str) -> list[TrainingRun]:
         """Return the runs of a name, that first which was known first."""
         query = f"{RUNS} WHERE name = ? ORDER BY number"
         return list(map(as_run, self._connections.rows(query, name)))
 
-    def called(self, text: str) -> list[Run]:
+    def called(self, text: str) -> list[TrainingRun]:
         """Return the runs that a text means; see `Filters`."""
         query = f"{RUNS} WHERE id IN {IS_CALLED} ORDER BY number"
         return list(map(as_run, self._connections.rows(query, text, text)))
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[TrainingRun]:
         """Return every run, by label."""
         return list(map(as_run, self._connections.rows(f"{RUNS} ORDER BY label")))
 
@@ -59,7 +59,7 @@ class RunRecords:
 
     def record(
         self, run_id: str, name: str, directory: str, *, is_written: bool | None = None
-    ) -> Run:
+    ) -> TrainingRun:
         """Record where a run is, what it is called, and if its id is there; return it.
 
         None: whether its id is there cannot be seen, and stays as it was.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
-from unshard.evaluate.jobs import Request, Run
+from unshard.evaluate.jobs import Request, TrainingRun
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.store.statements import as_request, request_as_json
 from unshard.read.step_names import step_of_parents
@@ -18,9 +18,9 @@ RUNS = "SELECT id, name, directory, label FROM runs"
 _SHORT = 6  # characters of an id
 
 
-def as_run(row: Sequence[str]) -> Run:
+def as_run(row: Sequence[str]) -> TrainingRun:
     """Return a run from a row of `RUNS`."""
-    return Run(*row)
+    return TrainingRun(*row)
 
 
 def directory_of(request: Request) -> str | None:
@@ -36,14 +36,16 @@ def new_run_id() -> str:
     return secrets.token_hex(8)
 
 
-def run_called(connection: sqlite3.Connection, name: str) -> Run:
+def run_called(connection: sqlite3.Connection, name: str) -> TrainingRun:
     """Return the run that has no directory and is known by its name, which is made if need be."""
     query = f"{RUNS} WHERE name = ? AND directory = ''"
     found = connection.execute(query, (name,)).fetchone()
     return record_run(connection, new_run_id(), name, "") if found is None else as_run(found)
 
 
-def record_run(connection: sqlite3.Connection, run_id: str, name: str, directory: str) -> Run:
+def record_run(
+    connection: sqlite3.Connection, run_id: str, name: str, directory: str
+) -> TrainingRun:
     """Write a run; the labels of those that have its name, or had it, are made anew."""
     found = connection.execute(f"{RUNS} WHERE id = ?", (run_id,)).fetchone()
     before = None if found is None else as_run(found)

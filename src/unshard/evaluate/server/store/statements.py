@@ -17,8 +17,8 @@ from unshard.evaluate.jobs import (
     Phase,
     Request,
     Result,
-    Run,
     Status,
+    TrainingRun,
 )
 from unshard.evaluate.process import Process
 from unshard.evaluate.settings import Settings
@@ -152,7 +152,7 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
         process=process,
         metrics=metrics,
         stderr=errors,
-        run=Run(row["run"], row["run_name"], row["run_directory"], row["run_label"]),
+        run=TrainingRun(row["run"], row["run_name"], row["run_directory"], row["run_label"]),
         settings=None if row["settings"] is None else _as_settings(row["settings"])[0],
         **{name: row[name] for name in _PLAIN_FIELDS},
     )

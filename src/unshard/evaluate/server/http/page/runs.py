@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, Field
 
-from unshard.evaluate.jobs import Filters, Run
+from unshard.evaluate.jobs import Filters, TrainingRun
 from unshard.evaluate.server.http.answers import BoundedText, Served, answer
 from unshard.evaluate.server.http.page.home import make_cells, metric_of, sort_runs
 from unshard.evaluate.server.http.page.plots import PlotList, as_csv, fold, make_plots
@@ -105,7 +105,7 @@ def runs(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
     )
 
 
-def _runs_of(service: Service, names: Sequence[str]) -> list[Run]:
+def _runs_of(service: Service, names: Sequence[str]) -> list[TrainingRun]:
     """Return the runs that are called by these names, in their order; each once."""
     found = [run for name in names for run in service.store.runs.called(name)]
     return list({run.id: run for run in found}.values())[:_MOST_RUNS]
@@ -117,7 +117,7 @@ def _title_of(runs: Sequence[str]) -> str:
 
 
 def _plotted(
-    service: Service, runs: Sequence[Run], wanted: RunsPage
+    service: Service, runs: Sequence[TrainingRun], wanted: RunsPage
 ) -> tuple[list[str], dict[str, int]]:
     """Return the names of all plots in order, and how many subtasks of a group are not shown."""
     names = list_metrics(service.store.connection, [one.id for one in runs], wanted.q)
