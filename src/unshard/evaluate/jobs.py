@@ -1,7 +1,7 @@
-"""What is evaluated, with which arguments, and its state, as plain values. Pure.
+"""Jobs, requests, runs and results, as plain values. Pure.
 
-A job is one checkpoint, one set of its weights, one profile and its tasks. It belongs to a step of
-a training run, under which its results are logged, whenever they come.
+A job evaluates one checkpoint, one set of its weights, with one profile and its tasks. It belongs
+to a step of a training run: its results are logged under that step, even if a later one ends first.
 """
 
 import hashlib
@@ -18,14 +18,12 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
-BASE_STEP = 0
-"""The step of the results of the model that training began with."""
-
+BASE_STEP = 0  # the step of the base model, with which training began
 _LONGEST = 4000
 _AUTO = r"^auto(:[1-9][0-9]{0,3})?$"
 _IN_EVERY_KEY = ("num_fewshot", "batch_size", "limit", "gen_kwargs")
 _MOST_METADATA = 64
-_TEMPLATE = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"  # no template, and no path of one
+_TEMPLATE = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"  # a name: neither a template's text nor a path
 
 WeightsName = Literal["model", "ema"]
 BatchSize = Annotated[
@@ -37,13 +35,12 @@ Limit = Annotated[
     | Annotated[
         float,
         Field(gt=0, le=LARGEST),
-        AfterValidator(lambda one: int(one) if one.is_integer() else one),
+        AfterValidator(lambda limit: int(limit) if limit.is_integer() else limit),
     ],
     expects("a number above 0; below 1 it is a share"),
 ]
-Seed = Annotated[  # of numpy, which takes the smallest
-    int, Field(ge=0, lt=2**32), expects("a whole number, 0 to 4294967295")
-]
+# The range of numpy's seeds, the smallest of all generators.
+Seed = Annotated[int, Field(ge=0, lt=2**32), expects("a whole number, 0 to 4294967295")]
 Pairs = Annotated[str, Field(max_length=_LONGEST), expects("key=value, separated by commas")]
 Count = Annotated[int, Field(ge=1, le=LARGEST), expects("a whole number above 0")]
 Flag = Annotated[bool, Field(strict=True), expects("true or false", or_boolean=True)]
@@ -77,11 +74,11 @@ Metadata = Annotated[
 
 
 class EvaluationError(UnshardError):
-    """An evaluation is not possible, or did not give what was requested."""
+    """An evaluation is not possible, or has not given the requested results."""
 
 
 class Status(StrEnum):
-    """The state of a job, in the words of lmms-eval's server; the last two are ours."""
+    """The state of a job; lmms-eval's server has the same, except for the last two."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -98,29 +95,29 @@ class Status(StrEnum):
 
 
 class Phase(StrEnum):
-    """What a running job is doing."""
+    """The phase of a running job."""
 
     MERGING = "merging"
     EVALUATING = "evaluating"
 
 
 class Arguments(BaseModel):
-    """What a client chooses of an evaluator; None: as the profile or the evaluator says.
+    """A client's arguments for an evaluator; None: the default of the profile or the evaluator.
 
     A new argument is a field here and in `ArgumentFields`: the database, both evaluators, commands
-    and the protocol take what is here.
+    and the protocol read their arguments from here.
 
     Attributes:
         model_args: arguments of the evaluator's model, without the checkpoint.
         num_fewshot, batch_size, limit, gen_kwargs: as the evaluators call them.
-        num_gpus: how many GPUs the job gets.
-        seed: of every random generator: Python's, numpy's, torch's, that of few-shot examples.
-        apply_chat_template: whether prompts are put into the model's chat template, or into that of
-            this name, if its tokenizer has several.
-        system_instruction: the system's message; without a template it precedes the prompt.
+        num_gpus: the number of GPUs for the job.
+        seed: for every random generator: Python, numpy, torch, few-shot examples.
+        apply_chat_template: whether prompts are put into the model's chat template; or the name
+            of the template, if its tokenizer has several.
+        system_instruction: the system message; without a template it precedes the prompt.
         fewshot_as_multiturn: whether few-shot examples are turns of the conversation.
-        max_batch_size: the largest that "auto" may choose.
-        metadata: what tasks are given, such as the lengths of RULER (`max_seq_lengths`).
+        max_batch_size: the largest batch size that "auto" may choose.
+        metadata: settings of tasks, such as the lengths of RULER (`max_seq_lengths`).
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -139,19 +136,21 @@ class Arguments(BaseModel):
     metadata: Metadata = {}
 
     def given(self) -> dict[str, object]:
-        """Return what was chosen, by name."""
-        # Not `model_dump`, which warns of what an older server accepted.
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        defaults = {name: one.default for name, one in type(self).model_fields.items()}
-        return {name: value for name, value in values.items() if value != defaults[name]}
+        """Return the arguments that are not their default, by name."""
+        # Not `model_dump`, which warns of values that an older server accepted.
+        return {
+            name: value
+            for name, field in type(self).model_fields.items()
+            if (value := getattr(self, name)) != field.default
+        }
 
     def options(self) -> dict[str, object]:
-        """Return the chosen options that are one plain value for both evaluators, by name."""
+        """Return the given arguments that are in `OPTIONS`, by name."""
         return {name: value for name, value in self.given().items() if name in OPTIONS}
 
 
 OPTIONS = frozenset(Arguments.model_fields) - {"model_args", "gen_kwargs", "num_gpus", "metadata"}
-"""The arguments that are one plain value, which evaluators and commands take as it is."""
+"""The arguments with one plain value, which evaluators and commands take unchanged."""
 
 
 class ArgumentFields(TypedDict, total=False):
@@ -173,22 +172,22 @@ class ArgumentFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asks for.
+    """A request to evaluate a checkpoint.
 
     Attributes:
-        checkpoint: path, as the server sees it; sharded, or a Hugging Face directory.
-        profile: the name of an evaluator that the server is configured with.
-        tasks: what to evaluate.
-        step: the training step it belongs to; None if it is not known.
-        run: the name of the training run, which several runs may have.
+        checkpoint: path on the server's machine; sharded, or a Hugging Face directory.
+        profile: the name of an evaluator in the server's configuration.
+        tasks: the tasks to evaluate.
+        step: the training step of the checkpoint; None if it is not known.
+        run: the name of the training run; several runs may have it.
         weights: "model" or "ema".
-        arguments: what the client chose of the evaluator.
-        fingerprint: of the checkpoint's files: a training may begin anew in the same place.
-        stamps: what the fingerprint was made of: see `pins.files.read_stamps`.
-        run_id: of the training run.
-        directory: of the training run, where the checkpoint is not in it (a base model).
-        again: what distinguishes a request to evaluate again what has been evaluated.
-        user: the name of the user who submitted it, where tokens have names.
+        arguments: the client's arguments for the evaluator.
+        fingerprint: of the checkpoint's files: another training may start in the same directory.
+        stamps: the files' stamps in the fingerprint: see `pins.files.read_stamps`.
+        run_id: the id of the training run.
+        directory: of the training run, if the checkpoint is outside (a base model).
+        again: a text that makes the key unique, to evaluate again after completion.
+        user: the user who submitted it, if tokens have names.
     """
 
     checkpoint: str
@@ -207,43 +206,38 @@ class Request:
 
     @property
     def key(self) -> str:
-        """What makes two requests the same: checkpoint, weights, profile, tasks, arguments.
+        """A hash of checkpoint, weights, profile, tasks and arguments: equal for equal requests.
 
-        The checkpoint is known by run, step and fingerprint. Its path counts only where the step
-        is not known: a pinned checkpoint has another one. How many GPUs are used does not count.
+        A checkpoint is identified by run, step and fingerprint, and by its path only if the step
+        is not known: the path of a pin is another one. The number of GPUs does not count.
         """
-        place, chosen = self.checkpoint if self.step is None else "", self.arguments
-        parts: list[object] = [
-            self.run_id or self.run,
-            self.step,
-            self.fingerprint,
-            self.weights,
-            self.profile,
-        ]
-        parts += [sorted(self.tasks), place, dict(sorted(chosen.model_args.items()))]
-        parts += [getattr(chosen, name) for name in _IN_EVERY_KEY]
+        arguments = self.arguments
+        parts: list[object] = [self.run_id or self.run, self.step, self.fingerprint, self.weights]
+        parts += [self.profile, sorted(self.tasks), self.checkpoint if self.step is None else ""]
+        parts += [dict(sorted(arguments.model_args.items()))]
+        parts += [getattr(arguments, name) for name in _IN_EVERY_KEY]
         # Arguments that were added later count only if given: older databases keep their keys.
-        later = chosen.options().keys() - set(_IN_EVERY_KEY)
-        parts += [[name, getattr(chosen, name)] for name in sorted(later)]
-        if chosen.metadata:
-            parts.append(["metadata", sorted(chosen.metadata.items())])
+        later = arguments.options().keys() - set(_IN_EVERY_KEY)
+        parts += [[name, getattr(arguments, name)] for name in sorted(later)]
+        if arguments.metadata:
+            parts.append(["metadata", sorted(arguments.metadata.items())])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     @property
     def alike(self) -> str:
-        """What requests share that differ in the fingerprint at most: the `key` without it."""
+        """The `key` without the fingerprint: equal if only the checkpoint's files differ."""
         return replace(self, fingerprint="").key
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A training run: its directory.
+    """A training run.
 
     Attributes:
-        id: what stays when the directory is moved or renamed.
-        name: what the user calls it, which need not be unique.
-        directory: where it was seen last; or its address in an object store.
-        label: the name, told apart from other runs of this name.
+        id: stays the same when the directory is moved or renamed.
+        name: given by the user; not unique.
+        directory: the last known path, or the address in an object store.
+        label: the name, made unique among the runs of this name.
     """
 
     id: str
@@ -258,19 +252,19 @@ class Job:
 
     Attributes:
         pin: the directory of hard links that keeps the checkpoint, if there is one.
-        attempts: how many were begun.
-        failures: how many of them failed since the job was last submitted; an attempt that was
-            lost with the server is none.
-        process: of the attempt that is running.
-        error: why it failed, was expired, or the last attempt did.
-        metrics: by "task/metric", or "task/metric,filter" where the filter is not "none".
-        stderr: the standard errors of those metrics that have one.
+        attempts: the number of attempts that were started.
+        failures: the number of failed attempts since the last submission; an attempt that was
+            lost with the server does not count.
+        process: of the running attempt.
+        error: why the job, or its last attempt, failed; or why it expired.
+        metrics: by "task/metric", or "task/metric,filter" unless the filter is "none".
+        stderr: the standard errors of the metrics, where known.
         results: the evaluator's own file, on the server.
-        superseded_by: the id of the job that has come in its place; None if it was skipped.
+        superseded_by: the id of the job that replaced this one; None if it was skipped.
         run: the training run.
-        settings: what it is, or was, measured with; None: it has not begun.
+        settings: the settings of the measurement; None: it has not started.
         hidden: why its results are left out of curves and tables; None: they are shown.
-        was_hidden: why they were, before somebody had them shown again.
+        was_hidden: the reason of a hiding that was undone.
     """
 
     id: str
@@ -296,15 +290,15 @@ class Job:
 
     @property
     def settings_id(self) -> str:
-        """What is equal for jobs whose numbers can be compared."""
+        """The id of the settings: numbers with an equal one can be compared."""
         return "" if self.settings is None else self.settings.id
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which jobs or results are meant; None means any.
+    """A selection of jobs or results; None: any.
 
-    `run` is a run's id, label or directory, or else a name: of all that are, or were, called so.
+    `run` is a run's id, label or directory; or a name, then all runs match that have or had it.
     """
 
     status: Status | None = None
@@ -317,17 +311,17 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number, where it belongs, and what it was measured with.
+    """One number, with its step and its settings.
 
     Attributes:
-        number: higher for what is completed later.
-        run: the label of the training run; `run_id` is what stays of it.
-        stderr: its standard error, if the evaluator gave it.
-        higher_is_better: the direction, if the evaluator gave it.
+        number: rises in order of completion.
+        run: the label of the training run, which may change; `run_id` does not.
+        stderr: the standard error, if the evaluator reports it.
+        higher_is_better: the direction, if the evaluator reports it.
         settings: equal for numbers that can be compared: see `Settings`.
         arguments, revision, evaluator: see `Settings`.
-        task_version, n_shot, n_samples: of the task, if the evaluator gave them.
-        hidden: why it is left out of curves and tables; None: it is not.
+        task_version, n_shot, n_samples: of the task, if the evaluator reports them.
+        hidden: why it is left out of curves and tables; None: it is shown.
     """
 
     number: int
@@ -354,7 +348,7 @@ class Result:
 
     @property
     def line(self) -> tuple[str, str, str, str]:
-        """What one line of a plot shows of a metric: run, weights, profile, settings."""
+        """The key of a line in a metric's plot: run, weights, profile, settings."""
         return self.run, self.weights, self.profile, self.settings
 
 
@@ -370,5 +364,5 @@ class JobEvent:
 
 
 def backoff(failures: int, *, first_s: float, most_s: float) -> float:
-    """Return how long to wait after a failure: doubled with each of the failures before it."""
+    """Return the seconds to wait after a failure; earlier `failures` double it each, to a limit."""
     return min(first_s * 2.0 ** min(failures, 32), most_s)

@@ -7,20 +7,20 @@ from datetime import UTC, datetime
 from unshard.errors import printable
 
 LOG_MARK = "The log ends with:"
-"""The line of an error after which the evaluator's own log is quoted."""
+"""The line of an error message before a quoted evaluator's log."""
 
 _LONGEST = 500
 
 
-class _Printable(logging.Formatter):
+class _PrintableFormatter(logging.Formatter):
     """Escapes control characters: texts come from servers, evaluators and trackers."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
-class _Json(logging.Formatter):
-    """One JSON object per line, in ASCII, so that no text can break a line.
+class _JsonFormatter(logging.Formatter):
+    """Writes a JSON object per line, in ASCII, so that no text can break a line.
 
     `about`, an `extra` of the record, has further fields.
     """
@@ -40,25 +40,24 @@ class _Json(logging.Formatter):
 
 
 def log_to_stderr(level: int, form: str, *, as_json: bool = False) -> None:
-    """Let all loggers write to stderr, unless the process has set up its logging already.
+    """Log to stderr, unless the process has set up its logging already.
 
     Args:
         level: the lowest level that is written.
         form: the format of a line for `logging.Formatter`.
-        as_json: write objects of JSON instead.
+        as_json: write JSON objects instead.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Json() if as_json else _Printable(form))
+    handler.setFormatter(_JsonFormatter() if as_json else _PrintableFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line without control characters, of 500 characters at most.
+    """Return a text as one line of at most 500 characters, without control characters.
 
-    Of an error that quotes an evaluator's log only what is before it.
+    An evaluator's log that an error quotes is left out.
     """
     own = text.partition(f"\n{LOG_MARK}")[0]
     parts = [part for line in own.splitlines() if (part := " ".join(line.split()))]
-    line = "; ".join(parts)
-    shown = printable(line[: _LONGEST + 1])
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    line = printable("; ".join(parts)[: _LONGEST + 1])
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."

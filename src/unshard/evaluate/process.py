@@ -1,17 +1,17 @@
-"""What identifies the process of an attempt. Imports nothing heavy: a supervisor needs it."""
+"""The identity of an attempt's process. Imports nothing heavy: a supervisor needs it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process of an attempt, so that it can be distinguished from a later one with its number.
+    """The process of an attempt, distinguished from a later process that has its pid.
 
     Attributes:
         pid: of the leader of its process group.
-        started: when the kernel says that it started, clock ticks since boot.
-        boot: the kernel's identity of that boot.
-        gpus: the names of those that it has.
+        started: the start time of the process in the kernel, clock ticks since boot.
+        boot: the kernel's id of that boot.
+        gpus: the names of its GPUs.
         directory: of the attempt.
     """
 

@@ -1,13 +1,12 @@
-"""A run's `_unshard/`: where our files in it are, and how they are opened, read and written.
+"""Paths, reading and writing of our files in a run's `_unshard/`.
 
 A run may have been copied or unpacked from elsewhere, and other users may write to it. Directories
 are therefore opened from the run downwards, one name at a time, without following links, and are
-used through their descriptors: see `write.dirfd`. Only regular files are read, up to a
-bound.
+used through their descriptors: see `write.dirfd`. Only regular files are read, up to a bound.
 
-A record of ours names its own inode, which a copy does not share; any other is left alone.
-docs/decisions.md says why it needs no code made with a key. Devices are not compared: their numbers
-change when a disk is mounted again.
+Our records contain their own inode, which a copy does not share; all others are left alone. They
+need no keyed hash: see docs/decisions.md. Devices are not compared, because their numbers change
+when a disk is mounted again.
 """
 
 import errno
@@ -35,27 +34,17 @@ from unshard.write.dirfd import (
     whole_file,
 )
 
+# Names in `STATE_FOLDER`.
 PINS = "pins"
-"""The directory of a run's pins, in `STATE_FOLDER`."""
-
-SPOOL = "spool"
-"""The directory of a run's submissions and results on their way, in `STATE_FOLDER`."""
-
-SPOOL_LOCK = "spool.lock"
-"""The file in `STATE_FOLDER` that the process locks which sends what is in the spool."""
-
-RUN = "run.json"
-"""The file in `STATE_FOLDER` that has the run's id: see `RunIdentity`."""
-
-WATCH_LOCK = "watch.lock"
-"""The file in `STATE_FOLDER` that the process locks which watches the run."""
-
-WATCHED = "watched"
-"""The name of the `Marks` in `STATE_FOLDER` of what was submitted by watching."""
+SPOOL = "spool"  # submissions and results on their way
+SPOOL_LOCK = "spool.lock"  # locked by the process that sends the spool
+RUN = "run.json"  # see `RunIdentity`
+WATCH_LOCK = "watch.lock"  # locked by the process that watches the run
+WATCHED = "watched"  # `Marks` of submissions by watching
 
 _INODE = "inode"
 _ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_LONGEST_NAME = 100  # characters of a run's; half of the bytes that the server accepts
+_LONGEST_NAME = 100  # characters of a run's name; the server accepts twice as many bytes
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +54,7 @@ class RunFolder:
     """The directory of a training run, which holds its checkpoints.
 
     Attributes:
-        path: of the directory; it may be reached by links.
+        path: of the directory; it may contain links.
     """
 
     path: Path
@@ -73,8 +62,8 @@ class RunFolder:
     @classmethod
     def of_pin(cls, directory: Path) -> "RunFolder | None":
         """Return the run of a pin's directory; None if it is not a `RUN/_unshard/pins/NAME`."""
-        is_one = directory.parts[-3:-1] == (STATE_FOLDER, PINS)
-        return cls(directory.parents[2]) if is_one else None
+        is_pin = directory.parts[-3:-1] == (STATE_FOLDER, PINS)
+        return cls(directory.parents[2]) if is_pin else None
 
     @classmethod
     def around(cls, step_dir: Path) -> "RunFolder":
@@ -82,53 +71,54 @@ class RunFolder:
         return cls.of_pin(step_dir.parent) or cls(step_dir.parent)
 
     def read_identity(self) -> "RunIdentity | None":
-        """Return what the run's `run.json` says; None if there is none, or it cannot be read."""
+        """Return the identity in `run.json`; None if it is missing or cannot be read."""
         try:
             with self.opened() as state:
                 record = read_record(state, RUN)
         except (OSError, CorruptError):
             return None
-        said = {key: one for key in _SAID if isinstance(one := record.fields.get(key), str)}
-        if not _ID.fullmatch(said.get("id", "")):
+        fields = record.fields
+        texts = {key: text for key in _TEXTS if isinstance(text := fields.get(key), str)}
+        if not _ID.fullmatch(texts.get("id", "")):
             return None
-        is_here = record.is_in_place and record.fields.get("folder") == self._inode()
-        return RunIdentity(**said, is_copy=not is_here)
+        is_here = record.is_in_place and fields.get("folder") == self._inode()
+        return RunIdentity(**texts, is_copy=not is_here)
 
     def write_identity(
         self, run_id: str, *, copied: "RunIdentity | None" = None, joins: str = ""
     ) -> None:
-        """Give the run an id, which may have been `copied` with another; see `RunIdentity`.
+        """Write the run's id, and the run from which its directory was `copied`; see `RunIdentity`.
 
         Raises:
             OSError: the run cannot be written to.
         """
-        said = {"id": run_id, "path": str(self.path), "joins": joins}
+        texts = {"id": run_id, "path": str(self.path), "joins": joins}
         if copied is not None:
-            said |= {"copied_from": copied.id, "copied_path": copied.path}
+            texts |= {"copied_from": copied.id, "copied_path": copied.path}
         with self.opened(make=True) as state:
-            write_record(state, RUN, {**said, "folder": self._inode()})
+            write_record(state, RUN, {**texts, "folder": self._inode()})
 
     def adopt(self) -> str:
-        """Take the id of the run that this one was copied from; return it.
+        """Take the id of the run from which this one was copied; return it.
 
         For a run that was moved to another disk, where it seems to be a copy.
 
         Raises:
-            UsageError: it was not copied, or what it was copied from is still there.
+            UsageError: it was not copied, or the original is still there.
             OSError: the run cannot be written to.
         """
-        said = self.read_identity()
-        if said is not None and said.is_copy:
-            own, wanted, path = "", said.id, said.path
-        elif said is not None and said.copied_from:
-            own, wanted, path = said.id, said.copied_from, said.copied_path
+        identity = self.read_identity()
+        if identity is not None and identity.is_copy:
+            own, wanted, path = "", identity.id, identity.path
+        elif identity is not None and identity.copied_from:
+            own, wanted, path = identity.id, identity.copied_from, identity.copied_path
         else:
             raise UsageError(
                 f"{self.path}: is not a copy of a run that was evaluated",
                 expected=f"a run that was moved to another disk with its {STATE_FOLDER}/{RUN}",
             )
-        other = RunFolder(Path(path)).read_identity() if path else None
-        if other is not None and other.id == wanted and not other.is_copy:
+        original = RunFolder(Path(path)).read_identity() if path else None
+        if original is not None and original.id == wanted and not original.is_copy:
             raise UsageError(
                 f"{self.path}: was copied from {path}, which is still there",
                 expected="a run that was moved",
@@ -142,15 +132,15 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Return the run's name where the user gives none: one that the server accepts.
+        """Return the default name of the run, in characters that the server accepts.
 
-        A long name is cut, and ends in a hash of the whole name, which other runs do not share.
+        A long name is cut, and ends in a hash of the whole name to stay unique.
         """
         pinned_in = RunFolder.of_pin(self.path)
         folder = self.path if pinned_in is None else pinned_in.path
-        if folder.name == "checkpoints":  # of every run, with Lightning and others
+        if folder.name == "checkpoints":  # Lightning's name in every run
             folder = folder.parent
-        # It may become an argument of a command.
+        # Without a leading dash: it may become an argument of a command.
         clean = re.sub(r"[^\w.+=@-]+|\.\.+", "_", folder.name).lstrip("-._+=@")
         if len(clean) > _LONGEST_NAME or len(clean.encode()) > 2 * _LONGEST_NAME:
             digest = hashlib.sha256(folder.name.encode("utf-8", "surrogateescape")).hexdigest()[:8]
@@ -167,33 +157,13 @@ class RunFolder:
         """Return the directory of pins: see `pins.pin`."""
         return self.state / PINS
 
-    @property
-    def spool(self) -> Path:
-        """Return the directory of submissions and results on their way: see `trainer.spool`."""
-        return self.state / SPOOL
-
-    @property
-    def merged(self) -> Path:
-        """Return the directory of what lmms-eval's clients had the server merge."""
-        return self.state / "merged"
-
-    @property
-    def results(self) -> Path:
-        """Return the file that has every result as a line of JSON."""
-        return self.state / "results.jsonl"
-
-    @property
-    def exports(self) -> Path:
-        """Return the directory of `Marks` that say which tracker has which result."""
-        return self.state / "exports"
-
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
         """Yield the descriptor of a directory in `_unshard/`; the mtime of the run stays.
 
         Args:
-            names: of the directories on the way, the last one included.
-            make: whether to make those that are missing.
+            names: the path below `_unshard/`, a name for each directory.
+            make: whether to make missing directories.
 
         Raises:
             OSError: it is missing, or one of the names is a link or a file.
@@ -216,17 +186,16 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What a run's directory says of itself.
+    """The identity in a run's directory.
 
     Attributes:
         id: of the run.
-        path: where it was when it got the id.
-        copied_from: the id of the run that it was copied from, if it got another one since, and
-            `copied_path` where that was.
-        joins: the id that it had until it was adopted; what has that is of this run, too.
-        is_copy: whether the directory was copied from that run's: it is another one. A directory
-            that was moved or renamed has the same inode, and so has the record in it. A device is
-            not compared: its number changes when a disk is mounted again.
+        path: the run's path when it got the id.
+        copied_from: if a copy got an id of its own, the id of the original; `copied_path` is the
+            original's path.
+        joins: the run's id before it was adopted; jobs with this id belong to the run too.
+        is_copy: whether the directory is a copy of the run's. The inodes of the directory and of
+            the record tell: moving and renaming keep both.
     """
 
     id: str
@@ -237,7 +206,7 @@ class RunIdentity:
     is_copy: bool = False
 
 
-_SAID = ("id", "path", "copied_from", "copied_path", "joins")
+_TEXTS = ("id", "path", "copied_from", "copied_path", "joins")
 
 
 @contextmanager
@@ -255,7 +224,7 @@ def opened(top: Path, *names: str, make: bool = False) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The fields of a JSON file, and whether it was written in that place, and by this user."""
+    """The fields of a JSON file; whether this directory is its original place, and it is ours."""
 
     fields: dict[str, object]
     is_ours: bool
@@ -266,8 +235,8 @@ def read_record(folder: int, name: str) -> RunRecord:
     """Read a JSON file in an open directory.
 
     Raises:
-        OSError: it cannot be opened, is not a regular file, or too large.
-        CorruptError: it is not what `parsed_object` takes.
+        OSError: it cannot be opened, is not a regular file, or is too large.
+        CorruptError: it is not a JSON object: see `parsed_object`.
     """
     data, status = read_with_status(name, within=folder)
     fields = parsed_object(data, name)
@@ -280,7 +249,7 @@ def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
     """Write a record of ours in one step: it is whole or not there.
 
     Raises:
-        OSError: it cannot be written, or a path in it is not UTF-8: `read_record` would refuse it.
+        OSError: it cannot be written, or has a path that is not UTF-8, which `read_record` refuses.
     """
     if not is_text(json.dumps(fields, ensure_ascii=False)):
         raise OSError(errno.EILSEQ, "it would name a path that is not UTF-8", name)
@@ -290,30 +259,27 @@ def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
 
 
 def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
-    """Lock a file, made if need be; return the descriptor that holds it, None if another does.
+    """Lock a file, made if need be; return its descriptor, None if another process has the lock.
 
-    Without locks on the file system every process gets one.
+    On a file system without locks every process gets it.
 
     Args:
         path: of the file, or its name in `within`.
-        within: the directory that holds it.
+        within: the directory that contains it.
 
     Raises:
         OSError: it cannot be opened, or is a link.
     """
     fd = open_regular(path, os.O_RDWR | os.O_CREAT, within=within)
-    try:
-        is_ours = try_lock(fd)
-    except OSError:
-        is_ours = True  # there are no locks here
-    if is_ours:
-        return fd
-    os.close(fd)
-    return None
+    with suppress(OSError):  # the file system has no locks
+        if not try_lock(fd):
+            os.close(fd)
+            return None
+    return fd
 
 
 def unlock(fd: int) -> None:
-    """Release a lock, also for processes that were forked since (data loaders)."""
+    """Release a lock, also in processes that were forked since (data loaders)."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
@@ -321,5 +287,5 @@ def unlock(fd: int) -> None:
 
 @lru_cache(maxsize=1000)
 def leave_alone(what: str) -> None:
-    """Log once that something is not touched."""
+    """Warn once that a file is left alone."""
     log.warning("%s; left alone", what)

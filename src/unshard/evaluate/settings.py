@@ -1,4 +1,4 @@
-"""What a number was measured with, and which of that distinguishes it from others. Pure."""
+"""The settings of a measurement, and which of them make numbers incomparable. Pure."""
 
 import hashlib
 import json
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NOT_SETTINGS = frozenset({"batch_size", "max_batch_size", "num_gpus"})
-"""The arguments that are recorded, but do not distinguish one number from another."""
+"""The arguments that are recorded, but do not change the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a number was measured with.
+    """The settings of a measurement.
 
     Attributes:
-        arguments: of the evaluator: the profile's, and over them the submission's.
-        revision: a digest of what else of the profile can change a number; empty where an earlier
-            version measured, which did not record it.
+        arguments: the profile's arguments for the evaluator, updated with the submission's.
+        revision: a digest of everything else in the profile that can change a number; empty for
+            measurements of an earlier version, which did not record it.
         evaluator: its name and version, if its results have them.
         basis: the revision without the profile's own arguments, which `arguments` has.
     """
@@ -28,15 +28,15 @@ class Settings:
 
     @property
     def compared(self) -> dict[str, object]:
-        """The arguments that can change a number; what says no changes none."""
+        """The arguments that can change a number; False is the default of every flag."""
         return {
-            key: int(one) if isinstance(one, float) and one.is_integer() else one
-            for key, one in self.arguments.items()
-            if key not in NOT_SETTINGS and one is not False
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in self.arguments.items()
+            if key not in NOT_SETTINGS and value is not False
         }
 
     @property
     def id(self) -> str:
-        """What is equal for numbers that can be compared."""
+        """A hash that is equal for numbers that can be compared."""
         parts = json.dumps([self.compared, self.basis or self.revision], sort_keys=True)
         return hashlib.sha256(parts.encode()).hexdigest()[:12]

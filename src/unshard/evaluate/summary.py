@@ -1,12 +1,12 @@
-"""The table of what runs have reached: what `compare` prints, and what is told when a run ends."""
+"""The table of runs' results, which `compare` prints, and which trainers log when a run ends."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 
 from unshard.evaluate.client.v1 import EvalClient
 from unshard.evaluate.comparing import (
-    Comparison,
     Difference,
+    MetricComparison,
     as_results,
     compare_runs,
     describe_settings,
@@ -14,23 +14,18 @@ from unshard.evaluate.comparing import (
 from unshard.evaluate.jobs import Result
 from unshard.evaluate.tables import Row, lay_out_table, write_markdown, write_number
 
-MOST_METRICS = 40
-"""How many rows a summary has; what is left out is said."""
-
+MOST_METRICS = 40  # rows of a summary
 _NUMBERS = frozenset(
     {"base", "best", "last", "at step", "value", "last - best", "- first run", "in stderrs"}
 )
 
 
 def summarise(client: EvalClient, run: str) -> str:
-    """Return the best and the last step of a run per metric, as a table.
+    """Return the best and the last step of a run per metric, as a table; or "" without any results.
 
     Args:
         client: of the server.
-        run: the run's directory, or its name: of all runs of that name.
-
-    Returns:
-        Nothing if the server has no results of the run that belong to a step.
+        run: the run's directory, or the name of one or several runs.
 
     Raises:
         UnshardError: the server does not answer.
@@ -47,18 +42,18 @@ def summarise(client: EvalClient, run: str) -> str:
 
 
 def tables_of(
-    compared: Sequence[Comparison], *, as_markdown: bool = False, width: int | None = None
+    compared: Sequence[MetricComparison], *, as_markdown: bool = False, width: int | None = None
 ) -> list[str]:
-    """Return a table of each run by itself and, if there is something common, one between runs.
+    """Return a table with a row per metric and run and, if runs share steps, one of differences.
 
     Args:
         compared: at least one.
-        as_markdown: how tables are written.
-        width: of the terminal, cells; None: as wide as it needs.
+        as_markdown: whether to write Markdown instead of aligned columns.
+        width: of the terminal, cells; None: unlimited.
     """
-    named = describe_settings(one.last for one in compared)
-    tables: list[Sequence[Row]] = [[_row_of_run(one, named) for one in compared]]
-    between = [_row_between(one, named) for one in compared if one.to_first is not None]
+    settings = describe_settings(one.last for one in compared)
+    tables: list[Sequence[Row]] = [[_row_of_run(one, settings) for one in compared]]
+    between = [_row_between(one, settings) for one in compared if one.to_first is not None]
     if between:
         tables.append(between)
     lines = list[str]()
@@ -71,45 +66,42 @@ def tables_of(
     return lines
 
 
-def _names(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
+def _keys(one: MetricComparison, settings: Mapping[tuple[str, str], str]) -> dict[str, object]:
     names = ("task", "metric", "run", "weights", "profile")
-    told = named[one.last.profile, one.last.settings]
-    several = {"settings": told} if any(named.values()) else {}
-    return {**{name: getattr(one.last, name) for name in names}, **several}
+    keys = {name: getattr(one.last, name) for name in names}
+    if any(settings.values()):
+        keys["settings"] = settings[one.last.profile, one.last.settings]
+    return keys
 
 
-def _row_of_run(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
+def _row_of_run(one: MetricComparison, settings: Mapping[tuple[str, str], str]) -> Row:
     return {
-        **_names(one, named),
+        **_keys(one, settings),
         "base": _value(one.base),
         "best": _value(one.best, with_step=True),
         "last": _value(one.last, with_step=True),
-        "last - best": _signed(one.since_best),
-        "in stderrs": _in_stderrs(one.since_best),
+        **_difference("last - best", one.since_best),
     }
 
 
-def _row_between(one: Comparison, named: Mapping[tuple[str, str], str]) -> dict[str, object]:
+def _row_between(one: MetricComparison, settings: Mapping[tuple[str, str], str]) -> Row:
     return {
-        **_names(one, named),
-        "at step": None if one.common is None else one.common.step,
+        **_keys(one, settings),
+        "at step": one.common and one.common.step,
         "value": _value(one.common),
-        "- first run": _signed(one.to_first),
-        "in stderrs": _in_stderrs(one.to_first),
+        **_difference("- first run", one.to_first),
     }
 
 
-def _value(one: Result | None, *, with_step: bool = False) -> str | None:
+def _value(result: Result | None, *, with_step: bool = False) -> str | None:
     """Return a value, with its standard error, and its step before it."""
-    if one is None:
+    if result is None:
         return None
-    spread = "" if one.stderr is None else f" \u00b1 {write_number(one.stderr, 2)}"
-    return (f"{one.step}: " if with_step else "") + write_number(one.value, 4) + spread
+    spread = "" if result.stderr is None else f" \u00b1 {write_number(result.stderr, 2)}"
+    return (f"{result.step}: " if with_step else "") + write_number(result.value, 4) + spread
 
 
-def _signed(one: Difference | None) -> str | None:
-    return None if one is None else write_number(one.value, 4, sign="+")
-
-
-def _in_stderrs(one: Difference | None) -> str | None:
-    return None if one is None or one.stderrs is None else f"{one.stderrs:+.1f}"
+def _difference(heading: str, difference: Difference | None) -> dict[str, str | None]:
+    value = difference and write_number(difference.value, 4, sign="+")
+    stderrs = difference and difference.stderrs
+    return {heading: value, "in stderrs": None if stderrs is None else f"{stderrs:+.1f}"}

@@ -1,4 +1,4 @@
-"""Tables of text: columns with headings, aligned, and cut to the width of a terminal."""
+"""Text tables: columns with headings, aligned, and cut to the width of a terminal."""
 
 import shutil
 import sys
@@ -11,25 +11,25 @@ Row = Mapping[str, object]
 
 _NAMES = frozenset({"run", "tasks", "task", "metric", "profile"})  # may be cut
 _LEFT_OUT = ("ended (local)", "completed (local)", "submitted (local)", "weights", "profile")
-_LEAST = 10  # cells of a name that is cut
+_LEAST = 10  # cells of a name that is cut, at least
 _WHOLE = 2.0**53  # below, a float has all digits before its point
 _GAP = 2  # between columns, as rich pads them
 
 
 def terminal_width() -> int | None:
-    """Return how many cells a line of stdout has; None if it is not a terminal."""
+    """Return the number of cells in a line of stdout; None if it is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def on_one_line(name: str) -> str:
-    r"""Return a name without control characters: evaluators may put `\n` or a tab into one."""
+    r"""Return a name with control characters escaped: evaluators' names may have `\n` or tabs."""
     return printable(name).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def write_number(value: float, digits: int, *, sign: str = "") -> str:
-    """Return a number with so many digits, or with all before its point: 95940, not 9.594e+04.
+    """Return a number with so many digits, or all before its point: 95940, not 9.594e+04.
 
-    With "+" as `sign`, positive numbers have one, too.
+    With "+" as `sign`, positive numbers have a sign too.
     """
     text = f"{value:{sign}.{digits}g}"
     return f"{value:{sign}.0f}" if "e+" in text and abs(value) < _WHOLE else text
@@ -42,9 +42,9 @@ def lay_out_table(
 
     Args:
         rows: with the same headings; at least one.
-        numbers: the headings of what is aligned at its end.
-        width: of the terminal, cells. In a narrow one columns are left out and names cut, but never
-            ids, states and numbers: then lines may still be wider. None: as wide as it needs.
+        numbers: the headings of right-aligned columns.
+        width: of the terminal, cells; None: unlimited. A narrow table has fewer columns and cut
+            names, but whole ids, states and numbers, so lines may still be wider.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -60,7 +60,7 @@ def lay_out_table(
         if _total(least.values()) > width:
             least.pop(name, None)
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name in least:  # rich narrows the widest of those that may wrap
+    for name in least:  # rich narrows the widest column that may wrap
         table.add_column(justify="right" if name in numbers else "left", no_wrap=name not in _NAMES)
     # One row of whole columns: rich takes a millisecond for a row of ten cells, and there are
     # thousands of results.

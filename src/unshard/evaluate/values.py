@@ -1,4 +1,4 @@
-"""Types of the values that people and clients write, for pydantic, with errors in our words."""
+"""Pydantic types of users' and clients' values, with our own error messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,47 +15,46 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from unshard.errors import UsageError, raise_all
 
-LARGEST = 2**53
-"""The largest whole number that JSON has everywhere."""
-
+LARGEST = 2**53  # whole numbers above it are not exact in every JSON reader
 Scalar = str | int | float | bool
 _Value = TypeVar("_Value")
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names in a text: one, or several with commas."""
+    """Split a comma-separated text."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def expected(text: str) -> PydanticCustomError:
-    """Return the error of a validator: what is expected instead of the value."""
+    """Return the error of a validator, from a text for "expected ..."."""
     return PydanticCustomError("expected", "expected {expected}", {"expected": text})
 
 
 def expects(
     text: str, holds: Callable[[_Value], bool] | None = None, *, or_boolean: bool = False
 ) -> WrapValidator:
-    """Make a validator that reports whatever is wrong with a value as one problem.
+    """Make a validator that reports any number of problems of a value as one.
 
     Args:
-        text: what is expected.
-        holds: what must be true of the value, in addition to its type.
-        or_boolean: accept a boolean too, which pydantic would else read as a number.
+        text: the error's text for "expected ...".
+        holds: a further condition on the value.
+        or_boolean: accept booleans; otherwise they are refused, because pydantic would read them
+            as numbers.
     """
 
     def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
         with suppress(ValidationError):
             if or_boolean or not isinstance(value, bool):
-                found = validate(value)
-                if holds is None or holds(found):
-                    return found
+                valid = validate(value)
+                if holds is None or holds(valid):
+                    return valid
         raise expected(text)
 
     return WrapValidator(check)
 
 
 def whole(least: int, most: int = LARGEST) -> PlainValidator:
-    """Make a validator of a whole number in a file, which must not be written as text."""
+    """Make a validator of a whole number in a file; a text is refused."""
     limits = f"at least {least}" if most == LARGEST else f"{least} to {most}"
 
     def check(value: object) -> object:
@@ -71,20 +70,20 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at leas
 
 @contextmanager
 def in_our_words(subject: Callable[[str], str]) -> Iterator[None]:
-    """Raise what pydantic finds as one error of ours.
+    """Raise pydantic's problems as one error of ours.
 
     Args:
         subject: makes the first line of an error from the dotted name of a key.
 
     Raises:
-        UsageError: names every key whose value does not fit.
+        UsageError: names every key with an invalid value.
     """
     try:
         yield
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        problems = [problem_of(one, subject(".".join(map(str, one["loc"])))) for one in found]
-        raise_all(UsageError, f"{len(found)} values cannot be accepted", problems)
+        details = error.errors(include_url=False)
+        problems = [problem_of(one, subject(".".join(map(str, one["loc"])))) for one in details]
+        raise_all(UsageError, f"{len(details)} values cannot be accepted", problems)
         raise
 
 
@@ -92,8 +91,8 @@ def problem_of(problem: ErrorDetails, subject: str) -> UsageError:
     """Return one of pydantic's problems as an error of ours."""
     is_mapping = problem["type"] in {"dict_type", "mapping_type", "dataclass_type"}
     expected = "a mapping" if is_mapping else problem.get("ctx", {}).get("expected", problem["msg"])
-    found = "nothing" if problem["type"] == "missing" else shown(problem["input"])
-    return UsageError(subject, expected=str(expected), found=found)
+    actual = "nothing" if problem["type"] == "missing" else shown(problem["input"])
+    return UsageError(subject, expected=str(expected), found=actual)
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""YAML as it is meant: without keys that are given twice, and of a depth that people write."""
+"""Read YAML without duplicate keys, and without a traceback for deep nesting or bad tags."""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,13 @@ from unshard.containers.open_files import read_whole
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML's own loader keeps the last."""
+    """Refuses duplicate keys of a mapping; PyYAML's own loader keeps the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set[tuple[str, object]]()
         for key, _ in node.value:
-            is_merge = key.tag == "tag:yaml.org,2002:merge"  # of which each adds its keys
+            is_merge = key.tag == "tag:yaml.org,2002:merge"  # `<<` may be repeated
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen and not is_merge:
                 raise yaml.MarkedYAMLError(
                     None, None, f"{key.value} is given twice", key.start_mark
@@ -25,7 +25,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def read_yaml(source: Path | str) -> object:
-    """Return what a file, or a text, of YAML contains; raise as PyYAML does, or ValueError."""
+    """Return the value in a YAML file or text; raise PyYAML's errors or ValueError."""
     try:
         text = source if isinstance(source, str) else read_whole(source).decode()
         return yaml.load(text, _UniqueKeys)  # noqa: S506 (it is a SafeLoader)

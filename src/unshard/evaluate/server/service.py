@@ -288,7 +288,7 @@ class Service:
         parts = Path(request.checkpoint).relative_to(run).parts
         name = "-".join(parts if weights == "model" else (*parts, weights))
         # Never in a checkpoint: rotation goes by mtimes.
-        target = resolve_checkpoint(str(RunFolder(run).merged / name), self.config.roots)
+        target = resolve_checkpoint(str(RunFolder(run).state / "merged" / name), self.config.roots)
         options = MergeOptions(weights=weights, overwrite=True, extra_state=False)
         with TemporaryDirectory(prefix="unshard-merge-") as directory:
             order = MergeOrder(str(path), str(target), asdict(options))

@@ -173,7 +173,9 @@ class Spool:
             with self._opened(folder) as opened_folder:
                 for name in names_in(opened_folder):
                     if name.endswith(_SUFFIX):
-                        entries += self._read(opened_folder, self._folder.spool / folder / name)
+                        entries += self._read(
+                            opened_folder, self._folder.state / SPOOL / folder / name
+                        )
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -206,7 +208,7 @@ class Spool:
         return moved
 
     def _write(self, folder: str, name: str, fields: EntryFields) -> Entry:
-        path = self._folder.spool / folder / f"{name}{_SUFFIX}"
+        path = self._folder.state / SPOOL / folder / f"{name}{_SUFFIX}"
         self.run.mkdir(parents=True, exist_ok=True)
         with self._opened(folder, make=True) as opened_folder:
             write_record(opened_folder, path.name, fields)

@@ -371,8 +371,8 @@ class Submitter:
                     log.warning("and takes the results of all; this one only spools")
                 self._is_second = self._lock is None
                 if not self._is_second:
-                    sinks = [JsonlSink(self._folder.results), *self._sinks]
-                    marks, forget = self._folder.exports, self._forget
+                    sinks = [JsonlSink(self._folder.state / "results.jsonl"), *self._sinks]
+                    marks, forget = self._folder.state / "exports", self._forget
                     self._recorder = Recorder(sinks, self._paced, marks=marks, on_recorded=forget)
             if self._recorder is None:
                 self._unlock()  # the results cannot be written now, but perhaps in the next round
