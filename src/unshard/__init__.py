@@ -21,7 +21,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (pip checks it, but not for a sour
         "`unshard eval serve` and `unshard eval watch` from there"
     )
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 TYPE_CHECKING = False  # type checkers treat this as true; importing typing takes time
 if TYPE_CHECKING:
