@@ -13,7 +13,7 @@ from unshard.containers.pickles.machine import MalformedPickleError, SaltedInt
 from unshard.containers.pickles.records import Persistent, Record, Value
 from unshard.containers.pickles.template import make_template
 from unshard.containers.pickles.unpickle import unpickle
-from unshard.read.torch_save.blanks import with_numbers
+from unshard.read.torch_save.template_slots import with_numbers
 
 NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 300) | st.integers(0, 1 << 33)
 LEAVES = NUMBERS | st.none() | st.booleans() | st.text(max_size=3) | st.floats(allow_nan=False)

@@ -120,14 +120,14 @@ def test_ranks_that_disagree_on_a_shape_are_both_quoted(tmp_path: Path) -> None:
     for path in (tmp_path / "b").iterdir():
         path.unlink()
     (tmp_path / "b").rmdir()
-    refused(directory, CorruptError, "tensor w: rank 1", "[10, 2]", "rank 0 says", "[8, 2]")
+    refused(directory, CorruptError, "tensor w: rank 1", "[10, 2]", "rank 0 has", "[8, 2]")
 
 
 def test_ranks_that_disagree_on_a_dtype_are_both_quoted(tmp_path: Path) -> None:
     directory = save_ranks(
         tmp_path / "ckpt", {}, 2, plain=[{"w": torch.ones(2)}, {"w": torch.ones(2).half()}]
     )
-    refused(directory, CorruptError, "tensor w: rank 1", "float16", "rank 0 says", "float32")
+    refused(directory, CorruptError, "tensor w: rank 1", "float16", "rank 0 has", "float32")
 
 
 def test_a_rank_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_fault_of_many_tensors_is_reported_once(tmp_path: Path) -> None:
     message = refused(
         directory, NotMergeableError, "(27 problems)", "tensor layers.0.w: rank 1", "float16"
     )
-    assert message.count("rank 0 says") == 1
+    assert message.count("rank 0 has") == 1
     assert "and 26 more tensors: layers.1.w, layers.2.w, layers.3.w, …" in message
 
 
@@ -161,7 +161,7 @@ def test_a_renamed_rank_file_is_noticed(checkpoint: Path) -> None:
     first.rename(spare)
     second.rename(first)
     spare.rename(second)
-    refused(checkpoint, NotMergeableError, "mesh says rank 1, the file's name rank 0")
+    refused(checkpoint, NotMergeableError, "mesh has rank 1, the file's name rank 0")
 
 
 @pytest.mark.parametrize("world", [3, 4])
@@ -290,7 +290,7 @@ def test_a_storage_shorter_than_its_pickle_says_is_corrupt(checkpoint: Path) -> 
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as file:
         for name, data in records.items():
             file.writestr(name, data[: len(data) // 2] if "/data/0" in name else data)
-    refused(checkpoint, CorruptError, "rank 0", "its storage 0 has", "its pickle says")
+    refused(checkpoint, CorruptError, "rank 0", "its storage 0 has", "its pickle needs")
 
 
 def test_a_world_size_that_fsdp_config_states_but_no_file_has_is_a_conflict(

@@ -18,8 +18,8 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError, Usa
 from unshard.noted import Noted
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, files_in, shortened
 from unshard.read.rank_files.copies import catalog_of
-from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
+from unshard.read.torch_save.template_reader import read_rank_files
 from unshard.read.tree import Tree
 from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry

@@ -28,10 +28,10 @@ from unshard.read.format import Format, Location, ReadOptions, files_in, find_fi
 from unshard.read.hub_files import natural_order, read_header, size_problem
 from unshard.read.rank_files.copies import catalog_of
 from unshard.read.step_names import is_state
-from unshard.read.torch_save.alike import read_rank_files
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.state_dict import table_of
 from unshard.read.torch_save.table import RankTable, TensorForm
+from unshard.read.torch_save.template_reader import read_rank_files
 from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
 from unshard.read.tree import Tree

@@ -1,4 +1,4 @@
-"""How the tables of all rank files become tensors, in columns: no step is done per chunk."""
+"""Unites the tables of all rank files into tensors, in columns: no step is done per chunk."""
 
 from array import array
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ Numbers = NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class _Boxes:
+class _BoxTable:
     """The distinct boxes of all files, by number: rank, file, length, offsets, sizes."""
 
     rows: "array[int]" = field(default_factory=lambda: array("q"))
@@ -24,7 +24,7 @@ class _Boxes:
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, table: RankTable) -> Numbers:
-        """Add those of a file; return the number of the first one of each of its cuts."""
+        """Add the boxes of a file; return the number of the first box of each of its cuts."""
         first = []
         for cut in table.cut_table:
             first.append(len(self.at))
@@ -36,7 +36,7 @@ class _Boxes:
         return np.array(first, np.int32)
 
     def columns(self, numbers: Numbers, ndim: int, paths: tuple[Path, ...]) -> ChunkTable:
-        """Return the chunks that are these boxes, without the places where they start."""
+        """Return the chunks with these boxes; each tensor fills in where its chunks start."""
         at = np.frombuffer(self.at, np.int64)[numbers] if len(numbers) else np.empty(0, np.int64)
         rows = np.frombuffer(self.rows, np.int64) if len(self.rows) else np.empty(0, np.int64)
         grid = rows[at[:, None] + np.arange(3 + 2 * ndim)]
@@ -49,7 +49,7 @@ class _Boxes:
             sizes,
             strides,
             file.astype(np.int32),
-            np.zeros(len(grid), np.int64),  # each tensor has its own
+            np.zeros(len(grid), np.int64),
             length.copy(),
             rank.astype(np.int32),
             np.zeros(len(grid), np.bool_),
@@ -68,12 +68,11 @@ class _Boxes:
 class Gathering:
     """Unites the tables of rank files, taken in rank order, into tensors.
 
-    A tensor is as the first rank that has it describes it. Of a plain tensor, each chunk is one
-    rank's whole tensor. Tensors whose boxes are the same, on the same ranks, share the arrays that
-    say so.
+    The first rank that has a tensor decides its form. Each chunk of a plain tensor is one rank's
+    whole tensor. Tensors with the same boxes, on the same ranks, share the arrays of these.
 
     Attributes:
-        names: the number of each tensor, in the order in which they were found.
+        names: the number of each tensor, in the order of the files.
         skipped: values that are not tensors.
         problems: tensors that cannot be read, or on which ranks disagree.
     """
@@ -82,24 +81,24 @@ class Gathering:
         self.names: dict[str, int] = {}
         self.skipped: dict[str, Skipped] = {}
         self.problems: list[UnshardError] = []
-        self._forms: dict[TensorForm, int] = {}
-        self._known: list[TensorForm] = []
+        self._form_numbers: dict[TensorForm, int] = {}
+        self._forms: list[TensorForm] = []
         self._first = np.empty(0, np.int32)  # of each tensor: its form on the first rank
         self._first_rank = np.empty(0, np.int32)
         self._numbered: tuple[list[str], Numbers] = ([], np.empty(0, np.int32))
-        self._boxes = _Boxes()
+        self._boxes = _BoxTable()
         self._chunks: list[tuple[Numbers, Numbers, Ints]] = []  # tensor, box, first byte
-        self._on: list[tuple[int, Numbers]] = []  # rank, tensors
+        self._by_rank: list[tuple[int, Numbers]] = []  # rank, tensors
 
     @property
     def plain(self) -> list[str]:
-        """The tensors of which nothing says how they are cut."""
-        is_plain = np.array([form.is_plain for form in self._known], np.bool_)
+        """The tensors without a record of how they are cut."""
+        is_plain = np.array([form.is_plain for form in self._forms], np.bool_)
         names = list(self.names)
         return [names[number] for number in np.flatnonzero(is_plain[self._first]).tolist()]
 
     def add(self, table: RankTable) -> None:
-        """Add what one file contains; contradictions to earlier files go to `problems`."""
+        """Add the tensors of one file; contradictions to earlier files go to `problems`."""
         self.problems.extend(table.problems)
         for name, reason in table.skipped.items():
             self.skipped.setdefault(name, Skipped(name, reason))
@@ -109,78 +108,74 @@ class Gathering:
         boxes = self._boxes.add(table)[table.cuts]
         counts = np.array([len(cut.boxes) for cut in table.cut_table], np.int32)[table.cuts]
         starts = table.starts
-        self._on.append((table.rank, tensors if agreed.all() else tensors[agreed]))
+        self._by_rank.append((table.rank, tensors if agreed.all() else tensors[agreed]))
         if not agreed.all() or (counts != 1).any():
-            kept = np.repeat(agreed, counts)
+            usable = np.repeat(agreed, counts)
             within = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
-            boxes = (np.repeat(boxes, counts) + within).astype(np.int32)[kept]
-            tensors, starts = np.repeat(tensors, counts)[kept], starts[kept]
+            boxes = (np.repeat(boxes, counts) + within).astype(np.int32)[usable]
+            tensors, starts = np.repeat(tensors, counts)[usable], starts[usable]
         self._chunks.append((tensors, boxes, starts))
 
     def _form_number(self, form: TensorForm) -> int:
-        if form not in self._forms:
-            self._forms[form] = len(self._known)
-            self._known.append(form)
-        return self._forms[form]
+        if form not in self._form_numbers:
+            self._form_numbers[form] = len(self._forms)
+            self._forms.append(form)
+        return self._form_numbers[form]
 
     def _numbers(self, names: list[str]) -> Numbers:
         """Return the number of each tensor; the files of most ranks have equal lists."""
         if names != self._numbered[0]:
-            known = self.names
-            numbers = [known.setdefault(name, len(known)) for name in names]
+            numbers = [self.names.setdefault(name, len(self.names)) for name in names]
             self._numbered = names, np.array(numbers, np.int32)
-            new = len(known) - len(self._first)
-            self._first = np.append(self._first, np.full(new, -1, np.int32))
-            self._first_rank = np.append(self._first_rank, np.full(new, -1, np.int32))
+            new = np.full(len(self.names) - len(self._first), -1, np.int32)
+            self._first = np.append(self._first, new)
+            self._first_rank = np.append(self._first_rank, new)
         return self._numbered[1]
 
     def _agreed(self, table: RankTable, tensors: Numbers, forms: Numbers) -> NDArray[np.bool_]:
-        """Return of which tensors of a file the form is that of earlier files, or the first one."""
+        """Return whether each tensor of a file has the form that earlier files have, if any."""
         new = tensors[self._first[tensors] < 0]
         if len(new):
             self._first[tensors] = np.where(self._first[tensors] < 0, forms, self._first[tensors])
             self._first_rank[new] = table.rank
         pairs = self._first[tensors].astype(np.int64) << 32 | forms
         agreed = np.ones(len(tensors), np.bool_)
-        known = self._known
         for pair in sorted({*pairs.tolist()}):  # np.unique imports all of numpy.ma
-            if not _agree(known[pair >> 32], known[pair & 0xFFFFFFFF]):
+            if not _agree(self._forms[pair >> 32], self._forms[pair & 0xFFFFFFFF]):
                 agreed &= pairs != pair
         for place in np.flatnonzero(~agreed).tolist():
             number = tensors[place]
-            what = (
-                f"rank {table.rank}: {known[forms[place]]}, "
-                f"but rank {self._first_rank[number]} says {known[self._first[number]]}"
+            contradiction = (
+                f"rank {table.rank}: {self._forms[forms[place]]}, "
+                f"but rank {self._first_rank[number]} has {self._forms[self._first[number]]}"
             )
-            self.problems.append(CorruptError(f"tensor {table.names[place]}: {what}"))
+            self.problems.append(CorruptError(f"tensor {table.names[place]}: {contradiction}"))
         return agreed
 
     def lacking(self) -> dict[str, list[int]]:
-        """Return the tensors that some of the files do not have, and those files' ranks."""
+        """Return the tensors that are missing in some files, and the ranks of those files."""
         names = list(self.names)
         counts = np.zeros(len(names), np.int64)
-        for _, tensors in self._on:
+        for _, tensors in self._by_rank:
             counts[tensors] += 1
-        lacking: dict[str, list[int]] = {
-            names[number]: [] for number in np.flatnonzero(counts < len(self._on)).tolist()
-        }
-        if lacking:
-            for rank, tensors in self._on:
-                have = set(tensors.tolist())
-                for name, ranks in lacking.items():
-                    if self.names[name] not in have:
-                        ranks.append(rank)
+        rare = np.flatnonzero(counts < len(self._by_rank)).tolist()
+        lacking: dict[str, list[int]] = {names[number]: [] for number in rare}
+        for rank, tensors in self._by_rank if lacking else ():
+            present = set(tensors.tolist())
+            for name, ranks in lacking.items():
+                if self.names[name] not in present:
+                    ranks.append(rank)
         return lacking
 
     def entries(self, paths: tuple[Path, ...]) -> dict[str, TensorEntry]:
-        """Return the tensors; `paths` are the files by number. To be called once, at the end."""
+        """Return the tensors; `paths` are the files by number. Call it once, at the end."""
         tensors, boxes, starts = self._sorted()
         ends = np.cumsum(np.bincount(tensors, minlength=len(self.names))).tolist()
         shared: dict[tuple[int, bytes], ChunkTable] = {}
         entries = {}
         begin = 0
         for name, end, first in zip(self.names, ends, self._first.tolist(), strict=True):
-            form, numbers = self._known[first], boxes[begin:end]
+            form, numbers = self._forms[first], boxes[begin:end]
             key = len(form.shape), numbers.tobytes()
             if key not in shared:
                 shared[key] = self._boxes.columns(numbers, len(form.shape), paths)
@@ -190,12 +185,12 @@ class Gathering:
         return entries
 
     def _sorted(self) -> tuple[Numbers, Numbers, Ints]:
-        """Return all chunks, by tensor and then in the order of the files: tensor, box, start."""
+        """Return tensor, box and start of all chunks, by tensor and then in the order of files."""
         if not self._chunks:
             return np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64)
-        tensors = np.concatenate([one[0] for one in self._chunks])
-        boxes = np.concatenate([one[1] for one in self._chunks])
-        starts = np.concatenate([one[2] for one in self._chunks])
+        tensors = np.concatenate([tensor for tensor, _, _ in self._chunks])
+        boxes = np.concatenate([box for _, box, _ in self._chunks])
+        starts = np.concatenate([start for _, _, start in self._chunks])
         self._chunks.clear()
         order = np.argsort(tensors, kind="stable")
         return tensors[order], boxes[order], starts[order]

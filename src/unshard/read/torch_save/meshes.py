@@ -2,8 +2,8 @@
 
 Sizes are, in order of age, in a `mesh` tensor, in `_layout.shape` or in `_layout.axes`; the
 coordinates in `_coordinate_on_dim` in all of them. torch cuts along a mesh dimension in the order
-of the *sorted* ranks of its group, so a coordinate is the number of a piece only where ranks
-ascend; where they do not, the place in the sorted group is taken (measured with torch 2.13).
+of the *sorted* ranks of its group, so a coordinate is the number of a piece only if ranks ascend;
+otherwise the index in the sorted group is used (measured with torch 2.13).
 """
 
 from collections.abc import Callable
@@ -28,31 +28,27 @@ _ReadInts = Callable[[Value], tuple[int, ...]]
 def read_mesh(fields: dict[str, Value], rank: int, read_ints: _ReadInts) -> tuple[DeviceMesh, int]:
     """Return a mesh as a rank sees it, and the highest of its ranks plus one.
 
-    Args:
-        fields: the attributes of the mesh.
-        rank: the rank that the file's name states.
-        read_ints: reads the integers of a pickled tensor.
+    `fields` are its attributes; `read_ints` reads the integers of a pickled tensor.
 
     Raises:
         TensorFormError: it is of unknown form, or its facts contradict one another.
     """
-    stated = fields.get("_rank")
-    if isinstance(stated, int) and stated != rank:
+    own_rank = fields.get("_rank")
+    if isinstance(own_rank, int) and own_rank != rank:
         raise TensorFormError(
-            f"its mesh says rank {stated}, the file's name rank {rank}: was it renamed?"
+            f"its mesh has rank {own_rank}, the file's name rank {rank}: was it renamed?"
         )
     coordinates = member(fields, "_coordinate_on_dim")
     if coordinates is None:
         raise TensorFormError(f"rank {rank} is not part of its mesh")
     at = ints(coordinates)
     shape, ranks = _grid(fields, rank, read_ints, at)
-    inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
-    if not inside:
+    if not _is_inside(at, shape):
         raise TensorFormError(f"coordinates {at} do not fit a mesh of shape {shape}")
     if fields.get("_preserve_rank_order") and list(ranks) != sorted(ranks):
         raise TensorFormError(
             f"a device mesh with preserved, non-ascending rank order {list(ranks)}: "
-            "how torch cuts there is not known"
+            "how torch cuts it is unknown"
         )
     device = fields.get("_device_type", fields.get("device_type"))
     numbers = piece_numbers(shape, ranks, at)
@@ -60,18 +56,21 @@ def read_mesh(fields: dict[str, Value], rank: int, read_ints: _ReadInts) -> tupl
     return mesh, max(ranks, default=0) + 1
 
 
+def _is_inside(at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
+
+
 def _grid(
     fields: dict[str, Value], rank: int, read_ints: _ReadInts, at: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the sizes, and the ranks in row-major order (of a slice: this rank's own)."""
+    """Return the sizes, and the ranks in row-major order; of a slice of a mesh, those in it."""
     layout = fields.get("_layout")
     if layout is None:
         return _grid_of_tensor(fields, read_ints)
     flat = fields.get("_flatten_rank_map")
     ranks = read_ints(member(fields, "_rank_map")) if flat is None else ints(flat)
     shape, steps = _layout(state_of(layout), len(ranks))
-    inside = len(at) == len(shape) and all(0 <= c < n for c, n in zip(at, shape, strict=True))
-    if not inside or rank not in ranks:
+    if not _is_inside(at, shape) or rank not in ranks:
         raise TensorFormError(f"a mesh of shape {shape} that does not contain rank {rank}")
     own = sum(offsets[c] for offsets, c in zip(steps, at, strict=True))
     base = ranks.index(rank) - own
@@ -85,11 +84,9 @@ def _grid_of_tensor(
     fields: dict[str, Value], read_ints: _ReadInts
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     mesh = member(fields, "mesh", "_mesh")
-    match mesh:
-        case Record(args=(_, _, sizes, *_)):
-            shape = sizes_of(sizes)
-        case _:
-            raise TensorFormError("a device mesh of unknown form")
+    if not isinstance(mesh, Record) or len(mesh.args) < 3:
+        raise TensorFormError("a device mesh of unknown form")
+    shape = sizes_of(mesh.args[2])
     flat = fields.get("_flatten_mesh_list")
     ranks = read_ints(mesh) if flat is None else ints(flat)
     if len(ranks) != prod(shape):
@@ -100,9 +97,9 @@ def _grid_of_tensor(
 def piece_numbers(
     shape: tuple[int, ...], ranks: tuple[int, ...], at: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return which piece the rank at these coordinates has per mesh dimension.
+    """Return the number of the piece, per mesh dimension, of the rank at these coordinates.
 
-    It is its place in the sorted group; `ranks` are those of the mesh, in row-major order.
+    It is the rank's index in the sorted group; `ranks` are those of the mesh, in row-major order.
     """
     if list(ranks) == sorted(ranks):
         return at
@@ -148,17 +145,17 @@ def _sequence(value: Value) -> tuple[Value, ...]:
 
 def _flat(value: Value) -> list[int]:
     """Return the integers of a possibly nested tuple, left to right; its depth is bounded."""
-    found: list[int] = []
+    numbers: list[int] = []
     waiting: list[tuple[Value, int]] = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
         if type(item) is int:
-            found.append(item)
-        elif depth < 8 and len(found) + len(waiting) < _MAX_AXES:
+            numbers.append(item)
+        elif depth < 8 and len(numbers) + len(waiting) < _MAX_AXES:
             waiting.extend((part, depth + 1) for part in reversed(_sequence(item)))
         else:
             raise TensorFormError("a mesh layout of unknown form")
-    return found
+    return numbers
 
 
 def _names(fields: dict[str, Value]) -> tuple[str, ...] | None:

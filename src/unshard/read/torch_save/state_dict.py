@@ -1,4 +1,4 @@
-"""Read one torch.save file: where every tensor of its state dict is. No weights are read."""
+"""Reads the state dict of a torch.save file: the place of every tensor, but no weights."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,11 +21,11 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.dtypes import numpy_dtype
 from unshard.tensors.placements import Piece, PlacementError, Sharding, place
 
-_LOOKED_AT = 1_000
+_MOST_VISITED = 1_000
 
 
 def rank_table(archive: TorchFile, *, rank: int, file: int, allowed: frozenset[str]) -> RankTable:
-    """Return what the file of a rank, number `file` among those being read, contains.
+    """Return the table of a rank's file, which is number `file` among those being read.
 
     Raises:
         CheckpointError: the file as a whole cannot be read. Problems of single tensors are in the
@@ -49,7 +49,7 @@ def tensors_of(
     file_number: int,
     allowed: frozenset[str],
 ) -> RankTable:
-    """Return where the tensors among some pickled values are; the others are listed as skipped.
+    """Return the table of the tensors among some pickled values; the others are skipped.
 
     Args:
         archive: the file that has the storages.
@@ -59,7 +59,7 @@ def tensors_of(
         allowed: names of tensor subclasses that the user vouches for.
 
     Raises:
-        NotMergeableError: the values are FSDP1's flat parameters, which nothing can cut apart.
+        NotMergeableError: the values are FSDP1's flat parameters, whose cuts only the model has.
     """
     refuse_flat_parameters(archive.path, items)
     decoder = TensorDecoder(rank, partial(read_integers, archive), allowed)
@@ -81,7 +81,7 @@ def table_of(
     rank: int,
     file_number: int,
 ) -> RankTable:
-    """Return where some tensors of a file are; `tensors` has what decodes each, by name."""
+    """Return the table of some tensors of a file; `tensors` has a decoder of each, by name."""
     problems: list[UnshardError] = []
     names: list[str] = []
     cuts: list[int] = []
@@ -112,7 +112,7 @@ def table_of(
 
 
 class ShortStorageError(ValueError):
-    """A storage has fewer bytes than its pickle says."""
+    """A storage has fewer bytes than its pickle needs."""
 
 
 def _problem(error: ValueError, where: str) -> UnshardError:
@@ -126,19 +126,20 @@ def start_of(archive: TorchFile, view: StorageView) -> int:
     """Return the byte where a view starts.
 
     Raises:
-        ShortStorageError: its storage has fewer bytes than the pickle says.
+        ShortStorageError: its storage has fewer bytes than the pickle needs.
     """
     storage = archive.storages.get(view.key)
     size = 0 if storage is None else storage.size
     needed = view.storage_elements * view.dtype.itemsize
     if size < needed and 0 not in view.sizes:
-        what = f"its storage {view.key} has {size} bytes, its pickle says {needed}"
-        raise ShortStorageError(what)
+        raise ShortStorageError(
+            f"its storage {view.key} has {size} bytes, but its pickle needs {needed}"
+        )
     return view.offset * view.dtype.itemsize + (0 if storage is None else storage.offset)
 
 
 def _cut_of(archive: TorchFile, tensor: LocalTensor) -> tuple[Cut, list[int]]:
-    """Return what is stored of a local tensor, and the first byte of each of its boxes.
+    """Return the stored boxes of a local tensor, and the first byte of each.
 
     Raises:
         PlacementError: the placement is unknown, or makes another local shape than the stored one.
@@ -157,15 +158,15 @@ def _cut_of(archive: TorchFile, tensor: LocalTensor) -> tuple[Cut, list[int]]:
         return Cut(form, (_box(form, (0,) * len(view.sizes), view.sizes, view.strides),)), starts
     placed = placed_pieces(form, form.sharding, view.sizes)
     steps = [step * form.dtype.itemsize for step in view.strides]
-    boxes = [_box(form, one.box.offsets, one.box.sizes, view.strides) for one in placed]
-    begins = [start + sum(map(mul, one.local_offsets, steps)) for one in placed]
+    boxes = [_box(form, piece.box.offsets, piece.box.sizes, view.strides) for piece in placed]
+    begins = [start + sum(map(mul, piece.local_offsets, steps)) for piece in placed]
     return Cut(form, tuple(boxes)), begins
 
 
 def placed_pieces(
     form: TensorForm, sharding: Sharding, stored: tuple[int, ...]
 ) -> tuple[Piece, ...]:
-    """Return the pieces of a local tensor of the stored sizes; none of an empty one.
+    """Return the pieces of a local tensor of the stored sizes; none if it is empty.
 
     Raises:
         PlacementError: the placement is unknown, or makes another local shape than the stored one.
@@ -196,7 +197,7 @@ def read_integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
     if storage is None or view.storage_elements * width > storage.size:
         raise TensorFormError(f"a mesh whose ranks (storage {view.key}) are missing")
     if prod(view.sizes) > view.storage_elements:
-        raise TensorFormError("a mesh that names ranks several times")
+        raise TensorFormError("a mesh that lists ranks several times")
     with opened(archive.path) as file:
         strides = tuple(step * width for step in view.strides)
         start = storage.offset + view.offset * width
@@ -207,21 +208,21 @@ def read_integers(archive: TorchFile, view: StorageView) -> tuple[int, ...]:
 def _has_storage(value: Value) -> bool:
     """Return whether an object or a tuple has a storage inside, as quantised weights have.
 
-    Only the first values inside are looked at: they may refer to each other, and to themselves.
+    Visits a limited number of values inside: they may refer to each other, and to themselves.
     """
     if not isinstance(value, Record | tuple) or items_of(value) is not None:
         return False
     waiting: list[Value] = [value]
-    for one in islice(waiting, _LOOKED_AT):  # the list grows meanwhile
-        match one:
+    for item in islice(waiting, _MOST_VISITED):  # the list grows meanwhile
+        match item:
             case Persistent():
                 return True
             case Record():
-                waiting += (*one.args, one.state, *(item for _, item in one.items))
+                waiting += (*item.args, item.state, *(inner for _, inner in item.items))
             case dict():
-                waiting += one.values()
+                waiting += item.values()
             case list() | tuple():
-                waiting += one
+                waiting += item
     return False
 
 

@@ -1,6 +1,6 @@
-"""What a rank file contains, as columns of integers.
+"""The contents of a rank file, as columns of integers.
 
-A file of a thousand tensors has a dozen distinct cuts and a thousand places; nothing of the pickle
+A file of a thousand tensors has a dozen distinct cuts and a thousand starts. Nothing of the pickle
 is kept, so a table is small.
 """
 
@@ -16,13 +16,13 @@ from unshard.tensors.placements import Sharding
 
 
 class TensorForm(NamedTuple):
-    """What a tensor is as one rank sees it.
+    """A tensor as one rank sees it.
 
     Attributes:
         dtype: as stored.
         shape: the global shape; of a plain tensor the stored one.
-        sharding: mesh and placements, where it has any.
-        boxed: whether each stored part states its own box instead (ShardedTensor).
+        sharding: mesh and placements, if it has any.
+        boxed: whether each stored part has its own box instead (ShardedTensor).
     """
 
     dtype: DType
@@ -32,7 +32,7 @@ class TensorForm(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing says what part of which tensor is stored."""
+        """Whether the pickle has no record of which part of the tensor is stored."""
         return self.sharding is None and not self.boxed
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class TensorForm(NamedTuple):
 class StoredBox(NamedTuple):
     """A box of a tensor as it is stored: `offsets`, `sizes` and `strides` in elements.
 
-    `strides` are None where it is row-major; `length` is in bytes, to the end of its last element.
+    `strides` is None if it is row-major; `length` is in bytes, to the end of its last element.
     """
 
     offsets: tuple[int, ...]
@@ -52,7 +52,7 @@ class StoredBox(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a rank stores of a tensor of some form; usually one box, none of an empty part."""
+    """The boxes that a rank stores of a tensor of some form: usually one, none of an empty part."""
 
     form: TensorForm
     boxes: tuple[StoredBox, ...]
@@ -63,14 +63,14 @@ class RankTable:
     """The tensors of one rank file.
 
     Attributes:
-        rank: the one that wrote it; `file`: its number among the files being read.
+        rank: the rank that wrote it; `file`: its number among the files being read.
         names: of the tensors, in order.
         cut_table: the distinct cuts.
         cuts: number of each tensor's cut in `cut_table`.
         starts: first byte of each stored box, box after box, tensor after tensor.
         skipped: values that are not tensors, with the reason.
         problems: tensors that cannot be merged.
-        world_size: of the ranks that wrote it, as far as the file says: at least this many.
+        world_size: of the ranks that wrote it: at least this many.
     """
 
     rank: int

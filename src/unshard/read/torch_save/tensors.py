@@ -1,10 +1,10 @@
-"""What torch pickles a tensor as: storage, shape and strides, mesh and placements.
+"""Decodes pickled tensors: storage, shape and strides, mesh and placements.
 
-Dispatches on the attributes that are present, never on a torch version; every fact that a pickle
-states twice is compared. Knows nothing of files.
+Dispatches on the attributes that are present, never on a torch version; a fact that a pickle has
+twice is compared. Knows nothing of files.
 
-A ShardedTensor is FSDP1's sharded state dict without a device mesh. Every local shard states its
-own box in the global tensor, and only that is used. The ranks in `shards_metadata` are not: under
+A ShardedTensor is FSDP1's sharded state dict without a device mesh. Every local shard has its own
+box in the global tensor, and only that is used. The ranks in `shards_metadata` are ignored: under
 HYBRID_SHARD they are global in one place and local to the group in another. torch itself can load
 such a file only on as many ranks as wrote it.
 
@@ -50,8 +50,8 @@ class LocalTensor(NamedTuple):
 
     Attributes:
         form: its dtype and shape, and how it is cut.
-        parts: what is stored of it here; of a ShardedTensor any number, else one.
-        offsets: where each part of a ShardedTensor is in the global tensor.
+        parts: the views that are stored here; of a ShardedTensor any number, else one.
+        offsets: of each part of a ShardedTensor in the global tensor.
     """
 
     form: TensorForm
@@ -79,10 +79,10 @@ class TensorDecoder:
     """Decodes the tensors of one rank file; each mesh and each spec in it once.
 
     Old torch keeps the ranks of a mesh in a small tensor, which `read_ints` reads. Subclasses that
-    are `allowed` (`--allow-global`) are read as the plain tensors they are stored as.
+    are `allowed` (`--allow-global`) are read as the plain tensors that they store.
 
     Attributes:
-        world_size: number of ranks that the tensors decoded so far speak of.
+        world_size: the number of ranks in the tensors decoded so far.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TensorDecoder:
         self._specs: dict[int, Sharding] = {}
 
     def decode(self, value: Value) -> LocalTensor:
-        """Return what a pickled tensor says.
+        """Return a pickled tensor's form and stored parts.
 
         Raises:
             TensorFormError: it is of a kind that cannot be read, or contradicts itself.
@@ -113,16 +113,16 @@ class TensorDecoder:
             return self._dtensor(inner, state_of(state))
         if kind == _SHARDED_TENSOR and isinstance(inner, tuple):
             return self._sharded_tensor(inner, state)
-        if what := packed(args):
-            raise TensorFormError(f"an instance of {kind}{what}")
-        what = f"an instance of {kind}, which may mean something else than its stored bytes "
-        raise TensorFormError(what + Text(f"(if it does not: ⟦+--allow-global {kind}⟧)"))
+        if advice := packed(args):
+            raise TensorFormError(f"an instance of {kind}{advice}")
+        problem = f"an instance of {kind}, which may mean something else than its stored bytes "
+        raise TensorFormError(problem + Text(f"(if it does not: ⟦+--allow-global {kind}⟧)"))
 
     def _sharded_tensor(self, args: tuple[Value, ...], state: Value) -> LocalTensor:
         """Decode a ShardedTensor.
 
         `args` are those of `_rebuild_wrapper_subclass`: class, dtype, global size, …; `state` is
-        what `ShardedTensor.__getstate__` gave: local shards, metadata, process group, sharding
+        the result of `ShardedTensor.__getstate__`: local shards, metadata, process group, sharding
         spec, remote references.
         """
         match state:
@@ -133,11 +133,11 @@ class TensorDecoder:
         dtype, shape = dtype_named(args[1]), sizes_of(args[2])
         described = ints(member(state_of(metadata), "size"))
         if described != shape:
-            raise TensorFormError(f"the ShardedTensor says shape {shape}, its metadata {described}")
+            raise TensorFormError(f"a ShardedTensor of shape {shape}, in its metadata {described}")
         stored = [_local_shard(shard, shape, self._allowed) for shard in shards]
         for view, _ in stored:
             if view.dtype is not dtype:
-                raise TensorFormError(f"the ShardedTensor says {dtype}, a local shard {view.dtype}")
+                raise TensorFormError(f"a ShardedTensor of {dtype} with a shard of {view.dtype}")
         self._check_group(state_of(group))
         parts, offsets = tuple(view for view, _ in stored), tuple(at for _, at in stored)
         return LocalTensor(TensorForm(dtype, shape, None, boxed=True), parts, offsets)
@@ -151,7 +151,7 @@ class TensorDecoder:
                 raise TensorFormError("a process group of unknown form")
         if rank != self._rank:
             raise TensorFormError(
-                f"saved by rank {rank}, the file's name says rank {self._rank}: was it renamed?"
+                f"saved by rank {rank}, but the file's name has rank {self._rank}: was it renamed?"
             )
         self.world_size = max(self.world_size, world_size)
 
@@ -160,15 +160,15 @@ class TensorDecoder:
             raise TensorFormError(f"a DTensor with {len(args)} arguments")
         view = read_view(member(state, "_local_tensor"), self._allowed)
         spec = member(state, "_spec")
-        shape, stated = sizes_of(args[2]), dtype_named(args[1])
-        if stated is not view.dtype:
-            raise TensorFormError(f"the DTensor says {stated}, its local tensor {view.dtype}")
+        shape, dtype = sizes_of(args[2]), dtype_named(args[1])
+        if dtype is not view.dtype:
+            raise TensorFormError(f"a DTensor of {dtype} with a local tensor of {view.dtype}")
         sharding = self._specs.get(id(spec))
         if sharding is None:
             sharding = self._specs[id(spec)] = self._sharding(spec)
         match state_of(spec).get("tensor_meta"):  # in all its forms the shape is first
             case Record(args=(repeated, *_)) if ints(repeated) != shape:
-                raise TensorFormError(f"the DTensor says shape {shape}, its spec {ints(repeated)}")
+                raise TensorFormError(f"a DTensor of shape {shape}, in its spec {ints(repeated)}")
         return LocalTensor(TensorForm(view.dtype, shape, sharding), (view,))
 
     def _sharding(self, spec: Value) -> Sharding:
@@ -180,12 +180,12 @@ class TensorDecoder:
         order = fields.get("shard_order")
         return Sharding(mesh, tuple(_placement(p) for p in placements), _shard_order(order))
 
-    def mesh(self, stated: Value) -> DeviceMesh:
+    def mesh(self, pickled: Value) -> DeviceMesh:
         """Return a pickled device mesh as this rank sees it."""
-        mesh = self._meshes.get(id(stated))
+        mesh = self._meshes.get(id(pickled))
         if mesh is None:
-            mesh, ranks = read_mesh(state_of(stated), self._rank, self._ranks)
-            self._meshes[id(stated)] = mesh
+            mesh, ranks = read_mesh(state_of(pickled), self._rank, self._ranks)
+            self._meshes[id(pickled)] = mesh
             self.world_size = max(self.world_size, ranks)
         return mesh
 
@@ -196,13 +196,13 @@ class TensorDecoder:
 def _local_shard(
     shard: Value, shape: tuple[int, ...], allowed: frozenset[str]
 ) -> tuple[StorageView, tuple[int, ...]]:
-    """Return what is stored of a local shard, and where it is in the global tensor."""
+    """Return the stored view of a local shard, and its offsets in the global tensor."""
     fields = state_of(shard)
     view = read_view(member(fields, "tensor"), allowed)
     box = state_of(member(fields, "metadata"))
     offsets, sizes = ints(member(box, "shard_offsets")), ints(member(box, "shard_sizes"))
     if sizes != view.sizes:
-        raise TensorFormError(f"a local shard says sizes {sizes}, its tensor has {view.sizes}")
+        raise TensorFormError(f"a local shard of sizes {sizes}, whose tensor has {view.sizes}")
     inside = len(offsets) == len(shape) == len(sizes) and all(
         at >= 0 and at + n <= size for at, n, size in zip(offsets, sizes, shape, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What torch pickles: sizes, attributes, dtypes, and plain tensors with the storages they view.
+"""Reads torch's pickles: sizes, attributes, dtypes, and plain tensors with the storages they view.
 
 Sources: the pickles of torch 2.1 to 2.15 (`docs/formats.md`), `torch._utils`, `torch._tensor`.
 """
@@ -38,7 +38,7 @@ _PARAMETERS = frozenset(
 _VIEW_V3 = "torch._utils._rebuild_tensor_v3"
 _VIEWS = frozenset({"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", _VIEW_V3})
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-# Weights that torchao quantises in every forward pass: what they wrap is the weight itself.
+# Weights that torchao quantises in every forward pass: the wrapped tensor is the weight itself.
 _WHOLE_WEIGHT = re.compile(
     r"torchao\.(?:\w+\.)*(?:WeightWith(?:Dynamic|Delayed|Static)Float8CastTensor|ScaledGroupedMMTensor"
     r"|(?:MX)?F(?:loat|P)8TrainingWeightWrapperTensor|Int8MixedPrecisionTrainingLinearWeight)"
@@ -71,13 +71,13 @@ def sizes_of(value: Value) -> tuple[int, ...]:
         elements *= max(size, 1)
     if len(sizes) > _MAX_DIMENSIONS or min(sizes, default=0) < 0 or elements >= _MAX_NUMBER:
         raise TensorFormError(
-            f"a tensor of {len(sizes)} sizes {list(sizes[:8])}, which no tensor can have"
+            f"a tensor of {len(sizes)} sizes {list(sizes[:8])}, which is impossible"
         )
     return sizes
 
 
 def named(value: Value) -> str:
-    """Return a few words for any value: never long, never nested, whatever the pickle contains."""
+    """Return a few words for any value: never long, never nested, even for hostile pickles."""
     match value:
         case Global():
             return value.dotted[:200]
@@ -93,7 +93,7 @@ def named(value: Value) -> str:
 
 
 def state_of(value: Value) -> dict[str, Value]:
-    """Return an object's attributes: of `{…}`, `(None, {…})` or `({…}, {…})` forms, or none."""
+    """Return an object's attributes, from `{…}`, `(None, {…})` or `({…}, {…})`, if any."""
     state = value.state if isinstance(value, Record) else value
     if isinstance(state, dict):
         return state
@@ -153,7 +153,7 @@ def is_tensor(value: Value) -> bool:
 def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...]]:
     """Strip parameters and tensors that carry attributes; return the function and its arguments.
 
-    Subclasses that are `allowed` (`--allow-global`) are read as the plain tensors that are stored.
+    Subclasses that are `allowed` (`--allow-global`) are read as the plain tensors that they store.
 
     Raises:
         TensorFormError: it is of a kind that cannot be read.
@@ -185,26 +185,26 @@ def _is_plain(kind: Value, allowed: frozenset[str]) -> bool:
 
 
 def packed(args: tuple[Value, ...]) -> str:
-    """Return what to do about a tensor that is made of others; "" if it has bytes of its own."""
+    """Return advice about a tensor that is made of others; "" if it has bytes of its own."""
     is_packed = named(args[0]) == _WRAPPER
     return ", packed into other tensors: dequantise it and save it again" if is_packed else ""
 
 
 def read_view(value: Value, allowed: frozenset[str] = frozenset()) -> StorageView:
-    """Return what is stored of a tensor that must be plain: a local tensor, a mesh's ranks.
+    """Return the view of a tensor that must be plain: a local tensor, a mesh's ranks.
 
     Raises:
         TensorFormError: it is not plain, or reaches outside its storage.
     """
     name, args = unwrap(value, allowed)
     if name == TYPED:
-        what = f"of type {named(args[1])}, where a plain tensor was expected"
-        raise TensorFormError(what + packed(args))
+        problem = f"of type {named(args[1])}, where a plain tensor was expected"
+        raise TensorFormError(problem + packed(args))
     return view_of(name, args)
 
 
 def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
-    """Return what is stored of a plain tensor, from the call that rebuilds it."""
+    """Return the view of a plain tensor, from the call that rebuilds it."""
     match args:
         case (Persistent() as storage, int(offset), sizes, strides, *rest):
             pass
@@ -212,9 +212,9 @@ def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
             raise TensorFormError(f"pickled by {name} in an unknown form")
     if name == _VIEW_V3 and len(rest) < 3:
         raise TensorFormError(f"pickled by {name} without a dtype")
-    # The third version states the dtype, next to an untyped storage.
-    stated = dtype_named(rest.pop(2)) if name == _VIEW_V3 else None
-    dtype, key, elements = _storage(storage, stated)
+    # The third version has the dtype as an argument, next to an untyped storage.
+    dtype_of_view = dtype_named(rest.pop(2)) if name == _VIEW_V3 else None
+    dtype, key, elements = _storage(storage, dtype_of_view)
     if any(rest[2:]):
         raise TensorFormError("under lazy conjugation or negation: resolve it and save")
     view = StorageView(key, dtype, elements, offset, sizes_of(sizes), ints(strides))
@@ -222,20 +222,21 @@ def view_of(name: str, args: tuple[Value, ...]) -> StorageView:
     return view
 
 
-def _storage(storage: Persistent, stated: DType | None) -> tuple[DType, str, int]:
-    """Return (dtype, key, number of elements) of a storage; `stated` is for untyped ones."""
+def _storage(storage: Persistent, view_dtype: DType | None) -> tuple[DType, str, int]:
+    """Return (dtype, key, number of elements) of a storage; `view_dtype` is of untyped ones."""
     match storage.pid:
         case ("storage", Global(module, name), str(key), str(), int(count), *_) if count >= 0:
             pass
         case _:
             raise TensorFormError(f"a storage reference of unknown form: {named(storage.pid)}")
-    if name == "UntypedStorage" and stated is not None:
-        return stated, key, count // stated.itemsize
+    if name == "UntypedStorage" and view_dtype is not None:
+        return view_dtype, key, count // view_dtype.itemsize
     if module not in ("torch", "torch.cuda", "torch.storage") or name not in _DTYPES:
         raise TensorFormError(f"a storage of unknown type {module}.{name}")
     dtype = _DTYPES[name]
-    if stated not in (None, dtype):
-        raise TensorFormError(f"a storage of {dtype} for a tensor of {stated}")
+    if view_dtype not in (None, dtype):
+        raise TensorFormError(f"a storage of {dtype} for a tensor of {view_dtype}")
+
     return dtype, key, count
 
 

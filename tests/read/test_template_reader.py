@@ -20,10 +20,10 @@ from unshard.containers.pickles.template import make_template
 from unshard.containers.torch_files.reader import open_torch_file, read_torch_file
 from unshard.containers.torch_files.reader import unpickled as unpickled_
 from unshard.containers.torch_files.zip import read_torch_zip
-from unshard.read.torch_save import alike
-from unshard.read.torch_save.alike import RankFileReader
+from unshard.read.torch_save import template_reader
 from unshard.read.torch_save.state_dict import rank_table
 from unshard.read.torch_save.table import RankTable
+from unshard.read.torch_save.template_reader import RankFileReader
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 PLACEMENTS = (Shard(0), Shard(1), Replicate(), _StridedShard(0, split_factor=2))
@@ -125,7 +125,7 @@ def four(directory: Path) -> list[Path]:
 
 def test_only_the_first_file_is_read_in_full(tmp_path: Path) -> None:
     reader = RankFileReader(frozenset())
-    with patch.object(alike, "unpickled", wraps=unpickled_) as unpickled:
+    with patch.object(template_reader, "unpickled", wraps=unpickled_) as unpickled:
         for rank, path in enumerate(four(tmp_path)):
             assert compared(reader, path, rank) == in_full(path, rank)
     assert unpickled.call_count == 1
@@ -164,7 +164,7 @@ def test_a_file_of_other_tensors_is_read_in_full(tmp_path: Path) -> None:
 
 def test_files_that_are_not_alike_are_all_read_in_full(tmp_path: Path) -> None:
     reader = RankFileReader(frozenset())
-    with patch.object(alike, "make_template", wraps=make_template) as templates:
+    with patch.object(template_reader, "make_template", wraps=make_template) as templates:
         for rank in range(7):
             tensors: dict[str, object] = {f"t{at}": ((7,), [Shard(0)]) for at in range(rank, 8)}
             path = save(tmp_path, rank, (7,), tensors)
