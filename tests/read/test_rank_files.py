@@ -72,7 +72,7 @@ def test_a_missing_replica_is_not_an_error(tmp_path: Path) -> None:
     report = unshard.merge(directory, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
     assert any(
-        "the file of rank 0, 3 is missing; replicas" in warning for warning in report.warnings
+        "the file of rank 0, 3 is missing; other ranks" in warning for warning in report.warnings
     )
 
 
@@ -297,4 +297,4 @@ def test_a_world_size_that_fsdp_config_states_but_no_file_has_is_a_conflict(
     checkpoint: Path,
 ) -> None:
     (checkpoint / "fsdp_config.json").write_text(json.dumps({"world_size": 8}))
-    refused(checkpoint, IncompleteError, "fsdp_config.json states", "world size 4")
+    refused(checkpoint, IncompleteError, "the world size in fsdp_config.json", "world size 4")

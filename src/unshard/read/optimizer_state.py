@@ -21,7 +21,7 @@ from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, numpy_dtype
 
 Key = int | str
-"""What a state dict calls a parameter: its number, or its name."""
+"""The key of a parameter in a state dict: its number, or its name."""
 
 Group = tuple[list[Key], dict[str, Plain]]
 """The parameters of a group, by number or name, and its hyper-parameters."""
@@ -35,11 +35,11 @@ LIKE_PARAMETER = frozenset(
 WITHOUT_IT = (
     "merge the model alone, without the optimizer; `unshard reshard` takes what was merged, too"
 )
-"""What can be done if the state of an optimizer cannot be read."""
+"""Advice if the state of an optimizer cannot be read."""
 
 _PREFIX, _GROUPS = "state.", "param_groups."
 _OF_GROUP = {"lr", "initial_lr", "weight_decay", "param_names"}  # groups of one kind differ in them
-_SHOWN = 5
+_LONGEST_LIST = 5
 _QUANTISED = frozenset("state1 state2 absmax1 qmap1 __bnb_optimizer_quant_state__".split())
 
 
@@ -58,15 +58,15 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedState:
-    """What the files of an optimizer say, before it is known what they call which parameter.
+    """The contents of an optimizer's files, before its keys are mapped to parameters.
 
     Attributes:
         where: the file or directory, for messages.
         catalog: the tensors, by `flat_name` of number or name.
-        keys: of every parameter with state, the keys of its tensors.
+        keys: the keys of the tensors of every parameter with state.
         groups: the parameters of each group, and its hyper-parameters.
-        values: what is not a tensor, by parameter.
-        notes: which of its values were left out, for the user.
+        values: by parameter, the values that are not tensors.
+        notes: for the user, about values that were left out.
         flattened: whether every parameter is a group, because the groups were lost.
     """
 
@@ -86,12 +86,12 @@ class OptimizerState:
     Attributes:
         catalog: its tensors, also those of one element; `split_name` divides their names.
         groups: in the order of the optimizer.
-        values: what it has of a parameter besides tensors, by the parameter's name.
-        steps: how many steps each parameter was trained, as far as this is stored.
-        names: how the parameters' names are known: "recorded" in the files, or by their "order".
-        numbers: of the parameters in the files, where these number them.
-        notes: which values of the files were left out, or had to be concluded, for the user.
-        flattened: whether it was saved flattened, so the groups are those that were concluded.
+        values: by the parameter's name, its values that are not tensors.
+        steps: the steps of each parameter, if they are stored.
+        names: the source of the parameters' names: "recorded" in the files, or their "order".
+        numbers: of the parameters in the files, if these number them.
+        notes: for the user, about values that were left out or inferred.
+        flattened: whether it was saved flattened, so the groups were inferred.
     """
 
     catalog: Catalog
@@ -106,11 +106,11 @@ class OptimizerState:
     @property
     def tensors(self) -> dict[str, dict[str, TensorEntry]]:
         """The tensors of each parameter that has any, by key."""
-        found: dict[str, dict[str, TensorEntry]] = {}
+        by_parameter: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in self.catalog.tensors.items():
             parameter, key = split_name(name)
-            found.setdefault(parameter, {})[key] = entry
-        return found
+            by_parameter.setdefault(parameter, {})[key] = entry
+        return by_parameter
 
     @property
     def parameters(self) -> list[str]:
@@ -124,26 +124,25 @@ def flat_name(parameter: Key, key: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the parameter, and the key of its state, that a tensor's name states."""
+    """Return the parameter and the key of its state in a tensor's name."""
     parameter, _, key = name.removeprefix(_PREFIX).rpartition(".")
     return parameter, key
 
 
 def left_out_note(where: str, values: Sequence[str]) -> tuple[str, ...]:
     """Return a note of values of the optimizer that have no plain form; none without any."""
-    shown = listed(values, _SHOWN)
+    shown = listed(values, _LONGEST_LIST)
     return (f"{where}: left out of the optimizer's state: {shown}",) if values else ()
 
 
 def refuse_quantised(where: str, keys: Iterable[str]) -> None:
     """Refuse the state of an optimizer of 8 bits, whose blocks do not have a parameter's shape."""
-    found = sorted(_QUANTISED.intersection(keys))
-    if found:
+    if quantised := sorted(_QUANTISED.intersection(keys)):
         raise NotMergeableError(
             f"{where}: the state of an 8-bit optimizer (bitsandbytes)",
             expected="moments in the shape of their parameters",
-            found=", ".join(found),
-            hint=f"its blocks are cut by each rank for itself, and cannot be joined; {WITHOUT_IT}",
+            found=", ".join(quantised),
+            hint=f"each rank cuts its blocks by itself, so they cannot be joined; {WITHOUT_IT}",
         )
 
 
@@ -152,7 +151,7 @@ def flat_parameters(where: str, found: str) -> NotMergeableError:
     return NotMergeableError(
         f"{where}: parts of the flat parameters of FSDP1",
         expected="the state of each parameter",
-        found=f"{found}, whose parts only the model knows",
+        found=f"{found}; only the model has their boundaries",
         hint="save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict(), or "
         f"train with FSDP2; or {WITHOUT_IT}",
     )
@@ -165,8 +164,8 @@ def saved_groups(value: Plain, where: str) -> list[Group]:
         CorruptError: it is not a list of groups, or a parameter is in two of them.
     """
     groups: list[Group] = []
-    for one in value if isinstance(value, list) else [None]:
-        match one:
+    for group in value if isinstance(value, list) else [None]:
+        match group:
             case {"params": list(params), **rest} if all(
                 isinstance(key, int | str) for key in params
             ):
@@ -196,7 +195,7 @@ def flat_groups(
 ) -> tuple[dict[Key, dict[str, Value]], list[dict[str, Value]]]:
     """Return state and groups of a flattened state dict: `state.NAME.KEY`, `param_groups.NAME.KEY`.
 
-    Groups were lost when it was flattened, and each parameter is one: see `joined_groups`.
+    Flattening loses the groups, so each parameter is a group here: see `joined_groups`.
     """
     state: dict[Key, dict[str, Value]] = {}
     values: dict[str, dict[str, Value]] = {}
@@ -212,8 +211,8 @@ def flat_groups(
 def joined_groups(groups: Iterable[Group], order: Mapping[Key, int]) -> list[Group]:
     """Return groups of one parameter each, in the optimizer's order, as the groups they were.
 
-    A group ends where the values change, or where the parameters stop to be in the order of the
-    model, in which every group has them (see `matching`). `order` is a parameter's place in it.
+    A group ends where the values change, or where the parameters leave the order of the model,
+    which they have in every group (see `matching`). `order` is a parameter's index in the model.
     Two groups that nothing else divides become one.
     """
     joined: list[Group] = []
@@ -228,20 +227,20 @@ def joined_groups(groups: Iterable[Group], order: Mapping[Key, int]) -> list[Gro
 
 
 def read_numbers(file: Opened, places: Sequence[tuple[DType, int]]) -> list[float]:
-    """Return the numbers at some places of a file, each a dtype and its first byte.
+    """Return the numbers at some places of a file, each of a dtype and a first byte.
 
     Raises:
-        CorruptError: the file ends before one.
+        CorruptError: the file ends before the end of a number.
     """
     data = pread_many(file, [(dtype.itemsize, start) for dtype, start in places])
-    if any(len(one) < dtype.itemsize for one, (dtype, _) in zip(data, places, strict=True)):
+    read = list(zip(data, places, strict=True))
+    if any(len(number) < dtype.itemsize for number, (dtype, _) in read):
         raise CorruptError(f"{name_of(file)}: ends before a value that its directory lists")
-    read = zip(data, places, strict=True)
-    return [np.frombuffer(one, numpy_dtype(dtype))[0].item() for one, (dtype, _) in read]
+    return [np.frombuffer(number, numpy_dtype(dtype))[0].item() for number, (dtype, _) in read]
 
 
 def numbers_of(entries: Mapping[str, TensorEntry]) -> dict[str, float]:
-    """Return the numbers in those tensors that have no dimensions and are not compressed."""
+    """Return the numbers in the tensors that have no dimensions and are not compressed."""
     by_file: dict[Path, dict[str, tuple[DType, int]]] = {}
     for name, entry in entries.items():
         chunks = entry.chunks

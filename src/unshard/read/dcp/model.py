@@ -192,7 +192,7 @@ def _choose(
     if len(candidates) > 1:
         sets = [(".".join(at) or "the top level", counts[at]) for at in candidates]
         raise NotMergeableError(
-            f"{where}: several sets of tensors, and nothing tells which is the model",
+            f"{where}: several sets of tensors; it is unclear which is the model",
             expected="one, under `model` or at the top level",
             found=", ".join(f"{name} ({count})" for name, count in sets),
             hint="save the model alone, or under `model`",

@@ -1,9 +1,10 @@
-"""Buffers among plain tensors: every rank has computed its own, and the model has rank 0's.
+"""Finds buffers among plain tensors that differ between ranks; the model gets rank 0's.
 
 FSDP shards parameters only, and nothing makes buffers equal on all ranks; a full state dict of
 torch has rank 0's. But a parameter that FSDP ignores is plain, too, and experts that are kept out
-of it differ by design. So only scalars and names of known modules mean buffers: those of torch.nn,
-torch.ao.quantization, spectral norm, modelopt, vector-quantize-pytorch, codecs of transformers.
+of it differ by design. So only scalars and names of known modules count as buffers: those of
+torch.nn, torch.ao.quantization, spectral norm, modelopt, vector-quantize-pytorch, codecs of
+transformers.
 """
 
 import re
@@ -15,8 +16,8 @@ from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 
-# Ends of names, each with names of which one must be next to it where others use the first: weight
-# norm has a parameter weight_v, and a learned quantiser a parameter scale.
+# Ends of names, each with the names of which one must be next to it, if other modules use the end
+# for a parameter: weight norm has a parameter weight_v, and a learned quantiser a parameter scale.
 _BUFFERS = {
     r"running_\w+|num_batches_tracked|(?:\w*_)?amax(?:_\w+)?|parametrizations\.\w+\.\d+\._[uv]": "",
     r"(?:min|max)_vals?|histogram|fake_quant_enabled|observer_enabled": "",
@@ -34,7 +35,7 @@ def find_buffers(
     tensors: Mapping[str, TensorEntry],
     base: Mapping[str, tuple[int, ...]],
 ) -> dict[str, bool | None]:
-    """Return which plain tensors that differ between ranks are buffers; None of those that may be.
+    """Return the differing plain tensors that are buffers (True) or may be buffers (None).
 
     `base` has the shapes of the base model.
     """
@@ -43,7 +44,7 @@ def find_buffers(
 
 
 def is_of_experts(name: str) -> bool:
-    """Return whether a tensor is below experts, which ranks may divide among them."""
+    """Return whether a tensor is below experts, which ranks may divide between them."""
     return _EXPERTS.search(name) is not None
 
 
@@ -54,13 +55,13 @@ def _is_buffer(
     joined = (len(sizes) * shape[0], *shape[1:]) if shape else None
     if is_of_experts(name) or (sizes != sizes[0]).any() or (shape and joined == base):
         return False
-    for ends, beside in _BUFFERS.items():
-        if found := re.fullmatch(rf"((?:.*\.)?)(?:{ends})", name):
-            weight = tensors.get(f"{found[1]}weight")
+    for ends, siblings in _BUFFERS.items():
+        if match := re.fullmatch(rf"((?:.*\.)?)(?:{ends})", name):
+            weight = tensors.get(f"{match[1]}weight")
             if weight is not None and weight.shape == joined:
                 return False  # the statistics of the channels that the rank has
-            needed = beside.format(**found.groupdict()).split()
-            if not needed or any(found[1] + one in tensors for one in needed):
+            needed = siblings.format(**match.groupdict()).split()
+            if not needed or any(match[1] + sibling in tensors for sibling in needed):
                 return True
     if prod(shape) == 1 and entry.dtype.kind is not DTypeKind.FLOAT:
         return True  # nothing trains it
@@ -73,12 +74,12 @@ def settle(
     problems: Sequence[UnshardError] = (),
     summary: str = "plain tensors cannot be merged",
 ) -> tuple[str, ...]:
-    """Return a note that names the buffers among the doubtful tensors of an output, if any.
+    """Return a note of the buffers among an output's tensors of doubtful kind, if there are any.
 
-    No scalar that is `listed`, as the base model or the config does, is a buffer.
+    A scalar that is `listed`, by the base model or the config, is not a buffer.
 
     Raises:
-        NotMergeableError: others are no buffers; with further `problems`, after a summary.
+        NotMergeableError: others are not buffers; with further `problems`, after a summary.
     """
     others, buffers = [*problems], dict[str, None]()
     for name, entry in tensors:

@@ -1,24 +1,23 @@
 """Tensors that several ranks store under one name: copies of one tensor, shards, or experts?
 
-A DTensor states how it is cut; a plain tensor does not. The rules for plain tensors, the only
+A DTensor records how it is cut; a plain tensor does not. The rules for plain tensors, the only
 heuristic of unshard:
 
-* one rank only: it is the tensor;
+* only one rank has it: it is the tensor;
 * a buffer that differs (`buffers`): the first rank's, unless all tensors of the files are plain;
-* its shape is known (`--base`): what fits it, a copy or shards along dimension 0;
-* the bytes differ between ranks: shards along dimension 0, but only if the user says so
+* its shape is known (`--base`): a copy or shards along dimension 0, whichever has that shape;
+* the bytes differ between ranks: shards along dimension 0, but only if the user asks for it
   (`--assume-dim0`); otherwise refused;
-* equal on all ranks: one copy. But where other plain tensors of the same files do differ, an equal
-  one may be a shard too (an all-ones norm): refused, or taken as a copy under `--assume-dim0`;
-  tensors without dimensions cannot be shards.
+* equal on all ranks: one copy. But if other plain tensors of the same files differ, an equal tensor
+  may be a shard too (an all-ones norm): refused, or taken as a copy under `--assume-dim0`; tensors
+  without dimensions cannot be shards.
 
-Of experts, verl's VeOmni engine does not record the rank in expert parallelism: every expert group
-saves its own experts as a DTensor of the *local* experts' shape, on a mesh of its own ranks. The
-files then have several different tensors under one name, each whole according to itself. Copies
-that no `Replicate` explains also arise otherwise (parameters outside the plan of tensor
-parallelism), so their bytes decide: where samples of them differ, they are experts. With
-`--ep-size` they are joined along dimension 0, the groups in the order of their lowest ranks, which
-is how VeOmni numbers them.
+verl's VeOmni engine does not record a rank's place in expert parallelism: every expert group saves
+its own experts as a DTensor of the *local* experts' shape, on a mesh of its own ranks. The files
+then have several different tensors under one name, each whole on its own mesh. Copies that no
+`Replicate` explains also arise otherwise (parameters outside the plan of tensor parallelism), so
+their bytes decide: if samples differ, they are experts. With `--ep-size` they are joined along
+dimension 0, the groups in the order of their lowest ranks, as VeOmni numbers them.
 """
 
 import os
@@ -62,23 +61,23 @@ def catalog_of(  # noqa: PLR0913, PLR0917 (what was read, and where)
     options: ReadOptions,
     trained: Callable[..., Collection[str]] | None = None,
 ) -> Catalog:
-    """Return what the files of ranks have together; `files` are by rank, as they were read.
+    """Return the union of ranks' files, which are by rank, in the order in which they were read.
 
-    `trained` returns which of some plain tensors are parameters; without it none is a buffer.
+    `trained` returns the parameters among some plain tensors; without it none is a buffer.
 
     Raises:
-        NotMergeableError: a tensor cannot be read, or its kind cannot be found out.
+        NotMergeableError: a tensor cannot be read, or its kind is unknown.
     """
     paths = tuple(files.values())
     tensors = gathered.entries(paths)
-    known = None if trained is None else partial(trained, location, world)
-    plain = _resolve_plain(tensors, gathered.plain, known, options)
+    trained_here = None if trained is None else partial(trained, location, world)
+    plain = _resolve_plain(tensors, gathered.plain, trained_here, options)
     decided = () if options.selects else plain.value.items()
     summary = f"{location.weights_dir}: the rank files cannot be merged"
     buffers = settle(decided, (), gathered.problems, summary)
     missing = tuple(rank for rank in range(world) if rank not in files)
     ranks = ", ".join(map(str, missing))
-    note = f"the file of rank {ranks} is missing; replicas have what it contained"
+    note = f"the file of rank {ranks} is missing; other ranks have copies of its tensors"
     experts = _resolve_experts({**tensors, **plain.value}, location, options)
     return Catalog(
         writer="unknown",
@@ -105,15 +104,15 @@ def _resolve_plain(
     trained: Callable[..., Collection[str]] | None,
     options: ReadOptions,
 ) -> Noted[dict[str, TensorEntry]]:
-    """Decide what every plain tensor is, by its known shape or by comparing its bytes across ranks.
+    """Decide the kind of every plain tensor, by its known shape or by comparing bytes across ranks.
 
-    Each chunk of a plain tensor is one rank's whole tensor. What cannot be decided has a doubt, as
-    buffers have; of these, `trained` returns those that are parameters.
+    Each chunk of a plain tensor is one rank's whole tensor. A tensor without a decision gets a
+    doubt, and so do buffers; `trained` returns the parameters among these.
     """
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name in plain if _differ(tensors[name], files)}
     is_mixed = trained is not None and len(plain) < len(tensors)
-    # What differs may be left out. Of files that are all plain, equal parts are parts all the same.
+    # Differing tensors may be deselected later. If all are plain, equal ones may be parts as well.
     equal_are_copies = options.selects and is_mixed and not options.assume_dim0
     buffers = find_buffers(differing, tensors, options.shapes) if is_mixed else {}
     for name in trained({name: tensors[name] for name in buffers}) if trained and buffers else ():
@@ -121,15 +120,18 @@ def _resolve_plain(
     cut = differing - buffers.keys()
     entries: dict[str, TensorEntry] = {}
     assumed: dict[str, list[str]] = defaultdict(list)
-    for name, entry in [(name, tensors[name]) for name in plain]:
-        known, joined = options.shapes.get(name), _joined_shape(entry)
+    for name in plain:
+        entry = tensors[name]
+        base_shape, joined = options.shapes.get(name), _joined_shape(entry)
         has_copies = len(entry.chunks) > 1
         may_be_cut = bool(cut) and has_copies and bool(entry.shape)  # like the others
-        if has_copies and known is not None and joined == known:
+        if has_copies and base_shape is not None and joined == base_shape:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0, whose joined shape the base has"].append(name)
         elif name not in differing and (
-            known == entry.shape or not may_be_cut or (equal_are_copies and not is_of_experts(name))
+            base_shape == entry.shape
+            or not may_be_cut
+            or (equal_are_copies and not is_of_experts(name))
         ):
             entries[name] = entry
         elif options.assume_dim0 and name not in differing:
@@ -142,11 +144,11 @@ def _resolve_plain(
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
-    return Noted(entries, tuple(_taken(names, why) for why, names in assumed.items()))
-
-
-def _taken(names: Sequence[str], why: str) -> Text:
-    return Text(f"{counted(len(names), 'plain tensor')} taken {why}: {', '.join(names)}")
+    notes = (
+        Text(f"{counted(len(names), 'plain tensor')} taken {kind}: {', '.join(names)}")
+        for kind, names in assumed.items()
+    )
+    return Noted(entries, tuple(notes))
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
@@ -165,7 +167,7 @@ def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
 
 
 def _joined_shape(entry: TensorEntry) -> tuple[int, ...] | None:
-    """Return the shape that the ranks' parts make when joined; None if they cannot be."""
+    """Return the shape of the ranks' parts joined along dimension 0; None if they do not fit."""
     sizes = entry.chunks.sizes
     if not entry.shape or (sizes[:, 1:] != sizes[:1, 1:]).any():
         return None
@@ -173,7 +175,7 @@ def _joined_shape(entry: TensorEntry) -> tuple[int, ...] | None:
 
 
 def _shards_joined(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the tensor that the ranks' parts make when joined along dimension 0, in rank order."""
+    """Return the ranks' parts joined along dimension 0, in rank order."""
     rows, offsets = entry.chunks.sizes[:, 0], entry.chunks.offsets.copy()
     offsets[:, 0] = np.concatenate([[0], np.cumsum(rows)[:-1]])
     return replace(entry, shape=shape, chunks=replace(entry.chunks, offsets=offsets))
@@ -208,11 +210,11 @@ def _resolve_experts(
     """Join, or refuse, tensors that are different experts under one name; return all tensors.
 
     Raises:
-        NotMergeableError: there are some, and `--ep-size` was not given or does not fit.
+        NotMergeableError: there are some, and `--ep-size` is missing or does not fit.
         UsageError: `--ep-size` was given, and there are none.
     """
     most: dict[tuple[int, int], int] = {}
-    copied = {name: one for name, one in tensors.items() if _unexplained_copies(one, most) > 1}
+    copied = {name: entry for name, entry in tensors.items() if _copies(entry, most) > 1}
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         differing = {name for name, entry in copied.items() if _samples_differ(entry, files)}
     if not differing:
@@ -220,7 +222,7 @@ def _resolve_experts(
             raise UsageError(
                 f"⟦--ep-size {options.ep_size}⟧: {location.weights_dir} has no experts that differ "
                 "between ranks under one name",
-                hint="leave it out: the files state how their tensors are cut",
+                hint="leave it out: the files record how their tensors are cut",
             )
         return Noted(tensors)
     if options.ep_size is None:
@@ -244,10 +246,10 @@ def _resolve_experts(
     return Noted({**tensors, **joined}, (note,))
 
 
-def _unexplained_copies(entry: TensorEntry, most: dict[tuple[int, int], int]) -> int:
-    """Return how many times as often as its `Replicate` placements say some region is stored.
+def _copies(entry: TensorEntry, most: dict[tuple[int, int], int]) -> int:
+    """Return the factor by which a region is stored more often than its placements imply.
 
-    `most` keeps how often that is; tensors that are cut alike share their arrays of boxes.
+    `most` caches the highest count of a region by the arrays of boxes, which tensors share.
     """
     if entry.sharding is None or len(entry.chunks) < 2:
         return 1
@@ -295,7 +297,7 @@ def _experts_refused(
 ) -> NotMergeableError:
     name = next(name for name in copied if name in differing)
     entry = copied[name]
-    copies = _unexplained_copies(entry, {})
+    copies = _copies(entry, {})
     whole = Box.whole(entry.shape)
     return NotMergeableError(
         f"{location.weights_dir}: stores {counted(len(differing), 'tensor')} {copies} times with "

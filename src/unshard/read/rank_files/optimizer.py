@@ -1,6 +1,6 @@
 """The optimizer's state in files of ranks: verl, lmms-engine, SkyRL, and accelerate without DCP.
 
-| file | of | parameters by |
+| file | trainers | parameters by |
 |---|---|---|
 | `optim_world_size_W_rank_R.pt` next to the model's | verl, SkyRL | number: `state_dict()` |
 | `optimizer/optimizer_world_size_W_rank_R.pt` in the step | lmms-engine | number |
@@ -17,9 +17,10 @@ Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Value
@@ -60,7 +61,7 @@ from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _UNNAMED = re.compile(r"optimizer_(\d{1,4})_rank(\d{1,6})\.bin")
-_SHOWN = 200
+_LONGEST_SHOWN = 200
 _BLOCK = 1 << 20
 _MODEL = re.compile(r"pytorch_model_fsdp_(\d+)(?:_rank\d+\.bin)?")
 
@@ -72,85 +73,86 @@ def find_files(location: Location, world_size: int) -> dict[int, Path]:
         IncompleteError: there are files of other world sizes only.
     """
     folders = [*location.roots, *(step / "optimizer" for step in step_dirs(location))]
-    paths = [path for one in dict.fromkeys(folders) if one.is_dir() for path in one.iterdir()]
+    existing = [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
     worlds: dict[int, dict[int, Path]] = {}
     unnamed: dict[int, Path] = {}
     model = _MODEL.fullmatch(location.file.name if location.file else location.weights_dir.name)
     number = int(model[1]) if model else 0
-    for path in sorted(paths):
+    for path in sorted(path for folder in existing for path in folder.iterdir()):
         if match := _WORLD.fullmatch(path.name):
             worlds.setdefault(int(match[1]), {}).setdefault(int(match[2]), path)
         elif (match := _UNNAMED.fullmatch(path.name)) and int(match[1]) == number:
             unnamed.setdefault(int(match[2]), path)
-    found = worlds.get(world_size) or unnamed
-    if worlds and not found:
+    files = worlds.get(world_size) or unnamed
+    if worlds and not files:
         sizes = ", ".join(map(str, sorted(worlds)))
         raise IncompleteError(
             f"{next(iter(next(iter(worlds.values())).values())).parent}: the optimizer's files are "
             f"of world size {sizes}",
             expected=f"{world_size}, as the files of the model",
-            hint="they are of another save; take another checkpoint",
+            hint="they belong to another save; take another checkpoint",
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def read_optimizer(location: Location, world: int, options: ReadOptions) -> SavedState | None:
     """Read the files of all ranks, but no values of moments; None without files.
 
     Raises:
-        CheckpointError: a file cannot be read, ranks disagree, or it cannot be known what the state
-            belongs to.
+        CheckpointError: a file cannot be read, ranks disagree, or the parameters of the state are
+            unknown.
         UsageError: the options have a size of expert parallelism.
     """
     files = find_files(location, world)
     if files and options.ep_size is not None:
         raise UsageError(
-            f"⟦--ep-size {options.ep_size}⟧: the state of the optimizer of such experts is not "
-            "read",
+            f"⟦--ep-size {options.ep_size}⟧: the optimizer's state of such experts cannot be read",
             hint="leave out the optimizer",
         )
     gathered, first = Gathering(), None
     for number, (rank, path) in enumerate(files.items()):
-        one = _read_one(path, rank, number, options)
+        own = _read_file(path, rank, number, options)
         if world > 1:
-            _refuse_flat(one)
-        gathered.add(one.table)
+            _refuse_flat(own)
+        gathered.add(own.table)
         if first is None:
-            first = one
+            first = own
         else:
-            _compare(first, one)
+            _compare(first, own)
     if first is None:
         return None
-    at, options = replace(location, weights_dir=first.path.parent), replace(options, selects=False)
-    return replace(first.state, catalog=catalog_of(gathered, files, world, at, options))
+    place = replace(location, weights_dir=first.path.parent)
+    catalog = catalog_of(gathered, files, world, place, replace(options, selects=False))
+    return replace(first.state, catalog=catalog)
 
 
 def trained_parameters(
     location: Location, world: int, tensors: Mapping[str, TensorEntry]
 ) -> list[str]:
-    """Return which of some plain tensors of a model are the optimizer's, if it can be read.
+    """Return the optimizer's parameters among some plain tensors of a model, if it can be read.
 
-    Where it has numbers instead of names, these are all of the shape of a moment that is plain.
+    If it has numbers instead of names, these are all tensors of the shape of a plain moment.
     """
     try:
         rank, path = next(iter(find_files(location, world).items() if tensors else ()))
-        one = _read_one(path, rank, 0, ReadOptions())
+        own = _read_file(path, rank, 0, ReadOptions())
     except (CheckpointError, StopIteration):
-        return []  # the model does not need it
-    listed = chain(*([*params, values.get("param_names")] for params, values in one.state.groups))
+        return []  # the model can be merged without its optimizer
+    listed = chain(*([*params, values.get("param_names")] for params, values in own.state.groups))
     flat = chain(*(each if isinstance(each, list) else [each] for each in listed))
     names = {name for name in flat if isinstance(name, str)}
-    forms = [form for name, form in one.table.forms() if split_name(name)[1] in LIKE_PARAMETER]
-    is_flat = all(form.is_plain for form in forms)  # parts of FSDP1's, of any size
+    forms = [form for name, form in own.table.forms() if split_name(name)[1] in LIKE_PARAMETER]
+    is_flat = all(form.is_plain for form in forms)  # FSDP1's parts, of any size
     shapes = {form.shape for form in forms if form.is_plain and not (is_flat or names)}
     short = names_without_wrappers([*names, *tensors])
     names = {short[name] for name in names}
-    return [name for name, one in tensors.items() if short[name] in names or one.shape in shapes]
+    return [
+        name for name, entry in tensors.items() if short[name] in names or entry.shape in shapes
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class _One:
-    """What the file of one rank says: `state` as far as it is no tensor, `scalars` by name."""
+class _OptimizerFile(NamedTuple):
+    """The file of one rank: `state` has its values without tensors, `scalars` those by name."""
 
     path: Path
     rank: int
@@ -159,7 +161,7 @@ class _One:
     scalars: Mapping[str, float]
 
 
-def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
+def _read_file(path: Path, rank: int, number: int, options: ReadOptions) -> _OptimizerFile:
     archive = read_torch_file(path)
     saved, groups, is_flat = _parts_of(archive)
     tensors: dict[str, Value] = {}
@@ -189,7 +191,7 @@ def _read_one(path: Path, rank: int, number: int, options: ReadOptions) -> _One:
         left_out_note(path.name, noted.notes),
         flattened=is_flat,
     )
-    return _One(path, rank, table, state, _scalars(table, path))
+    return _OptimizerFile(path, rank, table, state, _scalars(table, path))
 
 
 def _parts_of(archive: TorchFile) -> tuple[dict[Key, dict[str, Value]], Value, bool]:
@@ -215,31 +217,31 @@ def _parts_of(archive: TorchFile) -> tuple[dict[Key, dict[str, Value]], Value, b
 
 def _scalars(table: RankTable, path: Path) -> dict[str, float]:
     """Return the numbers in the tensors without dimensions of a rank's file."""
-    starts, found, at = table.starts.tolist(), [], 0
+    starts, scalars, at = table.starts.tolist(), [], 0
     for name, number in zip(table.names, table.cuts.tolist(), strict=True):
         cut = table.cut_table[number]
         if cut.form.shape == () and len(cut.boxes) == 1:
-            found.append((name, cut.form.dtype, starts[at]))
+            scalars.append((name, cut.form.dtype, starts[at]))
         at += len(cut.boxes)
     with opened(path) as file:
-        numbers = read_numbers(file, [(dtype, start) for _, dtype, start in found])
-    return {name: number for (name, *_), number in zip(found, numbers, strict=True)}
+        numbers = read_numbers(file, [(dtype, start) for _, dtype, start in scalars])
+    return {name: number for (name, *_), number in zip(scalars, numbers, strict=True)}
 
 
-def _facts(one: _One) -> dict[str, object]:
-    """Return what every rank must save alike, by what it is."""
-    facts: dict[str, object] = {"the number of parameter groups": len(one.state.groups)}
-    for number, (params, values) in enumerate(one.state.groups):
+def _facts(own: _OptimizerFile) -> dict[str, object]:
+    """Return the values that must be equal on every rank, by description."""
+    facts: dict[str, object] = {"the number of parameter groups": len(own.state.groups)}
+    for number, (params, values) in enumerate(own.state.groups):
         facts |= {f"{key} of group {number}": value for key, value in values.items()}
         facts[f"the parameters of group {number}"] = params
-    facts |= {f"the tensors of parameter {key}": kinds for key, kinds in one.state.keys.items()}
-    facts |= {f"tensor {name}": value for name, value in one.scalars.items()}
-    facts |= {f"the state of parameter {key}": value for key, value in one.state.values.items()}
-    return {what: _comparable(value) for what, value in facts.items()}
+    facts |= {f"the tensors of parameter {key}": kinds for key, kinds in own.state.keys.items()}
+    facts |= {f"tensor {name}": value for name, value in own.scalars.items()}
+    facts |= {f"the state of parameter {key}": value for key, value in own.state.values.items()}
+    return {name: _comparable(value) for name, value in facts.items()}
 
 
 def _comparable(value: object) -> object:
-    """Return a value, with checksums in place of tensors of which only the place is known."""
+    """Return a value with checksums in place of tensors that were not read."""
     match value:
         case SavedTensor(dtype, shape, ByteRange(path, start, size)):
             with opened(path) as file:
@@ -252,21 +254,21 @@ def _comparable(value: object) -> object:
     return value
 
 
-def _compare(first: _One, one: _One) -> None:
-    """Raise if a rank has other groups, steps or parameters with state than the first one."""
-    ours, theirs = _facts(first), _facts(one)
-    for what in dict.fromkeys([*ours, *theirs]):
-        expected, found = ours.get(what), theirs.get(what)
+def _compare(first: _OptimizerFile, own: _OptimizerFile) -> None:
+    """Raise if a rank has other groups, steps or parameters with state than the first rank."""
+    ours, theirs = _facts(first), _facts(own)
+    for name in dict.fromkeys([*ours, *theirs]):
+        expected, found = ours.get(name), theirs.get(name)
         if expected != found and repr(expected) != repr(found):  # nan is not nan
             raise CorruptError(
-                f"{one.path}: rank {one.rank} disagrees with rank {first.rank} about {what}",
-                expected=f"{plain(expected)[:_SHOWN]}, as in {first.path.name}",
-                found=plain(found)[:_SHOWN],
+                f"{own.path}: rank {own.rank} disagrees with rank {first.rank} about {name}",
+                expected=f"{plain(expected)[:_LONGEST_SHOWN]}, as in {first.path.name}",
+                found=plain(found)[:_LONGEST_SHOWN],
                 hint="the files are of two saves, or the ranks were trained apart",
             )
 
 
-def _refuse_flat(first: _One) -> None:
+def _refuse_flat(first: _OptimizerFile) -> None:
     """Refuse the parts of FSDP1's flat parameters: plain vectors under numbers, on every rank."""
     forms = dict(first.table.forms())
     moments = [name for name, form in forms.items() if form.shape != ()]

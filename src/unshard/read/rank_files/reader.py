@@ -1,9 +1,9 @@
 """Reader for FSDP rank files: one torch.save file per rank.
 
-`model_world_size_W_rank_R.pt` of verl and lmms-engine, where the name says the world size; and
-`pytorch_model_fsdp[_I]_rankR.bin` of accelerate, where only the tensors do. I is the number of the
-model. They hold DTensors (FSDP2; FSDP1 on a device mesh), ShardedTensors (FSDP1 without one), or
-plain tensors.
+`model_world_size_W_rank_R.pt` of verl and lmms-engine, where the name has the world size; and
+`pytorch_model_fsdp[_I]_rankR.bin` of accelerate, where only the tensors have it. I is the number of
+the model. They hold DTensors (FSDP2; FSDP1 on a device mesh), ShardedTensors (FSDP1 without one),
+or plain tensors.
 """
 
 import re
@@ -40,13 +40,13 @@ _TRAINING_STATE = ("optim_world_size_*", "extra_state_world_size_*", "optimizer_
 _LMMS_STATE = ("optimizer/*.pt", "extra_state/*.pt", "dataloader_state/*.pt")
 
 
-class _Set(NamedTuple):
-    """The files of one save: rank -> path.
+class _FileSet(NamedTuple):
+    """The files of one save.
 
     Attributes:
-        label: what distinguishes it from other sets: "world size 4", "model 0".
-        files: by rank, ascending.
-        world_size: what the names say; None where they do not.
+        label: its difference from other sets: "world size 4", "model 0".
+        files: rank -> path, ascending.
+        world_size: from the names; None if they do not have it.
     """
 
     label: str
@@ -64,7 +64,7 @@ def _is_rank_file(name: str) -> bool:
 
 
 def _holds(tree: Tree, directory: Path) -> bool:
-    """Return whether a directory has rank files; cosmos-rl's name is too plain to tell alone."""
+    """Return whether a directory has rank files; cosmos-rl's names alone are too plain to tell."""
     inside = tree.inside(directory).items()
     return any(_is_rank_file(name) and _claims(tree, path) for name, path in inside)
 
@@ -76,39 +76,38 @@ def _claims(tree: Tree, path: Path) -> bool:
 
 
 def _read(location: Location, options: ReadOptions) -> Catalog:
-    noted = _choose(location)
-    chosen = noted.value
+    chosen, notes = _choose(location)
     gathered = Gathering()
-    stated = 1
+    recorded = 1
     for table in read_rank_files(list(chosen.files.items()), options.allowed_globals):
         gathered.add(table)
-        stated = max(stated, table.world_size)
-    world = chosen.world_size or max(stated, *chosen.files, 0)
+        recorded = max(recorded, table.world_size)
+    world = chosen.world_size or max(recorded, *chosen.files, 0)
     gathered.problems += _name_problems(gathered, chosen.files)
     catalog = catalog_of(gathered, chosen.files, world, location, options, _trained)
     return replace(
         catalog,
         writer=_writer(location),
         training_state=_training_state(location),
-        notes=(*noted.notes, *catalog.notes),
+        notes=(*notes, *catalog.notes),
     )
 
 
 def ranks_in(folder: Path) -> dict[int, set[int]]:
     """Return the ranks whose files are in a folder, by world size."""
-    found: dict[int, set[int]] = {}
+    worlds: dict[int, set[int]] = {}
     for match in (_RANK_FILE.fullmatch(path.name) for path in folder.iterdir()):
         if match is not None:
-            found.setdefault(int(match[1]), set()).add(int(match[2]))
-    return found
+            worlds.setdefault(int(match[1]), set()).add(int(match[2]))
+    return worlds
 
 
 def missing_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
-    """Return which rank's file a folder lacks, or which file in it is not finished."""
+    """Return the rank whose file a folder lacks, or the file in it that is not finished."""
     from unshard.read.unfinished import why_folder_unfinished
 
-    for world, there in worlds.items():
-        missing = sorted(set(range(world)) - there)
+    for world, present in worlds.items():
+        missing = sorted(set(range(world)) - present)
         if missing:
             return f"{folder.name}: rank {missing[0]} of {world} is missing"
     return why_folder_unfinished(folder)
@@ -149,10 +148,10 @@ RANK_FILES = Format(
 )
 
 
-def _choose(location: Location) -> Noted[_Set]:
-    """Return the set of files that is meant, and what to say of the others.
+def _choose(location: Location) -> Noted[_FileSet]:
+    """Return the set of files to read, with notes about the others.
 
-    Files of another world size are left by a resumed run. `fsdp_config.json` decides where it is;
+    A resumed run leaves files of another world size. `fsdp_config.json` decides if it is there;
     else the only complete set.
     """
     sets = list(_sets(files_in(location.roots, _is_rank_file)))
@@ -161,35 +160,36 @@ def _choose(location: Location) -> Noted[_Set]:
             f"{location.weights_dir}: is empty: this run saved no {location.weights} weights "
             "at this step"
         )
-    stated = _stated_world(location)
-    meant = location.file.name if location.file else None
-    if stated is not None:
-        kept = [one for one in sets if one.world_size == stated]
-    elif meant is not None and len(sets) > 1 and _is_rank_file(meant):
-        kept = [one for one in sets if any(path.name == meant for path in one.files.values())]
+    world = _recorded_world(location)
+    name = location.file.name if location.file else None
+    if world is not None:
+        candidates = [own for own in sets if own.world_size == world]
+    elif name is not None and len(sets) > 1 and _is_rank_file(name):
+        candidates = [own for own in sets if any(p.name == name for p in own.files.values())]
     else:
-        kept = [one for one in sets if one.is_complete] if len(sets) > 1 else sets
-    if stated is not None and not kept:
+        candidates = [own for own in sets if own.is_complete] if len(sets) > 1 else sets
+    if world is not None and not candidates:
         raise IncompleteError(
-            f"{location.weights_dir}: no rank files of the world size that fsdp_config.json states",
-            expected=f"model_world_size_{stated}_rank_0.pt and the others",
-            found=", ".join(f"files of {one.label}" for one in sets),
+            f"{location.weights_dir}: no rank files of the world size in fsdp_config.json",
+            expected=f"model_world_size_{world}_rank_0.pt and the others",
+            found=", ".join(f"files of {own.label}" for own in sets),
         )
-    if len(kept) != 1:
+    if len(candidates) != 1:
         raise _ambiguous(location.weights_dir, sets)
-    chosen = kept[0]
+    (chosen,) = candidates
     if chosen.world_size is not None and max(chosen.files) >= chosen.world_size:
-        what = f"rank {max(chosen.files)} of world size {chosen.world_size}"
-        raise CorruptError(f"{location.weights_dir}: {what}")
+        raise CorruptError(
+            f"{location.weights_dir}: rank {max(chosen.files)} of world size {chosen.world_size}"
+        )
     notes = (
-        f"{location.weights_dir}: left out {len(one.files)} stale rank files of {one.label}"
-        for one in sets
-        if one is not chosen
+        f"{location.weights_dir}: left out {len(own.files)} stale rank files of {own.label}"
+        for own in sets
+        if own is not chosen
     )
     return Noted(chosen, tuple(notes))
 
 
-def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
+def _sets(paths: Iterable[Path]) -> Iterable[_FileSet]:
     named: dict[int, dict[int, Path]] = defaultdict(dict)
     unnamed: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in paths:
@@ -200,29 +200,28 @@ def _sets(paths: Iterable[Path]) -> Iterable[_Set]:
         elif match := _COSMOS_RL.fullmatch(path.name):
             unnamed[0][int(match["rank"])] = path
     for world, files in sorted(named.items()):
-        yield _Set(f"world size {world}", dict(sorted(files.items())), world)
+        yield _FileSet(f"world size {world}", dict(sorted(files.items())), world)
     for model, files in sorted(unnamed.items()):
-        yield _Set(f"model {model}", dict(sorted(files.items())), None)
+        yield _FileSet(f"model {model}", dict(sorted(files.items())), None)
 
 
-def _ambiguous(directory: Path, sets: list[_Set]) -> Exception:
-    if any(one.world_size is None for one in sets):
+def _ambiguous(directory: Path, sets: list[_FileSet]) -> Exception:
+    if any(own.world_size is None for own in sets):
         return UsageError(
             f"{directory}: has the files of several models",
-            found=", ".join(one.label for one in sets),
-            hint="give one file of the model that you want, instead of the directory",
+            found=", ".join(own.label for own in sets),
+            hint="pass one file of the model that you want, instead of the directory",
         )
-    found = "; ".join(f"{len(one.files)} of {one.world_size} ranks" for one in sets)
     return NotMergeableError(
-        f"{directory}: rank files of several world sizes, and nothing says which are meant",
+        f"{directory}: rank files of several world sizes; it is unclear which are meant",
         expected="one complete set, or fsdp_config.json",
-        found=found,
+        found="; ".join(f"{len(own.files)} of {own.world_size} ranks" for own in sets),
         hint="move the stale files elsewhere",
     )
 
 
-def _stated_world(location: Location) -> int | None:
-    """Return the world size that verl's fsdp_config.json states; None without the file."""
+def _recorded_world(location: Location) -> int | None:
+    """Return the world size in verl's fsdp_config.json; None without the file."""
     for root in location.roots:
         path = root / "fsdp_config.json"
         if path.is_file():
@@ -231,7 +230,7 @@ def _stated_world(location: Location) -> int | None:
 
 
 def _name_problems(gathered: Gathering, files: dict[int, Path]) -> list[CorruptError]:
-    """Return which ranks do not have which names: in this format, every rank saves all."""
+    """Return an error for each rank that lacks names: in this format, every rank saves all."""
     lacking: dict[int, list[str]] = {}
     contradicted = {problem.subject.split(":")[0] for problem in gathered.problems}
     for name, ranks in gathered.lacking().items():

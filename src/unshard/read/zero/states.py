@@ -12,13 +12,12 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-
-from unshard.containers.open_files import opened, pread_many
+from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Record, Value
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.errors import CorruptError, NotMergeableError
 from unshard.read.format import shortened
+from unshard.read.optimizer_state import read_numbers
 from unshard.read.torch_save.state_dict import ShortStorageError, start_of
 from unshard.read.torch_save.values import (
     StorageView,
@@ -33,7 +32,7 @@ from unshard.read.torch_save.values import (
 from unshard.read.zero.files import TO_UNIVERSAL, is_zero_file
 from unshard.read.zero.flat import FlatRun
 from unshard.tensors.boxes import is_row_major
-from unshard.tensors.dtypes import DType, numpy_dtype
+from unshard.tensors.dtypes import DType
 
 _MOST_RANKS = 99_999
 _MOST_STEPS = 1 << 53  # a larger number is damage, or an attack
@@ -227,9 +226,7 @@ def _element(file: TorchFile, value: Value) -> object:
     except ShortStorageError:
         return None
     with opened(file.path) as stream:
-        (data,) = pread_many(stream, [(view.dtype.itemsize, start)])
-    is_whole = len(data) == view.dtype.itemsize
-    return np.frombuffer(data, numpy_dtype(view.dtype))[0].item() if is_whole else None
+        return read_numbers(stream, [(view.dtype, start)])[0]
 
 
 def _view_or_none(value: Value) -> StorageView | None:
