@@ -214,7 +214,7 @@ def test_the_answer_of_an_engine_is_compared(tmp_path: Path, options: dict[str, 
         (json.dumps({"checksums": {"dp0:pp0:pcp0:tp1:ep0:w": "0" * 64}}), "a part of a tensor"),
         (
             json.dumps({"checksums": {f"dp{n}:pp0:tp0:ep0:w": f"{n}" * 64 for n in (0, 1)}}),
-            "two ranks have other values of w",
+            "two ranks have different values of w",
         ),
     ],
 )

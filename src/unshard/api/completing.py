@@ -1,10 +1,11 @@
-"""From a plan to an output that is there: made now, or by another process, or found.
+"""Make the output of a plan, wait for another process that makes it, or reuse it.
 
-With `reuse` an output is made once, by whichever process is the first to have its turn.
+With `reuse` the first process that gets its turn makes the output.
 """
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from unshard.api.making import (
     Prepared,
+    companion_names,
     compare_with_base,
     decompressed,
     fingerprint_of,
@@ -32,7 +34,9 @@ from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, warn
 from unshard.progress import Stage as Progress
 from unshard.stores.remote_path import RemotePath
+from unshard.write.companions import state_file_names
 from unshard.write.record import add_checksums, describe_made, has_sizes, is_made_by
+from unshard.write.report import Report, peak_memory
 from unshard.write.stage import BusyError, Stage, named_overflows, scratch_directory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
@@ -42,12 +46,12 @@ _PAUSE_S = 0.1
 
 
 class Made(NamedTuple):
-    """An output that is there.
+    """A finished output.
 
     Attributes:
-        prepared: what is in it.
-        notes, changed, copied: as of a report; what only the process that made it knows.
-        reused: whether it was there already, or another process made it.
+        prepared: the merge that made it.
+        notes, changed, copied: as in a report; only the process that made the output knows them.
+        reused: whether the output existed already, or another process made it.
     """
 
     prepared: Prepared
@@ -58,17 +62,17 @@ class Made(NamedTuple):
 
 
 def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
-    """Return the stage on which the output is made: that of a disk, or of a store.
+    """Return the stage for an output on a disk or in a store.
 
     Raises:
-        OutputError: the weights that are merged would be lost.
+        OutputError: the weights of the sources would be lost.
         UsageError: an option excludes an output in a store.
     """
-    sources, training = prepared.sources, prepared.sources.training
+    sources, checkpoint = prepared.sources, prepared.checkpoint
     names, resume = output_names(prepared), options.resume or options.reuse
     if isinstance(target, RemotePath):
         if (repo := options.push_to_hub) is not None:
-            where = shlex.quote(str(sources.last.location.place))
+            where = shlex.quote(str(checkpoint.location.place))
             raise UsageError(
                 f"⟦--push-to-hub⟧ needs an output on a disk, and {target} is in an object store",
                 hint=f"leave it out, and upload the checkpoint: unshard push {where} {repo}",
@@ -77,16 +81,16 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
 
         overwrite = bool(options.overwrite)
         return BucketStage(target, overwrite=overwrite, names=names, resume=resume)
-    refuse_sources(target, set[Path]().union(*(one.weight_files for one in sources.catalogs)))
+    weights = set[Path]().union(*(catalog.weight_files for catalog in sources.catalogs))
+    refuse_sources(target, weights)
     needed = prepared.plan.bytes_written + sources.compressed_bytes + _COMPANION_ALLOWANCE
-    needed += 3 * training.size  # of the first rank it is written twice, and all of it is copied
-    checkpoint = prepared.checkpoint
-    needed += sum(checkpoint.states[one].size for one in checkpoint.companions.files.values())
-    locations = [one.location for one in sources.checkpoints]
+    needed += 3 * sources.training.size  # the first rank's is written twice, and all is copied
+    needed += sum(checkpoint.states[path].size for path in checkpoint.companions.files.values())
+    locations = [source.location for source in sources.checkpoints]
     return Staging(
         target,
         needed,
-        sources=[place for one in locations for place in (one.step_dir, *one.roots)],
+        sources=[folder for at in locations for folder in (at.step_dir, *at.roots)],
         overwrite=options.overwrite,
         names=names,
         resume=resume,
@@ -102,8 +106,8 @@ def make_output(
 ) -> Made:
     """Make an output on its stage.
 
-    `change` is called when nothing is compressed any more, with a directory for temporary files. It
-    returns another output, or raises to end the merge.
+    `change` is called after decompression, with a directory for temporary files. It returns another
+    merge, or raises to end this one.
     """
     work = work_of(prepared)
     with engine_for(options.engine, options.resources, listener) as engine, stage:
@@ -128,10 +132,10 @@ def make_output(
 
 
 def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> Made:
-    """Make an output, unless it is there or another process makes it meanwhile.
+    """Make an output, unless it exists or another process makes it meanwhile.
 
     Raises:
-        OutputError: another output is there, or one that is damaged and may not be replaced.
+        OutputError: a different output exists, or a damaged output may not be replaced.
     """
     is_made = partial(is_made_by, target, fingerprint_of(prepared))
     while not is_made():
@@ -142,7 +146,7 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
                     return make_output(prepared, stage, options, listener)
         except BusyError:
             time.sleep(_PAUSE_S)
-        except OutputError:  # perhaps because the output has come into being meanwhile
+        except OutputError:  # another process may have made the output meanwhile
             if not is_made():
                 refuse_other(stage, target, prepared, options)
                 raise
@@ -154,19 +158,19 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
             raise
     stage = stage_for(target, prepared, options)
     with stage.turn(lambda: False, listener):
-        try:  # whether another process has made it again meanwhile
+        try:  # another process may have made it again meanwhile
             return _check_made(prepared, target, options, listener)
         except OutputError:
             return make_output(prepared, stage, options, listener)
 
 
 def refuse_other(stage: Stage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
-    """Raise OutputError, which tells what is there, if the output may not be made there."""
+    """Raise an OutputError that describes the existing output, if it may not be replaced."""
     try:
         stage.check()
     except OutputError as error:
         if options.reuse and not error.found:
-            locations = [one.location for one in prepared.sources.checkpoints]
+            locations = [source.location for source in prepared.sources.checkpoints]
             error.found = describe_made(target, locations, options.recorded)
         raise
 
@@ -174,11 +178,11 @@ def refuse_other(stage: Stage, target: Path, prepared: Prepared, options: MergeO
 def _check_made(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
 ) -> Made:
-    """Verify an output that was made already, as far as `--verify` says."""
+    """Verify an existing output, at the level of `--verify`."""
     engine_of = partial(engine_for, options.engine, options.resources, listener)
     with ExitStack() as stack, engine_of() as engine:
         sizes = {file.filename: file.size for file in prepared.plan.layout.files}
-        # Of compressed tensors the plan may be another one than was carried out.
+        # The output of compressed tensors followed the plan that was made after decompression.
         if options.verify == "full" or not has_sizes(target, sizes):
             prepared = decompressed(prepared, lambda: scratch_directory(stack), options, listener)
         verify_output(prepared, target, options.verify, engine)
@@ -189,24 +193,71 @@ def _check_made(
 def _digest_output(
     prepared: Prepared, directory: Path, resources: Resources, listener: Listener
 ) -> dict[str, str]:
-    """Return the SHA-256 of each tensor of the model, sorted by name, as the output has it."""
+    """Return the SHA-256 of each tensor of the model in the output, sorted by name."""
     from unshard.engines.checksums import digest_contents
     from unshard.plan.pieces import Contents
 
     layout, folders = prepared.plan.layout, prepared.checkpoint.companions.folders
-    own = [("", file) for file in layout.model_files]
-    own += [
+    files = [("", file) for file in layout.model_files]
+    files += [
         (folder, file)
-        for file in layout.files[len(own) :]
+        for file in layout.files[len(files) :]
         for folder in folders
         if file.filename.startswith(folder)
     ]
-    listener(Progress("hashing", sum(file.data_bytes for _, file in own)))
+    listener(Progress("hashing", sum(file.data_bytes for _, file in files)))
     contents = (
-        (folder + one.name, [Contents.of_file(directory / file.filename, end - start, at + start)])
-        for folder, file in own
-        for at in [len(file.header)]
-        for one in file.tensors
-        for start, end in [one.data_offsets]
+        (folder + tensor.name, [Contents.of_file(directory / file.filename, end - start, at)])
+        for folder, file in files
+        for tensor in file.tensors
+        for start, end in [tensor.data_offsets]
+        for at in [len(file.header) + start]
     )
     return dict(sorted(digest_contents(contents, directory, resources, listener).items()))
+
+
+def make_report(
+    made: Made,
+    target: Path | None,
+    *,
+    memory_bytes: int,
+    dry_run: bool = False,
+    url: str | None = None,
+) -> Report:
+    """Return the report of a merge; `target` is None if nothing was written."""
+    prepared = made.prepared
+    checkpoints, layout = prepared.sources.checkpoints, prepared.plan.layout
+    tensors = (tensor for file in layout.model_files for tensor in file.tensors)
+    folders = prepared.checkpoint.companions.folders
+    modules = [module for module in layout.beside if module.name.startswith(folders)]
+    operations = Counter(type(operation).__name__ for operation in prepared.plan.tiled)
+    operations += Counter(CopyRange=len(prepared.plan.copies))
+    return Report(
+        output="" if target is None else str(target),
+        source=str(checkpoints[-1].location.weights_dir),
+        sources=tuple(str(source.location.weights_dir) for source in checkpoints),
+        step=checkpoints[-1].catalog.step,
+        passed_over=tuple(passed for source in checkpoints for passed in source.passed_over),
+        world_size=checkpoints[-1].catalog.world_size,
+        files={file.filename: file.size for file in layout.files},
+        companions=(*companion_names(prepared), *state_file_names(prepared.sources.training)),
+        tensors=sum(len(part.weight_map) for part in (layout, *modules)),
+        parameters=layout.total_parameters,
+        dtypes=dict(Counter(tensor.dtype.name for tensor in tensors).most_common()),
+        operations=dict(sorted(operations.items())),
+        bytes_read=0 if made.reused else prepared.plan.bytes_read,
+        bytes_written=0 if made.reused else prepared.plan.bytes_written,
+        memory_bytes=memory_bytes,
+        seconds=round(time.monotonic() - prepared.sources.opening, 3),
+        peak_memory_bytes=peak_memory(),
+        dry_run=dry_run,
+        loadable=prepared.library.loads is True,
+        library=prepared.library.name,
+        names_checked=prepared.names_checked,
+        changed_from_base=made.changed,
+        url=url,
+        notes=(*prepared.warnings, *made.notes),
+        skipped=tuple(skipped for source in checkpoints for skipped in source.catalog.skipped),
+        bytes_copied=made.copied,
+        reused=made.reused,
+    )

@@ -1,4 +1,4 @@
-"""From checkpoints to the output's tensors: adapters, names, ties, selection, dtypes, mean."""
+"""Turn checkpoints into the output's tensors: adapters, names, ties, selection, dtypes, mean."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -62,34 +62,31 @@ from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
-from unshard.write.companions import (
-    OPTIMIZER_NAME,
-    optimizer_json,
-)
+from unshard.write.companions import OPTIMIZER_NAME, optimizer_json
 from unshard.write.execute import are_equal
 
 if TYPE_CHECKING:
     from unshard.read.base import Base
 
 ADAPTER_FOLDER = "lora_adapter"
-"""Where an adapter is written that is written by itself too."""
+"""The folder of an adapter that is written next to the fused model."""
 _INCIDENTAL_KEYS = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that may differ between saves of one model."""
+"""Keys of config.json that may differ between saves of the same model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """What becomes of the checkpoints, before it has places in files.
+    """Output tensors and metadata, before layout.
 
     Attributes:
-        tensors: the output's.
+        tensors: the tensors of the output.
         config: config.json of the output, but for its dtype.
-        notes: what a user should know.
-        names_checked: by what the names were checked: "config", "base" or "none".
+        notes: messages for the user.
+        names_checked: the reference for the names: "config", "base" or "none".
         files: small files to write next to the weights, by their paths.
         beside: other tensors to write, by the pattern of their files: the state of the optimizer,
-            an adapter by itself.
-        adapter: the adapter's file, if one is written.
+            a separate adapter.
+        adapter: the adapter's file, if the output has one.
     """
 
     tensors: Sequence[Converted]
@@ -102,9 +99,10 @@ class Conversion:
 
 
 def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True) -> Conversion:
-    """Decide what the output's tensors are, and how each is made; several sources are averaged.
+    """Decide the output's tensors, and how each is made; several sources are averaged.
 
-    Without `all_shapes`, and for remote code, config.json states those of embedding and head only.
+    Shapes are checked against config.json. For remote code, and without `all_shapes`, only those of
+    embedding and head are.
 
     Raises:
         ConversionError: names or dtypes of the output cannot be resolved, or tensors are missing.
@@ -114,61 +112,66 @@ def convert(sources: Sources, options: MergeOptions, *, all_shapes: bool = True)
         alone = separate_adapter(last, options)
         by, files = alone.names_checked, alone.files
         return Conversion(alone.tensors, None, alone.notes, by, files, adapter=alone.written)
-    each = [convert_one(one, options) for one in sources.checkpoints]
-    made = each[0] if len(each) == 1 else _average(sources, each)
-    folders = last.companions.folders
-    recipes = {one.name: one.recipe for one in made.tensors if not one.name.startswith(folders)}
-    expected, notes, by = None, made.notes, "none"
-    if last.base is not None:  # each was compared with its names already
-        by = "base"
-    elif made.config and (expected := expected_names(recipes, made.config, options)) is not None:
-        expected, by = expected._replace(name=str(made.config.path)), "config"
-        if (model := last.config_of) is not None:
-            what = f"{model.file} names {model.name} as the base model; give another with "
-            what += "⟦--base MODEL⟧ or ⟦--config FILE⟧; for the weights alone: ⟦--config none⟧"
-            expected = expected._replace(advice=what)
-        if not all_shapes or made.config.fields.get("auto_map") is not None:
-            expected = expected.with_embeddings_only()
-        notes += tuple(check_expected(recipes, expected, **options.allowed))
-        made = replace(made, config=_resize(made.config, expected.shapes, recipes))
+    each = [convert_one(source, options) for source in sources.checkpoints]
+    output = each[0] if len(each) == 1 else _average(sources, each)
+    if last.base is not None:  # `convert_one` has compared names with the base
+        output = replace(output, names_checked="base")
+    else:
+        output = _checked_by_config(output, last, options, all_shapes=all_shapes)
     if options.quantize is not None:
-        made, notes = _quantised(made, notes)
-    made = replace(made, notes=notes, names_checked=by)
+        tensors = quantise(output.tensors)
+        config = output.config and quantisation_config(output.config, tensors.value)
+        notes = (*output.notes, *tensors.notes)
+        output = replace(output, tensors=tensors.value, config=config, notes=notes)
     if options.lora == "both":
-        return _with_adapter(made, separate_adapter(last, options))
+        return _with_adapter(output, separate_adapter(last, options))
     if last.optimizer is None:
-        return made
+        return output
     from unshard.convert.optimizer import convert_optimizer
 
-    moments, state = convert_optimizer(made.tensors, last.catalog, last.optimizer)
+    moments, state = convert_optimizer(output.tensors, last.catalog, last.optimizer)
     return replace(
-        made,
-        notes=(*notes, *moments.notes),
+        output,
+        notes=(*output.notes, *moments.notes),
         files={OPTIMIZER_NAME: optimizer_json(state)},
         beside={OPTIMIZER_FILES: moments.value},
     )
 
 
-def _with_adapter(made: Conversion, adapter: SeparateAdapter) -> Conversion:
+def _checked_by_config(
+    output: Conversion, source: Checkpoint, options: MergeOptions, *, all_shapes: bool
+) -> Conversion:
+    """Compare an output with its config, as far as the config determines names and shapes."""
+    folders, config = source.companions.folders, output.config
+    recipes = {one.name: one.recipe for one in output.tensors if not one.name.startswith(folders)}
+    expected = expected_names(recipes, config, options)
+    if config is None or expected is None:
+        return output
+    expected = expected._replace(name=str(config.path))
+    if (model := source.config_of) is not None:
+        advice = f"{model.file} names {model.name} as the base model; give another with "
+        advice += "⟦--base MODEL⟧ or ⟦--config FILE⟧; for the weights alone: ⟦--config none⟧"
+        expected = expected._replace(advice=advice)
+    if not all_shapes or config.fields.get("auto_map") is not None:
+        expected = expected.with_embeddings_only()
+    notes = (*output.notes, *check_expected(recipes, expected, **options.allowed))
+    resized = _resize(config, expected.shapes, recipes)
+    return replace(output, config=resized, notes=notes, names_checked="config")
+
+
+def _with_adapter(output: Conversion, adapter: SeparateAdapter) -> Conversion:
     """Return the output with an adapter in a folder of its own."""
     files = {f"{ADAPTER_FOLDER}/{name}": text for name, text in adapter.files.items()}
     beside = {f"{ADAPTER_FOLDER}/{adapter.written.name}": adapter.tensors}
-    return replace(made, files=files, beside=beside, adapter=adapter.written)
-
-
-def _quantised(made: Conversion, notes: tuple[str, ...]) -> tuple[Conversion, tuple[str, ...]]:
-    """Return the output with its matrices in block FP8."""
-    tensors = quantise(made.tensors)
-    config = made.config and quantisation_config(made.config, tensors.value)
-    return replace(made, tensors=tensors.value, config=config), (*notes, *tensors.notes)
+    return replace(output, files=files, beside=beside, adapter=adapter.written)
 
 
 def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
-    """Decide names, ties, selection and dtypes of what one checkpoint becomes."""
+    """Decide names, ties, selection and dtypes of the tensors of one checkpoint."""
     config, base = checkpoint.config, checkpoint.base
     dtypes = None if base is None else base.dtypes
     if base is not None and not dtypes and options.dtype == "base":
-        raise ConversionError(f"⟦--dtype base⟧: the dtypes of {base.name} are not known")
+        raise ConversionError(f"⟦--dtype base⟧: the dtypes of {base.name} are unknown")
     rule = precision(options.dtype, config, dtypes, options.keep_fp32)
     adapted = fuse_adapter(checkpoint, options)
     tensors: Mapping[str, Recipe] = without_trl_wrapper(adapted.value)
@@ -176,11 +179,11 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
     if options.names == "hub":
         tensors, more = _in_modules(tensors, checkpoint)
         notes += more
-    # How a model is stored is what its own config says: the user's may be that of the output.
+    # The checkpoint's own config comes first: the user's may describe the output.
     own = (config_at(path, None) for path in (checkpoint.own_config,) if path is not None)
     tensors = dequantise(tensors, rule, chain(own, [config]))
-    if base is not None and not any(map(is_scale, tensors)):
-        base = _without_scales(base)
+    if base is not None and not any(map(is_scale, tensors)):  # a base in block FP8 has scales
+        base = replace(base, files={n: file for n, file in base.files.items() if not is_scale(n)})
     if options.names == "hub":
         native = _without_trainers_names(tensors, config, checkpoint.catalog.recorded)
         if base is None:
@@ -188,15 +191,15 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
         else:
             renamed = names_of_base(native.value, base.files, config, base.shapes)
         tensors, notes = renamed.value, (*notes, *native.notes, *renamed.notes)
-    stated = base.files if base else _stated_names(tensors, config, options)
-    tensors = with_embedding(tensors, stated, config)
+    expected = base.files if base else _names_by_config(tensors, config, options)
+    tensors = with_embedding(tensors, expected, config)
     ties = _ties(tensors, config)
     notes += ties.notes
-    tensors = {name: one for name, one in tensors.items() if name not in ties.equal}
+    tensors = {name: recipe for name, recipe in tensors.items() if name not in ties.equal}
     rule = replace(rule, scales=scales_of_kept(tensors))
-    kept = select_tensors(tensors, options.include, options.exclude)
-    tensors, config, more = complete_mtp(kept, tensors, checkpoint.base, config, options.select)
-    notes += (*check_plain(tensors, stated, selects=options.reading.selects), *more)
+    selected = select_tensors(tensors, options.include, options.exclude)
+    tensors, config, more = complete_mtp(selected, tensors, checkpoint.base, config, options.select)
+    notes += (*check_plain(tensors, expected, selects=options.reading.selects), *more)
     if base is not None:
         notes += tuple(_check_base(tensors, base, options, config))
     converted = finish(tensors, rule)
@@ -211,13 +214,13 @@ def _in_modules(
     tensors: Mapping[str, Recipe], checkpoint: Checkpoint
 ) -> Noted[Mapping[str, Recipe]]:
     """Rename the tensors of a model of sentence-transformers to the names in its files."""
-    listed = checkpoint.companions.files.get(MODULES)
-    if listed is None and not any(name.startswith("0.") for name in tensors):
+    modules = checkpoint.companions.files.get(MODULES)
+    if modules is None and not any(name.startswith("0.") for name in tensors):
         return Noted(tensors)
     from unshard.read.beside.modules import are_unlisted, in_folders, modules_at
 
-    if listed is not None:
-        return Noted(in_folders(tensors, modules_at(listed)))
+    if modules is not None:
+        return Noted(in_folders(tensors, modules_at(modules)))
     if not are_unlisted(tensors):
         return Noted(tensors)
     what = "names of a model of sentence-transformers in training, without its modules.json, stay"
@@ -227,7 +230,7 @@ def _in_modules(
 def _without_trainers_names(
     tensors: Mapping[str, Recipe], config: ModelConfig | None, recorded: Fields
 ) -> Noted[Mapping[str, Recipe]]:
-    """Rename tensors of Megatron and torchtitan to the names that transformers has in training."""
+    """Rename tensors of Megatron and torchtitan to the training names of transformers."""
     noted = Noted(tensors)
     if any("self_attention.linear_" in name for name in tensors):
         from unshard.convert.megatron.names import without_megatron_names
@@ -240,10 +243,10 @@ def _without_trainers_names(
     return noted
 
 
-def _stated_names(
+def _names_by_config(
     tensors: Mapping[str, Recipe], config: ModelConfig | None, options: MergeOptions
 ) -> Collection[str]:
-    """Return the names that a model of the config has, if one of the tensors depends on them.
+    """Return the names that the config determines, if the conversion of a tensor depends on them.
 
     The names of many experts take long, and `convert` derives them for the output anyway.
     """
@@ -258,18 +261,12 @@ def _stated_names(
 def _ties(tensors: Mapping[str, Recipe], config: ModelConfig | None) -> Ties:
     """Find tied weights.
 
-    A computed tensor is not equal to any other. Compressed ones cannot be compared: they are looked
-    at again when they are decompressed.
+    A computed tensor equals no other. Compressed tensors are compared after decompression.
     """
-    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    computed = {name: shape_of(one) for name, one in tensors.items() if name not in stored}
-    there = {name: one for name, one in stored.items() if not one.chunks.compressed.any()}
-    return find_stored_ties(there, config, computed)
-
-
-def _without_scales(base: "Base") -> "Base":
-    """Return a base in block FP8 without the names of its scales: the output has none."""
-    return replace(base, files={name: of for name, of in base.files.items() if not is_scale(name)})
+    stored = {name: recipe.entry for name, recipe in tensors.items() if is_stored(recipe)}
+    computed = {name: shape_of(recipe) for name, recipe in tensors.items() if name not in stored}
+    plain = {name: entry for name, entry in stored.items() if not entry.chunks.compressed.any()}
+    return find_stored_ties(plain, config, computed)
 
 
 def find_stored_ties(
@@ -292,7 +289,7 @@ def is_stored(recipe: Recipe) -> TypeGuard[Take]:
 def _check_base(
     tensors: Mapping[str, Recipe], base: "Base", options: MergeOptions, config: ModelConfig | None
 ) -> list[str]:
-    """Compare names and shapes with the base's; the user's choice and tied heads are excused."""
+    """Compare names and shapes with the base's, except deselected tensors and tied heads."""
     excused = base.files.keys() - {*options.select(base.files)}
     if config is not None and config.is_tied:
         excused |= {name for name in (*base.files, *tensors) if is_head(name)}
@@ -310,17 +307,17 @@ def _check_base(
 def expected_names(
     names: Collection[str], config: ModelConfig | None, options: MergeOptions
 ) -> Expected | None:
-    """Return what an output of these names has by its config; None if that is not known."""
+    """Return the tensors that the config of an output implies; None if it does not."""
     if config is None or options.names != "hub" or options.base is not None:
         return None
     return expected_by_config(config.fields, names, options.select, tied=config.may_be_tied)
 
 
 def _resize(
-    config: ModelConfig, stated: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Recipe]
+    config: ModelConfig, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Recipe]
 ) -> ModelConfig:
-    """Return the config with the output's vocabulary, where it has that of the stated shapes."""
-    for name, shape in stated.items():
+    """Return the config with the vocabulary of the output in place of that of expected shapes."""
+    for name, shape in expected.items():
         rows = shape_of(tensors[name])[:1] if name in tensors else ()
         if name.endswith(EMBEDDINGS) and rows and rows != shape[:1]:
             config = config.with_vocabulary(shape[0], rows[0])
@@ -330,24 +327,25 @@ def _resize(
 def _average(sources: Sources, conversions: Sequence[Conversion]) -> Conversion:
     """Return the mean of several conversions, with config and companions of the last.
 
-    Integers and booleans that differ, counters for example, are the last source's, and named.
+    Integers and booleans that differ, such as counters, come from the last source, with a note.
     """
-    names = [str(one.location.weights_dir) for one in sources.checkpoints]
-    tensors, fixed = average_tensors([one.tensors for one in conversions], names, sources.weights)
-    notes = dict.fromkeys(note for one in conversions for note in one.notes)
+    names = [str(source.location.weights_dir) for source in sources.checkpoints]
+    tables = [conversion.tensors for conversion in conversions]
+    tensors, fixed = average_tensors(tables, names, sources.weights)
+    notes = dict.fromkeys(note for conversion in conversions for note in conversion.notes)
     notes |= dict.fromkeys(_differing_configs(sources.checkpoints))
-    added = (one for one in tensors if one.name not in fixed)
-    if any(stored_dtype(one.recipe).itemsize > BY_NAME["float32"].itemsize for one in added):
+    dtypes = (stored_dtype(tensor.recipe) for tensor in tensors if tensor.name not in fixed)
+    if any(dtype.itemsize > BY_NAME["float32"].itemsize for dtype in dtypes):
         notes["float64 values are averaged in float32, and lose digits"] = None
-    if not sources.compressed_bytes:  # otherwise they are compared once decompressed
-        scales = scales_of_kept({one.name: one.recipe for one in conversions[-1].tensors})
+    if not sources.compressed_bytes:  # otherwise they are compared after decompression
+        scales = scales_of_kept({tensor.name: tensor.recipe for tensor in tables[-1]})
         scaled = {name.rpartition(".")[0] for name in scales}
         notes |= dict.fromkeys(_compare_fixed(list(fixed.values()), names, scaled))
     return Conversion(tensors, conversions[-1].config, tuple(notes))
 
 
 def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
-    """Yield a note per checkpoint whose config.json differs from the last one's, with the keys."""
+    """Yield a note with the keys for each checkpoint whose config.json differs from the last."""
     *others, last = checkpoints
     for checkpoint in others:
         if checkpoint.config is None or last.config is None:
@@ -366,10 +364,10 @@ def _compare_fixed(
 ) -> list[str]:
     """Compare tensors that have no mean; return a note about those that differ.
 
-    Integers in or under the names `scaled` are quantised: with a mean of their scales, they would
-    be no model's.
+    Integers in or under the names `scaled` are quantised: with a mean of their scales, the result
+    would not be a model.
     """
-    problems, taken = [], []
+    problems, differing = [], []
     with OpenFiles(os.O_RDONLY, limit=32) as files:
         for first, *others in fixed:
             if all(are_equal(make_pair(first, other), files) for other in others):
@@ -378,7 +376,7 @@ def _compare_fixed(
             above, _, _ = (module := first.name.rpartition(".")[0]).rpartition(".")
             is_scaled = not scaled.isdisjoint({first.name, module, above})
             if dtype.kind in {DTypeKind.INTEGER, DTypeKind.BOOL} and not is_scaled:
-                taken.append(first.name)
+                differing.append(first.name)
             else:
                 problems.append(
                     ConversionError(
@@ -389,6 +387,6 @@ def _compare_fixed(
                     )
                 )
     raise_all(ConversionError, "tensors that cannot be averaged", problems)
-    if not taken:
+    if not differing:
         return []
-    return [f"integers are not averaged: {listed(taken, 5)} differ; {names[-1]} provides them"]
+    return [f"integers are not averaged: {listed(differing, 5)} differ; taken from {names[-1]}"]

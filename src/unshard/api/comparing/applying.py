@@ -1,4 +1,4 @@
-"""`apply`: a checkpoint and what changed since, as the model that its own merge would have made."""
+"""`apply`: apply deltas to a checkpoint, which gives the same model as a merge of the last step."""
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Unpack
 
 import numpy as np
 
-from unshard.api.comparing.models import Model, block_reader
+from unshard.api.comparing.models import ConvertedModel, block_reader
 from unshard.api.converting import convert
 from unshard.api.making import Prepared, fingerprint_of, plan_output
 from unshard.api.merging import check_output, merge_with
@@ -32,7 +32,7 @@ from unshard.write.report import Report
 from unshard.write.staging.targets import check_space, refuse_inside
 
 MOST_DELTAS = 32
-"""How many are applied at once: each takes 2 MiB of memory for each thread."""
+"""Bound on deltas that are applied together: each takes 2 MiB of memory per thread."""
 
 
 @accepting(DeltaKeywords)
@@ -44,29 +44,29 @@ def apply_delta(
     listener: Listener | None = None,
     **options: Unpack[DeltaKeywords],
 ) -> Report:
-    """Apply deltas to a checkpoint, and write the model whose merge writes the same weights.
+    """Apply deltas to a checkpoint, and write the same weights as a merge of the last version.
 
-    Before the output is begun, all is checked: files, order, and what every tensor becomes. The
-    small files (config, tokenizer) are those of the checkpoint.
+    Files, their order, and the checksum of every tensor are verified before the output is begun.
+    The small files (config, tokenizer) are those of the checkpoint.
 
     Args:
-        checkpoint: a checkpoint, run or merged model; without deltas, what `archive` wrote.
-        deltas: directories of deltas, each of which changes what the one before it makes.
+        checkpoint: a checkpoint, run or merged model; without deltas, an output of `archive`.
+        deltas: directories of deltas, in the order of their versions.
         output, listener: as for `merge`.
 
     Keyword Args:
-        step: which step of the run, or of the archive.
-        options: as for `merge`; those that the delta was made with.
+        step: the step of the run, or of the archive.
+        options: as for `merge`; they must be those of the deltas.
 
     Raises:
-        CorruptError: a delta is damaged, or one of another checkpoint.
-        UsageError: the deltas are not in order, or not deltas.
-        UnshardError: as `merge` raises it. Nothing is left in any case.
+        CorruptError: a delta is damaged, or belongs to another checkpoint.
+        UsageError: the directories are not deltas, or not in order.
+        UnshardError: as `merge` raises it. No partial output is left.
     """
     with hearing(listener) as heard:
         chosen = MergeOptions(**options, extra_state=False)
         place = given_path(checkpoint, "the checkpoint")
-        paths = [given_path(one, "a delta") for one in deltas]
+        paths = [given_path(path, "a delta") for path in deltas]
         target, base = check_output(output, chosen) or Path(), None
         refuse_inside(target, paths or [place])
         if not paths:
@@ -75,28 +75,28 @@ def apply_delta(
         sources = open_source(place, chosen, heard)
         with noting(sources.last.states):
             chain = [read_delta(path) for path in paths]
-        _check_order([(base, place), *((one.version, one.path) for one in chain)], chain)
+        _check_order([(base, place), *((link.version, link.path) for link in chain)], chain)
         change = partial(_changed, chain, chosen, heard, source_of([place, *paths][-1]))
         return merge_with(sources, target, chosen, heard, change=change)
 
 
 def _check_order(versions: Sequence[tuple[str | None, Path]], chain: Sequence[Delta]) -> None:
-    """Refuse deltas that do not change the version before each; None is one that is not known."""
+    """Refuse a delta that does not apply to the version before it; an unknown version is None."""
     if len(chain) > MOST_DELTAS:
         what = f"{len(chain)} deltas: at most {MOST_DELTAS} are applied at once"
-        raise UsageError(what, hint="apply the first ones, and the others to their output")
+        raise UsageError(what, hint="apply some of them, then the others to that output")
     for (before, path), delta in zip(versions, chain, strict=False):
         if before not in (None, delta.base_version):
             raise UsageError(
-                f"{delta.path}: changes version {delta.base_version}, and not {before}, "
-                f"which {path} makes",
+                f"{delta.path}: applies to version {delta.base_version}, not to version {before} "
+                f"in {path}",
                 hint="give all deltas from the checkpoint on, in the order of their versions",
             )
 
 
 def _versions_to(archive: Path, step: int | None) -> list[Path]:
-    """Return the last whole version of an archive up to a step, and the deltas from there on."""
-    found, chain, gap, due = dict[int, tuple[list[Path], int]](), list[Path](), 0, 0
+    """Return the last whole version of an archive up to a step, and the deltas from it."""
+    chains, chain, gap, due = dict[int, tuple[list[Path], int]](), list[Path](), 0, 0
     for number, at, path in versions_in(archive) if archive.is_dir() else ():
         if not is_delta(path):
             chain = [path]
@@ -104,20 +104,20 @@ def _versions_to(archive: Path, step: int | None) -> list[Path]:
             chain = [*chain, path]
         else:
             chain, gap = [], gap if number == due else number - 1
-        found[at], due = (chain, gap), number + 1
-    chain, gap = found.get(max(found, default=0) if step is None else step, ([], -1))
+        chains[at], due = (chain, gap), number + 1
+    chain, gap = chains.get(max(chains, default=0) if step is None else step, ([], -1))
     if not chain:
         of = f" of step {step}" * (step is not None)
         is_gap = f"its version{of} cannot be made, as weight_v{gap:06d} is missing"
         raise UsageError(
             f"{archive}: {f'has no version{of}' if gap < 0 else is_gap}",
             expected="the archive of a run, or a checkpoint and its deltas",
-            found=", ".join(str(at) for at, (some, _) in found.items() if some),
+            found=", ".join(str(at) for at, (links, _) in chains.items() if links),
         )
     return chain
 
 
-def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
+def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     chain: Sequence[Delta],
     options: MergeOptions,
     listener: Listener,
@@ -125,44 +125,46 @@ def _changed(  # noqa: PLR0917 (the last two are what `make_output` gives)
     prepared: Prepared,
     scratch: Path,
 ) -> Prepared:
-    """Return an output of a version, whose tensors are then in `scratch`."""
-    sources = _called(prepared.sources, *source)
+    """Return the merge of a version, after writing its changed tensors to `scratch`."""
+    sources = _renamed(prepared.sources, *source)
     if not chain:
         return replace(prepared, sources=sources)
-    last, tensors = chain[-1], {one.name: one for one in prepared.tensors}
+    last, tensors = chain[-1], {tensor.name: tensor for tensor in prepared.tensors}
     named = {name for delta in chain for name in delta.checksums}
-    only = (named - tensors.keys()) | (tensors.keys() - named if last.is_ours else set())
-    if only:
-        what = f"{last.path}: is not of this checkpoint: only one of them has {min(only)}"
+    unpaired = (named - tensors.keys()) | (tensors.keys() - named if last.is_ours else set())
+    if unpaired:
+        what = f"{last.path}: belongs to another checkpoint: only one of both has {min(unpaired)}"
         raise UsageError(what, hint=_hint(last))
     jobs = {
-        name: (size_of(one), partial(_blocks, chain, one))
-        for name, one in tensors.items()
+        name: (size_of(tensor), partial(_blocks, chain, tensor))
+        for name, tensor in tensors.items()
         if name in named
     }
     total = sum(size for size, _ in jobs.values())
     check_space(scratch, total + prepared.plan.bytes_written)
     listener(Stage("applying", total))
-    models = [Model(one, {}) for one in prepared.sources.checkpoints]
+    models = [ConvertedModel(source, {}) for source in prepared.sources.checkpoints]
     make_reader, resources = partial(block_reader, models), options.resources
     paths = spool(jobs, make_reader, scratch, resources, listener, streams=len(chain))
     changed = {name for delta in chain for name in delta.frames}
-    made = [
+    output = [
         spooled(name, one.dtype, shape_of(one.recipe), paths[name]) if name in changed else one
         for name, one in tensors.items()
     ]
-    converted = replace(convert(prepared.sources, options), tensors=made)
-    fingerprint = f"{fingerprint_of(prepared)} {last.version}"  # it is not that of its base
+    converted = replace(convert(prepared.sources, options), tensors=output)
+    fingerprint = f"{fingerprint_of(prepared)} {last.version}"  # it differs from that of the base
     tables = ((name, one.chunks) for name, one in prepared.checkpoint.catalog.tensors.items())
-    files = {name: one.paths[one.file[0]].name for name, one in tables if len(one)}
-    is_merged = all(is_weight_file(one) and one.endswith(".safetensors") for one in files.values())
-    # Those of a merged model stay, as its tensors may have another order than training has.
+    files = {name: table.paths[table.file[0]].name for name, table in tables if len(table)}
+    is_merged = all(
+        is_weight_file(file) and file.endswith(".safetensors") for file in files.values()
+    )
+    # A merged model keeps its files, because its tensors may not be in the order of training.
     plan = plan_output(prepared.sources, converted, options, files if is_merged else None)
     return replace(plan, sources=sources, fingerprint=fingerprint)
 
 
-def _called(sources: Sources, name: str | None, step: int | None) -> Sources:
-    """Return sources as the record is to call them: by what the version was made from."""
+def _renamed(sources: Sources, name: str | None, step: int | None) -> Sources:
+    """Return sources with the step directory and step from which the version was made."""
     if name is None:
         return sources
     last, at = sources.last, sources.last.location
@@ -178,10 +180,10 @@ def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> I
         for delta in chain:
             frame, read = delta.frames.get(name), None
             if frame is not None:
+                changed = True
                 file = stack.enter_context(frame.path.open("rb"))
                 file.seek(frame.offset)
-                what, changed = f"{frame.path}: tensor {name}", True
-                read = frame_reader(what, file, frame.length)
+                read = frame_reader(f"{frame.path}: tensor {name}", file, frame.length)
             if read is not None or (delta is chain[-1] and name in delta.checksums):
                 blocks = _applied(blocks, read, delta, name)
         for block in blocks:
@@ -192,7 +194,7 @@ def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> I
 def _applied(
     blocks: Iterator[memoryview], read: Callable[[int], bytes] | None, delta: Delta, name: str
 ) -> Iterator[memoryview]:
-    """Yield blocks, changed where they are; after the last, check what they are now."""
+    """Yield blocks, changed in place; after the last, check the checksum of the result."""
     checksum, is_whole = 1, True
     for block in blocks:
         if read is not None:

@@ -1,4 +1,4 @@
-"""`archive`: the steps of a run, as a whole model and what changed from step to step."""
+"""`archive`: write the steps of a run as a whole model and deltas."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,25 +27,25 @@ def archive(
     listener: Listener | None = None,
     **options: Unpack[DeltaKeywords],
 ) -> list[Report]:
-    """Write the steps of a run that an archive does not have yet; each is complete, or not there.
+    """Write the steps of a run that an archive does not have yet; each appears only when complete.
 
-    The versions are `weight_v000000` and so on, as SGLang pulls them: a whole model, then what
-    changed from step to step. The next is whole again after 32 deltas, and where the step before it
-    is gone or has other values than were archived, as with other options, or other tensors are
-    there. `apply_delta` makes any of them.
+    The versions are `weight_v000000` and so on, as SGLang pulls them: a whole model, then deltas
+    from step to step. A version is whole again after 32 deltas; if the step before it is gone, or
+    its values changed since, as with other options; or if names, dtypes or shapes changed.
+    `apply_delta` makes any version.
 
     Args:
-        run: a directory that has several steps.
-        output: the archive, which may be there; only steps above its last one are added.
-        listener: as for `merge`; is told of steps that are incomplete, and passed over.
+        run: a directory of steps.
+        output: the archive, which may exist; only steps above its last one are added.
+        listener: as for `merge`; incomplete steps are passed over with a warning.
 
     Keyword Args:
         options: as for `delta`, except `step` and `overwrite`.
 
     Raises:
-        UnshardError: as `merge` raises it. The versions that are complete stay.
+        UnshardError: as `merge` raises it. Complete versions stay.
     """
-    made = list[Report]()
+    reports = list[Report]()
     with hearing(listener) as heard:
         chosen, place = MergeOptions(**options, extra_state=False), given_output(output)
         steps = _steps_of(given_path(run, "the run"), place, chosen)
@@ -58,12 +58,12 @@ def archive(
             base = _base_of(versions, steps)
             names = f"{number:06d}", f"{number + 1:06d}"
             try:
-                made.append(_write(at, base, target, chosen, heard, names))
+                reports.append(_write(at, base, target, chosen, heard, names))
             except IncompleteError as error:
                 heard(Warned(f"step {at.step} is passed over: " + error.text))
             else:
                 versions.append((number + 1, at.step, target))
-    return made
+    return reports
 
 
 def _steps_of(run: Path, output: Path, options: MergeOptions) -> Sequence[Location]:
@@ -72,7 +72,7 @@ def _steps_of(run: Path, output: Path, options: MergeOptions) -> Sequence[Locati
         why = "⟦--step⟧: all steps are archived" if options.step is not None else ""
         raise UsageError(why or "⟦--overwrite⟧: versions of an archive are not replaced")
     steps = all_steps(run, options.choice)
-    if all(one.step is None for one in steps):
+    if all(at.step is None for at in steps):
         raise UsageError(f"{run}: is not a run: it has no steps", hint="give a directory of steps")
     return steps
 
@@ -80,17 +80,17 @@ def _steps_of(run: Path, output: Path, options: MergeOptions) -> Sequence[Locati
 def _base_of(
     versions: Sequence[tuple[int, int, Path]], steps: Sequence[Location]
 ) -> tuple[Path, Path] | None:
-    """Return the step that the last version is, and this one, if a delta may follow."""
+    """Return the step of the last version, and that version, if a delta may follow it."""
     paths = [path for _, _, path in reversed(versions)]
-    deltas = next((at for at, one in enumerate(paths) if not is_delta(one)), MOST_DELTAS)
-    at = next((one for one in steps if versions and one.step == versions[-1][1]), None)
+    deltas = next((count for count, path in enumerate(paths) if not is_delta(path)), MOST_DELTAS)
+    at = next((step for step in steps if versions and step.step == versions[-1][1]), None)
     if at is None or deltas >= MOST_DELTAS:
         return None
-    is_whole = versions[-1][0] - versions[-1 - deltas][0] == deltas  # none between them is missing
-    return (at.path, paths[0]) if is_whole else None
+    has_gap = versions[-1][0] - versions[-1 - deltas][0] != deltas
+    return None if has_gap else (at.path, paths[0])
 
 
-def _write(  # noqa: PLR0917 (what is written, from what, and where)
+def _write(  # noqa: PLR0917 (source, base, target, and their settings)
     at: Location,
     base: tuple[Path, Path] | None,
     target: Path,
@@ -98,11 +98,11 @@ def _write(  # noqa: PLR0917 (what is written, from what, and where)
     listener: Listener,
     names: tuple[str, str],
 ) -> Report:
-    """Write a version, a delta if there is a base and one leads to the step."""
+    """Write a version: a delta if there is a base and a delta can express the change."""
     if base is not None:
         try:
             former, pair = checksums_in(base[1]), (base[0], at.path)
             return write_delta(pair, target, options, listener, names, former)
-        except ConversionError as error:  # raised again by the merge, unless it is of the delta
+        except ConversionError as error:  # if the delta is not the cause, the merge raises it again
             listener(Warned(f"step {at.step} is archived as a whole model: " + error.text))
     return merge_checkpoint(at.path, target, options, listener)

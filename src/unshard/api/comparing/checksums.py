@@ -1,9 +1,9 @@
-"""`checksums`: the SHA-256 of each tensor as the hub has it, without a merge; and reading them.
+"""`checksums`: compute the SHA-256 of each tensor of a merge without merging; read such files.
 
 The schema is that of vLLM's weight checker, `POST /weight_checker` (vllm-project/vllm#51350, still
 open in November 2026): {"checksums": {name: hex}} answers {"action": "checksum"}, and the same
-mapping is the "baseline" of {"action": "compare"}. It is the SHA-256 of the contiguous bytes of a
-parameter. There, each name has the ranks before it ("dp0:pp0:pcp0:tp0:ep0:"), and the projections
+mapping is the "baseline" of {"action": "compare"}. Its values are the SHA-256 of the contiguous
+bytes of a parameter. vLLM's names begin with the ranks ("dp0:pp0:pcp0:tp0:ep0:"), and projections
 that vLLM fuses are one parameter.
 """
 
@@ -35,7 +35,7 @@ _EXPECTED = 'lines of a SHA-256 and a name, or JSON: {"checksums": {name: SHA-25
 _HINT = "`unshard checksums CHECKPOINT` prints them"
 _RANKS = re.compile(r"dp\d+:pp\d+:(?:pcp\d+:)?tp(\d+):ep(\d+):")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Parameters of vLLM, and the tensors that they consist of, along dimension 0."""
+"""Fused parameters of vLLM, and their tensors, which are concatenated along dimension 0."""
 
 
 @accepting(ChecksumKeywords)
@@ -73,11 +73,11 @@ def compare_checksums(
     """Compare tensors with the checksums in a file.
 
     Raises:
-        UsageError: the file has no checksums, or those of parts of tensors.
-        CorruptError: the file is damaged JSON; or one with tensors is gone, or ends early.
+        UsageError: the file has no checksums, or checksums of parts of tensors.
+        CorruptError: the file is damaged JSON; or a weight file is gone, or ends early.
     """
     wanted = read_checksums(file)
-    parts = _fused({one.name: one for one in tensors}, wanted)
+    parts = _fused({tensor.name: tensor for tensor in tensors}, wanted)
     digests = _digest(parts, file, resources, listener)
     compared = (
         TensorComparison(
@@ -98,8 +98,8 @@ def compare_checksums(
 def read_checksums(path: Path) -> dict[str, str]:
     """Return the checksums in a file, by the names of the tensors.
 
-    They are lines of `sha256sum`, or JSON: `unshard.json`, what `unshard checksums --json` prints,
-    or the answer of vLLM's weight checker.
+    The file has lines of `sha256sum`, or JSON: `unshard.json`, the output of
+    `unshard checksums --json`, or the answer of vLLM's weight checker.
 
     Raises:
         UsageError, CorruptError: as by `compare_checksums`.
@@ -114,7 +114,7 @@ def read_checksums(path: Path) -> dict[str, str]:
         lines = (
             [f"{digest}  {name}" for name, digest in sums.items()] if isinstance(sums, dict) else []
         )
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if not line.strip() or line.startswith("#"):
@@ -132,11 +132,11 @@ def read_checksums(path: Path) -> dict[str, str]:
                 hint="ask an engine without tensor and expert parallelism",
             )
         name = match[2] if ranks is None else match[2][ranks.end() :]
-        if found.setdefault(name, match[1].lower()) != match[1].lower():
-            raise UsageError(f"{path}: two ranks have other values of {name}")
-    if not found:
+        if checksums.setdefault(name, match[1].lower()) != match[1].lower():
+            raise UsageError(f"{path}: two ranks have different values of {name}")
+    if not checksums:
         raise UsageError(f"{path}: has no checksums", expected=_EXPECTED, hint=_HINT)
-    return found
+    return checksums
 
 
 def _digest(
@@ -145,7 +145,7 @@ def _digest(
     resources: Resources,
     listener: Listener,
 ) -> dict[str, str]:
-    """Return the checksums of tensors, or of several one after another, sorted by name."""
+    """Return the checksums of tensors, or of concatenated tensors, sorted by name."""
     listener(Stage("hashing", sum(map(size_of, chain.from_iterable(tensors.values())))))
     contents = ((name, [*map(contents_of_tensor, parts)]) for name, parts in tensors.items())
     return dict(sorted(digest_contents(contents, place, resources, listener).items()))
@@ -154,13 +154,13 @@ def _digest(
 def _fused(
     tensors: Mapping[str, Converted], wanted: Collection[str]
 ) -> Mapping[str, Sequence[Converted]]:
-    """Return tensors by name; those that are one in `wanted` are together, by its name."""
-    found: dict[str, Sequence[Converted]] = {name: [one] for name, one in tensors.items()}
+    """Return tensors by name; parts of a fused tensor in `wanted` are listed under its name."""
+    by_name: dict[str, Sequence[Converted]] = {name: [one] for name, one in tensors.items()}
     for name in wanted:
-        whole = next((one for one in _FUSED if f".{one}." in name), "")
+        whole = next((fused for fused in _FUSED if f".{fused}." in name), "")
         parts = [name.replace(whole, part) for part in _FUSED.get(whole, ())]
         if parts and name not in tensors and all(part in tensors for part in parts):
-            found[name] = [tensors[part] for part in parts]
+            by_name[name] = [tensors[part] for part in parts]
             for part in parts:
-                del found[part]
-    return found
+                del by_name[part]
+    return by_name

@@ -1,4 +1,4 @@
-"""`diff`: what changed between two checkpoints, merged models or steps, without a merge."""
+"""`diff`: compare two checkpoints, merged models or steps without a merge."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,18 +27,18 @@ def diff(
     """Compare two checkpoints bit by bit, in any formats and layouts, without a merge.
 
     Memory is bounded. Values are compared as a merge would write them. A model without a
-    config.json is converted by that of the other.
+    config.json is converted by the config of the other.
 
     Args:
-        before: a checkpoint, a directory of several (the highest complete step is taken), or a
-            merged model: "theirs" of the result, in which "missing" is what only this one has.
-        after: another one: "ours". A tensor of another dtype is not equal; where a merge may cast,
-            its values are compared in the dtype after.
+        before: a checkpoint, a run (its highest complete step), or a merged model. In the result it
+            is "theirs", and "missing" has the tensors that only `before` has.
+        after: the same, "ours" in the result. Tensors of different dtypes are not equal; if a merge
+            may cast them, their values are compared in the dtype of `after`.
         listener: as for `merge`.
         options: as for `merge`; each applies to both.
 
     Raises:
-        UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
+        UnshardError: see `unshard.errors`; models that differ are not an error.
     """
     chosen = MergeOptions(**options, allow_missing=True, allow_unexpected=True)
     with (
@@ -47,9 +47,9 @@ def diff(
         engine_for(chosen.engine, chosen.resources, heard) as engine,
     ):
         ours, theirs = (list(model.tensors.values()) for model in models)
-        found = compare(ours, theirs, Tolerances(norms=False), engine)
+        comparison = compare(ours, theirs, Tolerances(norms=False), engine)
     tensors = (
-        replace(one, equal=one.equal and one.dtype_ours == one.dtype_theirs)
-        for one in found.tensors
+        replace(tensor, equal=tensor.equal and tensor.dtype_ours == tensor.dtype_theirs)
+        for tensor in comparison.tensors
     )
-    return replace(found, tensors=tuple(tensors))
+    return replace(comparison, tensors=tuple(tensors))

@@ -1,4 +1,4 @@
-"""Open checkpoints, merged models or steps of a run as the tensors that a merge would write."""
+"""Open checkpoints, merged models or steps as the tensors that a merge would write."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,13 +18,8 @@ _CACHE_BYTES = 8 * 1024 * 1024  # two slabs of the largest size, one of each mod
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
-    """A checkpoint, and the tensors that its merge would write, by name and in the model's order.
-
-    Attributes:
-        checkpoint: what was read; nothing in it is compressed.
-        tensors: each has `name`, `dtype` and `recipe` (`shape_of(recipe)` is its shape).
-    """
+class ConvertedModel:
+    """A decompressed checkpoint, and the tensors of its merge, by name, in the model's order."""
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Converted]
@@ -33,55 +28,46 @@ class Model:
 @contextmanager
 def open_models(
     paths: Sequence[str | Path], options: MergeOptions, listener: Listener
-) -> Iterator[Sequence[Model]]:
-    """Open models, in any formats and layouts, under the names that the options ask for.
+) -> Iterator[Sequence[ConvertedModel]]:
+    """Open checkpoints, runs or merged models, in any formats and layouts.
 
-    One without a config.json is converted by that of the first that has one. After the `with`
-    block, also if it raises, it is checked that no file has changed since it was opened.
-
-    Args:
-        paths: each as for `merge`: a checkpoint, a run, or a merged model.
-        options: as for `merge`; those about writing do not apply.
-        listener: is told what was chosen, and the notes about it.
+    Options about writing do not apply. A model without a config.json is converted by the config of
+    the first model that has one. At the end of the `with` block, also after an error, all files are
+    checked for changes.
 
     Raises:
         UnshardError: as `merge` raises it before it writes; or a file has changed.
     """
     with ExitStack() as stack:
-        places = [given_path(path, "a checkpoint") for path in paths]
+        paths = [given_path(path, "a checkpoint") for path in paths]
         listener(Stage("reading"))
-        found = [read_checkpoint(place, options) for place in places]
-        configs = [one.companions.config for one in found if one.companions.config is not None]
+        opened = [read_checkpoint(path, options) for path in paths]
+        configs = [source.companions.config for source in opened if source.companions.config]
         if configs and options.config is None and options.names == "hub":
             shared = replace(options, config=configs[0])
-            found = [
-                one if one.config is not None else read_checkpoint(place, shared)
-                for one, place in zip(found, places, strict=True)
+            opened = [
+                source if source.config is not None else read_checkpoint(path, shared)
+                for source, path in zip(opened, paths, strict=True)
             ]
-        for one in found:
-            listener(Chosen(f"reading {one.title}"))
-            for note in one.catalog.notes:
+        for source in opened:
+            listener(Chosen(f"reading {source.title}"))
+            for note in source.catalog.notes:
                 listener(Warned(note))
-        if any(inflated_bytes(one.catalog) for one in found):
+        if any(inflated_bytes(source.catalog) for source in opened):
             listener(Stage("decompressing"))
-        found = [inflated(one, stack) for one in found]
-        models = [Model(one, _tensors_of(one, options)) for one in found]
-        with Sources(tuple(found)).steady():
+        opened = [inflated(source, stack) for source in opened]
+        models = [_converted(source, options) for source in opened]
+        with Sources(tuple(opened)).steady():
             yield models
 
 
-def _tensors_of(checkpoint: Checkpoint, options: MergeOptions) -> Mapping[str, Converted]:
-    converted = convert(Sources((checkpoint,)), options, all_shapes=False)
-    return {one.name: one for one in converted.tensors}
+def _converted(checkpoint: Checkpoint, options: MergeOptions) -> ConvertedModel:
+    tensors = convert(Sources((checkpoint,)), options, all_shapes=False).tensors
+    return ConvertedModel(checkpoint, {tensor.name: tensor for tensor in tensors})
 
 
-def block_reader(models: Sequence[Model], at_once: int = 1) -> PieceReader:
-    """Return what reads the tensors of models, `PieceReader.blocks`; to be closed.
-
-    Args:
-        models: whose files are read.
-        at_once: how many threads may read at a time.
-    """
+def block_reader(models: Sequence[ConvertedModel], at_once: int = 1) -> PieceReader:
+    """Return a reader for `at_once` threads with a small cache, to read blocks of tensors."""
     return PieceReader(
         models[0].checkpoint.location.weights_dir, cache_bytes=_CACHE_BYTES, at_once=at_once
     )

@@ -5,7 +5,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Unpack
 
-from unshard.api.making import compare_with_base, late_notes, make_report
+from unshard.api.completing import Made, make_report
+from unshard.api.making import compare_with_base, late_notes
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.unmerged.virtual import open_files, plan_files
 from unshard.engines.files import PlannedFile
@@ -68,8 +69,8 @@ def push(
             url = push_files(watched, repo, private=private, check=check, listener=hear)
             overflows = files.overflows
         notes += warn(hear, late_notes(prepared, None, overflows))
-    memory = chosen.resources.memory_bytes
-    return make_report(prepared, None, memory_bytes=memory, notes=notes, changed=changed, url=url)
+    made = Made(prepared, tuple(notes), changed)
+    return make_report(made, None, memory_bytes=chosen.resources.memory_bytes, url=url)
 
 
 def _watched(file: PlannedFile, listener: Listener) -> PlannedFile:
