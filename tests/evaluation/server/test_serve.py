@@ -135,7 +135,7 @@ def test_a_job_whose_pin_made_room_says_whose_quota_it_was(tmp_path: Path) -> No
         errors = [str(server.ended(jobs[0], "expired")["error"]) for jobs in (servers, clients)]
         for jobs in (servers, clients):
             server.ended(jobs[1])
-        assert "step 2 is no longer kept: the pin_quota of pins is used up" in server.told()
+        assert "step 2 is no longer pinned: the pin_quota is used up" in server.told()
     assert "newer ones: set pin_quota: {count: N} in server.yaml" in errors[0]
     assert "newer ones: set quota: {count: N, bytes: null} in the YAML of the trainer" in errors[1]
 

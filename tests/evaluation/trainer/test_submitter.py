@@ -475,7 +475,7 @@ def test_what_was_refused_is_given_up_by_removing_its_file(tmp_path: Path, serve
 def test_what_was_refused_is_sent_again_now_and_then(
     tmp_path: Path, server: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier_module, "_REFUSED_AGAIN", 0.05)
+    monkeypatch.setattr(courier_module, "_RETRY_REFUSED", 0.05)
     server.refuses = (400, "no such profile")
     submitter = Submitter(config_for(server.url), tmp_path)
     submitter.submit(lmms_checkpoint(tmp_path, 1), 1)
@@ -500,7 +500,7 @@ def test_a_job_that_the_server_forgets_again_and_again_is_set_aside(
     courier.close()
     assert len(server.submissions) == 4
     (refused,) = spool.refused()
-    assert "forgets this job again and again" in str(refused.fields["error"])
+    assert "has lost this job 4 times" in str(refused.fields["error"])
 
 
 def test_a_job_is_not_submitted_again_and_again_where_that_cannot_be_written_down(

@@ -353,7 +353,7 @@ def test_a_step_that_is_saved_again_is_submitted_again_once(run: Path, stub: Stu
 def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
     run: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier, "_REFUSED_AGAIN", 0.05)
+    monkeypatch.setattr(courier, "_RETRY_REFUSED", 0.05)
     stub.refuses = (400, "not below a root")
     for step in range(1, 5):
         verl_step(run, step)
@@ -370,7 +370,7 @@ def test_a_server_that_is_mended_gets_what_it_refused_and_what_waited(
 def test_each_answer_is_reported_once_and_an_acceptance_after_a_refusal_too(
     run: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier, "_REFUSED_AGAIN", 0.05)
+    monkeypatch.setattr(courier, "_RETRY_REFUSED", 0.05)
     stub.refuses = (400, "not below a root")
     verl_step(run, 10)
     with Watching(run, config_for(stub.url)) as one:

@@ -1,8 +1,8 @@
-"""What a pin keeps of a checkpoint: a listing that shows whether it changed, and hard links to it.
+"""The files of a pin: list them, link them, and find changes.
 
-A pin keeps weights of every kind, config and tokenizer. It leaves out the state of optimizer,
-dataloader and random generators, and files whose names are not text. The names are those of the
-writers that `read.finding.discover` lists. No file is opened to list it.
+A pin has weights of every kind, config and tokenizer. It leaves out the state of optimizer,
+dataloader and random generators, and files whose names are not text. `read.finding.discover` lists
+the writers of these names. Listing opens no file.
 """
 
 import errno
@@ -33,7 +33,7 @@ _LEFT_OUT_FOLDERS = re.compile(
     r"|train|rng|eval"  # OLMo-core, NeMo AutoModel; results of lmms-engine
     r"|merged|" + STATE_FOLDER + r"|\.cache"
 )
-_FIRST_NS = 1 << 53  # no number of an ETag is that large, and any time since 1970-04-15 is
+_FIRST_NS = 1 << 53  # greater than any number of an ETag, less than any time since 1970-04-15
 
 _ATTEMPTS = 5
 _SHOWN = 5
@@ -52,7 +52,7 @@ _REFUSED = {
 
 
 class PinError(UnshardError):
-    """A checkpoint cannot be kept by hard links."""
+    """A checkpoint cannot be pinned by hard links."""
 
 
 class ExpiredError(UnshardError):
@@ -64,10 +64,9 @@ class Listing:
     """The files and folders of a checkpoint at one moment.
 
     Attributes:
-        files: what a pin keeps, by path relative to the checkpoint.
-        folders: mtime in ns of every directory that was read; any entry that comes or goes
-            changes it.
-        lost: weights that are links to nothing, by path relative to the checkpoint.
+        files: the files of a pin, by path relative to the checkpoint.
+        folders: mtime in ns of every directory that was read; new and removed entries change it.
+        lost: weights that are broken links, by path relative to the checkpoint.
     """
 
     files: dict[str, Identity]
@@ -76,84 +75,83 @@ class Listing:
 
 
 def list_checkpoint(checkpoint: Path) -> Listing:
-    """List a checkpoint: a directory, or a file that is one (then named by its own name).
+    """List a checkpoint: a directory, or a single file, whose path is its own name.
 
     Raises:
-        FileNotFoundError: it is gone, or a file went while it was listed.
+        FileNotFoundError: it is gone, or a file was removed while it was listed.
     """
     if not checkpoint.is_dir():
         return Listing({checkpoint.name: identity(checkpoint.stat())}, {}, [])
     listing = Listing({}, {}, [])
-    left, seen = [PurePosixPath()], set[int]()
-    while left:
-        inside = left.pop()
+    folders, seen = [PurePosixPath()], set[int]()
+    while folders:
+        inside = folders.pop()
         status = (checkpoint / inside).stat()
-        if status.st_ino not in seen:  # else a link back up
+        if status.st_ino not in seen:  # else a link to a parent
             seen.add(status.st_ino)
             listing.folders[str(inside)] = status.st_mtime_ns
-            left += _list_folder(checkpoint / inside, inside, listing)
+            folders += _list_folder(checkpoint / inside, inside, listing)
     return listing
 
 
 def _list_folder(folder: Path, inside: PurePosixPath, into: Listing) -> list[PurePosixPath]:
-    """List what a pin keeps of a folder; return the folders in it."""
-    with os.scandir(folder) as entries:
-        found = sorted((one for one in entries if is_text(one.name)), key=lambda one: one.name)
+    """Add the files of a folder to a listing; return the folders in it."""
+    with os.scandir(folder) as scan:
+        entries = sorted((one for one in scan if is_text(one.name)), key=lambda one: one.name)
     folders = []
-    for entry in found:
-        place = inside / entry.name
-        is_lost = entry.is_symlink() and not Path(entry.path).exists()  # to nothing, or to itself
+    for entry in entries:
+        path = inside / entry.name
+        is_lost = entry.is_symlink() and not Path(entry.path).exists()  # broken, or a loop
         is_folder = not is_lost and entry.is_dir()
         if (_LEFT_OUT_FOLDERS if is_folder else NO_WEIGHTS).fullmatch(entry.name):
             continue
         if is_folder:
-            folders.append(place)
+            folders.append(path)
         elif not is_lost:
-            into.files[str(place)] = identity((folder / entry.name).stat())
-        elif has_weights(place.name):
-            into.lost.append(str(place))
+            into.files[str(path)] = identity((folder / entry.name).stat())
+        elif has_weights(path.name):
+            into.lost.append(str(path))
     return folders
 
 
 def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
     """Return the files that were rewritten in place, replaced or removed.
 
-    Some mounts give files other inode numbers, or coarser times. If no file has its inode number,
-    sizes and times decide; a time that was rounded down to a coarser grain counts as equal.
+    Some mounts give files other inode numbers, or coarser times. If no file has its old inode
+    number, only sizes and times count; a time rounded down to a coarser grain is equal.
 
     Args:
-        checkpoint: a directory, or a file that is one.
-        files: what they were, by path relative to the checkpoint.
+        checkpoint: a directory, or a single file.
+        files: the former identities, by path relative to the checkpoint.
     """
     is_folder = checkpoint.is_dir()
     now: dict[str, Identity] = {}
     for name in files:
         with suppress(OSError):  # it is gone
             now[name] = identity((checkpoint / name if is_folder else checkpoint).stat())
-    is_numbered = any(found[0] == files[name][0] for name, found in now.items())
+    has_inodes = any(inode == files[name][0] for name, (inode, _, _) in now.items())
     return [
         name
-        for name, was in files.items()
-        if name not in now or not _is_same(now[name], was, is_numbered=is_numbered)
+        for name, before in files.items()
+        if name not in now or not _is_same(now[name], before, compare_inodes=has_inodes)
     ]
 
 
-def _is_same(now: Identity, was: Identity, *, is_numbered: bool) -> bool:
-    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, was
-    is_file = inode == old_inode or not is_numbered
+def _is_same(now: Identity, before: Identity, *, compare_inodes: bool) -> bool:
+    (inode, size, mtime), (old_inode, old_size, old_mtime) = now, before
     earlier, later = sorted((mtime, old_mtime))
     is_time = any(earlier == later // grain * grain for grain in _GRAINS_NS)
-    return is_file and size == old_size and is_time
+    return (inode == old_inode or not compare_inodes) and size == old_size and is_time
 
 
 def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
-    """Return size, and mtime in ns, of the files of weights, by path relative to the checkpoint.
+    """Return size and mtime in ns of each file of weights, by path relative to the checkpoint.
 
-    A pin shares them with its original. In an object store they are size, and a number made of the
-    ETag. Empty if the checkpoint is gone.
+    A pin has the stamps of its original. In an object store they are size, and a number made from
+    the ETag. Empty if the checkpoint is gone.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or refuses.
     """
     if isinstance(checkpoint, RemotePath):
         return _stamps_of_objects(checkpoint)
@@ -169,39 +167,39 @@ def read_stamps(checkpoint: Path) -> dict[str, list[int]]:
 
 
 def time_written(stamped: Stamps) -> float | None:
-    """Return when the first file of a checkpoint's weights was written, in seconds.
+    """Return the time in seconds at which the first file of the weights was written.
 
-    Later ones may be made of it. None: it is in an object store, or gone.
+    Later files may have been made from it. None: the checkpoint is in an object store, or gone.
     """
     return min((mtime / 1e9 for _, mtime in stamped.values() if mtime >= _FIRST_NS), default=None)
 
 
 def _stamps_of_objects(checkpoint: RemotePath) -> dict[str, list[int]]:
-    alone = checkpoint.bucket.entry(checkpoint.key)
-    if alone is not None:
-        return {checkpoint.name: [alone.size, number_of(alone.etag)]}
-    found = listed(checkpoint.bucket, checkpoint.key)
+    single = checkpoint.bucket.entry(checkpoint.key)
+    if single is not None:
+        return {checkpoint.name: [single.size, number_of(single.etag)]}
+    objects = listed(checkpoint.bucket, checkpoint.key)
     return {
-        name: [one.size, number_of(one.etag)]
-        for name, one in found.items()
+        name: [entry.size, number_of(entry.etag)]
+        for name, entry in objects.items()
         if has_weights(PurePosixPath(name).name)
         and not any(map(_LEFT_OUT_FOLDERS.fullmatch, PurePosixPath(name).parts[:-1]))
     }
 
 
 def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
-    """Link the files that a pin keeps, and return their identities.
+    """Link the files of a pin, and return their identities.
 
     A trainer may be removing them, so the checkpoint is listed again afterwards. New files are
-    linked, too. If a file has gone, the checkpoint is being removed, and may have lost others
-    before the first listing.
+    linked too. If a file is missing then, the checkpoint is being removed, and may have lost other
+    files before the first listing.
     """
     linked: dict[str, Identity] = {}
     before = list_checkpoint(checkpoint)
     if not before.files:
         raise ExpiredError(f"{checkpoint}: nothing to evaluate in it", found="no file")
     if before.lost:
-        raise ExpiredError(f"{checkpoint}: links to nothing", found=", ".join(before.lost[:_SHOWN]))
+        raise ExpiredError(f"{checkpoint}: broken links", found=", ".join(before.lost[:_SHOWN]))
     for _ in range(_ATTEMPTS):
         linked = _link_listed(checkpoint, target, before, linked)
         after = list_checkpoint(checkpoint)
@@ -210,8 +208,11 @@ def link_all(checkpoint: Path, target: Path) -> dict[str, Identity]:
                 f"{checkpoint}: was removed while it was pinned",
                 hint="keep more checkpoints, or submit before the trainer removes old ones",
             )
-        # The same files may have grown since: a link shares that.
-        old, new = ({key: one[0] for key, one in each.files.items()} for each in (before, after))
+        # Only inodes are compared: a link has the new size of a file that has grown since.
+        old, new = (
+            {path: inode for path, (inode, _, _) in listing.files.items()}
+            for listing in (before, after)
+        )
         if old == new and before.folders == after.folders:
             break
         before = after
@@ -226,19 +227,19 @@ def _link_listed(
 ) -> dict[str, Identity]:
     """Link the files of a listing that are not linked yet; return the links' identities."""
     is_folder = checkpoint.is_dir()
-    found = {}
+    identities = {}
     for name, (inode, _, _) in listing.files.items():
         source, link = (checkpoint / name, target / name) if is_folder else (checkpoint, target)
         if name not in linked or linked[name][0] != inode:
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
             os.link(source.resolve(strict=True), link)
-        found[name] = identity(link.stat())
-    return found
+        identities[name] = identity(link.stat())
+    return identities
 
 
 def _link_neighbours(checkpoint: Path, partial: Path) -> None:
-    """Link the companions next to a checkpoint, where readers look for them.
+    """Link the companions next to a checkpoint, to the same relative paths.
 
     verl has `global_step_N/huggingface/` next to the weights in `global_step_N/actor`.
     """
@@ -256,14 +257,14 @@ def _link_neighbours(checkpoint: Path, partial: Path) -> None:
 
 def link_companions(run: Path, partial: Path) -> None:
     """Link config and tokenizer from the run's own directory."""
-    if not (partial / _CONFIG).exists():  # the step has its own, which wins
+    if not (partial / _CONFIG).exists():  # the step's own config has priority
         for name, path in companions_in(run).paths.items():
             _link_small(path, partial / name)
 
 
 def _link_small(path: Path, link: Path) -> None:
     link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)  # never write into what is a link already
+    link.unlink(missing_ok=True)  # `copyfile` would write into the file that it links
     try:
         os.link(path.resolve(strict=True), link)
     except OSError:
@@ -278,7 +279,7 @@ def explain(path: Path, error: OSError) -> UnshardError:
         )
     why = _REFUSED.get(error.errno or 0, "it cannot be linked")
     return PinError(
-        f"{path}: cannot be kept by hard links: {why}",
+        f"{path}: cannot be pinned by hard links: {why}",
         found=str(error),
         hint="merge it at once, before the trainer removes it, or let the trainer keep more",
     )

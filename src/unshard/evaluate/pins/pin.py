@@ -1,12 +1,12 @@
-"""Keep the bytes of a checkpoint while it waits for its evaluation: hard links in its run.
+"""Pin a checkpoint until it is evaluated, by hard links in its run.
 
 `<run>/_unshard/pins/<random>/` has `pin.json` and a directory of links named like the checkpoint;
-companions of the run's own directory are next to it, where a reader looks for them. A pin is made
-under another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes
-of the run's and the checkpoint's directories stay what they were, because trainers remove the
-"oldest" by them. A link does not protect against writing in place: see `Pin.changed`.
-Trainers and servers make pins of the same run, and neither removes the other's. Nothing is removed
-that this user did not make there: see `run_folder`.
+companions of the run's own directory are next to it, where readers search. A pin is made under
+another name and renamed, so that it is whole or not there. Nothing is copied, and the mtimes of the
+run's and the checkpoint's directories do not change, because trainers remove the "oldest" by them.
+A link does not protect against writing in place: see `Pin.changed`.
+Trainers and servers make pins of the same run, and remove only their own. Files that this user did
+not make there are not removed: see `run_folder`.
 """
 
 import logging
@@ -44,7 +44,7 @@ from unshard.write.dirfd import Identity, check_path, names_in, remove
 from unshard.write.dirfd import opened as opened_in
 
 OF_SERVER = "server_"
-"""The beginning of the name of a server's pin, which shows whose it was when it is gone."""
+"""The prefix of the names of servers' pins: it shows the owner after the pin is gone."""
 _RECORD = "pin.json"
 _PARTIAL = ".partial"
 _ABANDONED = 3600.0  # seconds after which a pin that is not finished is abandoned
@@ -56,17 +56,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A checkpoint that is kept.
+    """A pinned checkpoint.
 
     Attributes:
-        path: the linked checkpoint: what is merged and evaluated.
-        run: the directory of the run that it belongs to.
+        path: the linked checkpoint, to merge and evaluate.
+        run: the directory of its run.
         checkpoint: the original, which may have been removed.
         step: the training step, if it is known.
         created: seconds since the epoch.
         files: inode, size and mtime in ns of each file, by path relative to `path`.
         owner: the server that made it; empty: a client.
-        is_ours: whether this user made it in that place; else it is never removed.
+        is_ours: whether this user made it in that place; otherwise it is never removed.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class Pin:
 
     @property
     def name(self) -> str:
-        """The name that the pin has among those of its run."""
+        """The name of the pin, unique in its run."""
         return self.directory.name
 
     def changed(self) -> list[str]:
@@ -96,10 +96,10 @@ class Pin:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How much the pins of a run may keep, clients' or servers'; None for no limit.
+    """The limits of a run's pins, separately for clients and servers.
 
     Attributes:
-        count: how many pins; null for no limit.
+        count: the number of pins; null for no limit.
         bytes: of all files of these pins, each counted once; null for no limit.
     """
 
@@ -108,15 +108,13 @@ class Quota:
 
     def is_exceeded(self, pins: Sequence[Mapping[str, Identity]]) -> bool:
         """Return whether the files of these pins are more than the quota allows."""
-        if self.count is not None and len(pins) > self.count:
-            return True
-        if self.bytes is None:
-            return False
         sizes = {inode: size for files in pins for inode, size, _ in files.values()}
-        return sum(sizes.values()) > self.bytes
+        return (self.count is not None and len(pins) > self.count) or (
+            self.bytes is not None and sum(sizes.values()) > self.bytes
+        )
 
 
-def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
+def pin_checkpoint(  # noqa: PLR0913 (checkpoint, owner, limits)
     checkpoint: Path,
     *,
     quota: Quota,
@@ -125,18 +123,18 @@ def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
     run: Path | None = None,
     spare: Collection[str] = (),
 ) -> Pin:
-    """Keep a checkpoint by hard links.
+    """Pin a checkpoint by hard links.
 
     Args:
-        checkpoint: the step directory, or a file that is a checkpoint.
-        quota: what pins of such an owner may keep of the run; the oldest others make room.
+        checkpoint: the step directory, or a single file.
+        quota: limits of the run's pins of this kind of owner; the oldest are removed for room.
         owner: the server that makes the pin; empty: a client.
-        step: the training step; else the number at the end of the checkpoint's name.
-        run: the run's directory; else the one that contains the checkpoint.
-        spare: the names of pins that are not removed to make room.
+        step: the training step; None: the number at the end of the checkpoint's name.
+        run: the run's directory; None: the parent of the checkpoint.
+        spare: the names of pins that are not removed for room.
 
     Raises:
-        ExpiredError: the checkpoint is gone, or was being removed.
+        ExpiredError: the checkpoint is gone, or is being removed.
         PinError: it cannot be linked, or is larger than the quota.
     """
     checkpoint = checkpoint.resolve()
@@ -150,7 +148,7 @@ def pin_checkpoint(  # noqa: PLR0913 (what, whose, where, and what stays)
             files = link_all(checkpoint, partial / checkpoint.name)
             if quota.is_exceeded([files]):
                 raise PinError(
-                    f"{checkpoint}: not kept, because the quota of pins has no room for it",
+                    f"{checkpoint}: not pinned, because it exceeds the quota of pins",
                     expected=f"at most {quota.bytes} bytes, {quota.count} pins",
                     found=f"{sum(size for _, size, _ in files.values())} bytes",
                     hint="raise the quota, or merge at once",
@@ -181,7 +179,8 @@ def _being_made(run: Path, directory: Path, owner: str) -> Iterator[tuple[Path, 
             os.mkdir(partial.name, dir_fd=pins)
             with opened_in(partial.name, within=pins) as folder:
                 try:
-                    write_record(folder, _RECORD, {"owner": owner})  # known as ours if we die
+                    # Written first: after a crash the record shows that the directory is ours.
+                    write_record(folder, _RECORD, {"owner": owner})
                     yield partial, folder
                     os.rename(partial.name, directory.name, src_dir_fd=pins, dst_dir_fd=pins)
                 except BaseException:
@@ -224,9 +223,9 @@ def _parse(record: RunRecord, run: Path, directory: Path) -> Pin:
             "files": dict(files),
             "owner": str(owner),
         } if _is_inside(name) and "/" not in name and 0 <= created < _LATEST and step is not True:
-            found = {inside: _parse_identity(inside, values) for inside, values in files.items()}
+            linked = {inside: _parse_identity(inside, values) for inside, values in files.items()}
             path, original = directory / name, Path(checkpoint)
-            return Pin(path, run, original, step, created, found, owner, record.is_ours)
+            return Pin(path, run, original, step, created, linked, owner, record.is_ours)
     raise CorruptError("not the record of a pin")
 
 
@@ -247,20 +246,20 @@ def _is_inside(path: str) -> bool:
 
 def list_pins(run: Path) -> list[Pin]:
     """Return the whole and readable pins of a run, the oldest first."""
-    found = []
+    readable = []
     for pins, directory in _directories(run, partial=False):
         try:
-            found.append(_read(pins, run, directory))
+            readable.append(_read(pins, run, directory))
         except FileNotFoundError as error:
             if error.filename == _RECORD:  # else another process has just removed it
                 leave_alone(f"{directory}: not a pin, it has no {_RECORD}")
         except (OSError, CorruptError) as error:
             leave_alone(f"{directory}: not a pin: {error}")
-    return sorted(found, key=lambda pin: (pin.created, pin.name))
+    return sorted(readable, key=lambda pin: (pin.created, pin.name))
 
 
 def _directories(run: Path, *, partial: bool) -> Iterator[tuple[int, Path]]:
-    """Yield the directories of pins, unfinished ones or whole, each with the fd of its parent."""
+    """Yield the directories of whole or unfinished pins, each with the fd of its parent."""
     try:
         with RunFolder(run).opened(PINS) as pins:
             for name in names_in(pins):
@@ -282,7 +281,7 @@ def unpin(pin: Pin) -> None:
 
 
 def _remove(pins: int, directory: Path) -> None:
-    """Remove a pin, or what is left of one, if this user made it or it is empty."""
+    """Remove a pin, or the rest of one, if this user made it or it is empty."""
     with opened_in(directory.name, within=pins) as folder:
         try:
             is_ours = read_record(folder, _RECORD).is_ours
@@ -291,15 +290,15 @@ def _remove(pins: int, directory: Path) -> None:
         if not is_ours:
             leave_alone(f"{directory}: not a pin that this user made there")
             return
-        doomed = directory.name
-        if "-" not in doomed:  # else its removal has begun
-            doomed = f"{doomed.removesuffix(_PARTIAL)}-{secrets.token_hex(4)}{_PARTIAL}"
-            os.rename(directory.name, doomed, src_dir_fd=pins, dst_dir_fd=pins)
-        _remove_opened(pins, doomed, folder)
+        name = directory.name
+        if "-" not in name:  # a dash marks a removal that has begun: see `sweep`
+            name = f"{name.removesuffix(_PARTIAL)}-{secrets.token_hex(4)}{_PARTIAL}"
+            os.rename(directory.name, name, src_dir_fd=pins, dst_dir_fd=pins)
+        _remove_opened(pins, name, folder)
 
 
 def _remove_opened(pins: int, name: str, folder: int) -> None:
-    """Remove an open directory, its record last: until then it is known as ours."""
+    """Remove an open directory, its record last, because it shows that the directory is ours."""
     for inside in names_in(folder):
         if inside != _RECORD:
             with suppress(OSError):  # the next sweep tries again
@@ -311,16 +310,14 @@ def _remove_opened(pins: int, name: str, folder: int) -> None:
 
 
 def sweep(run: Path, owner: str = "") -> None:
-    """Remove what killed processes left of pins that they were making, or removing.
+    """Remove unfinished pins of killed processes, which were making or removing them.
 
     Args:
         run: the run's directory.
-        owner: a server that is not making a pin now: those that it had begun are removed whatever
-            their age.
+        owner: a server that is not making a pin now: its unfinished pins are removed at any age.
     """
     for pins, directory in _directories(run, partial=True):
         try:
-            # With a dash it is half removed: see `_remove`.
             if "-" in directory.name or _is_abandoned(pins, directory, owner):
                 _remove(pins, directory)
         except FileNotFoundError:
@@ -342,24 +339,23 @@ def _is_abandoned(pins: int, directory: Path, owner: str) -> bool:
 def enforce_quota(
     run: Path, quota: Quota, *, are_servers: bool = False, spare: Collection[str] = ()
 ) -> None:
-    """Remove the oldest pins of a run until the quota is kept.
+    """Remove the oldest pins of a run that exceed the quota, and unfinished pins.
 
     Args:
         run: the run's directory.
-        quota: what these pins may keep.
-        are_servers: the pins of all servers are meant, because a server that is gone for good has
-            left some, too; otherwise those of clients.
-        spare: the names of pins that stay whatever their age.
+        quota: the limits of these pins.
+        are_servers: whether to count the pins of all servers, also of those that are gone for good,
+            or else those of clients.
+        spare: the names of pins that are not removed.
     """
-    if quota == Quota(None, None):  # nothing needs to be read
-        kept = []
-    else:
-        kept = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
-    for pin in [pin for pin in kept if pin.name not in spare]:
-        if not quota.is_exceeded([one.files for one in kept]):
+    pins = []
+    if quota != Quota(None, None):  # else no pin needs to be read
+        pins = [pin for pin in list_pins(run) if pin.is_ours and bool(pin.owner) == are_servers]
+    for pin in [pin for pin in pins if pin.name not in spare]:
+        if not quota.is_exceeded([one.files for one in pins]):
             break
         name = "pin_quota" if are_servers else "quota"
-        log.warning("%s: step %s is no longer kept: the %s of pins is used up", run, pin.step, name)
+        log.warning("%s: step %s is no longer pinned: the %s is used up", run, pin.step, name)
         unpin(pin)
-        kept.remove(pin)
+        pins.remove(pin)
     sweep(run)

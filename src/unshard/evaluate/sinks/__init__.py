@@ -1,1 +1,1 @@
-"""Where results are written: a file always, and the trackers that a user has."""
+"""Write results to a file and to experiment trackers."""

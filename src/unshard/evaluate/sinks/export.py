@@ -1,7 +1,7 @@
-"""Write the results that a server has into a tracker, each job once, under its own step.
+"""Write a server's results into a tracker, each job once, under its own step.
 
-`<directory>/unshard_exports/` remembers which jobs were written where; a process that is killed
-between writing and remembering writes the same values under the same steps again.
+`<directory>/unshard_exports/` has marks of the written jobs; a process that is killed between
+writing and marking writes the same values under the same steps again.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ _PACKAGES = {Tracker.MLFLOW: "mlflow or mlflow-skinny"}
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where results are written.
+    """The destination of an export.
 
     Attributes:
-        tracker: its kind.
-        directory: of the files, and of the record of what has been exported.
+        tracker: the kind of tracker.
+        directory: of the files, and of the marks of exported jobs.
         project: of W&B or trackio; MLflow's experiment.
         is_for_one: whether one run is exported, into `directory` itself, or each into its own.
     """
@@ -50,18 +50,13 @@ class Destination:
     project: str = ""
     is_for_one: bool = True
 
-    def check(self) -> None:
-        """Raise UsageError if the tracker needs a project and has none."""
-        if self.tracker not in _FILES and not self.project:
-            raise UsageError(f"--to {self.tracker}", expected="--project NAME")
-
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """How many jobs of a run were exported.
+    """The number of exported jobs of a run.
 
     Attributes:
-        run: its name.
+        run: the run's name in the tracker.
         written: by this export.
         present: by an earlier one.
         without_step: left out, because a tracker would draw them at a wrong step.
@@ -74,7 +69,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _JobResults:
     job_id: str
     step: int | None
     metrics: Mapping[str, float]
@@ -84,49 +79,53 @@ class _Measured:
 def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list[Exported]:
     """Write results as the server lists them; see `export`.
 
-    A run of a tracker has one line of each metric. Where the server has several, which differ in
-    their profile or settings, that with the most steps is in the run itself, and each of the others
-    in a run that is named after what distinguishes it.
+    A tracker's run has one line of each metric. If the server has several lines with different
+    profiles or settings, the one with the most steps is in the run itself, and each of the others
+    in a run named after the difference.
+
+    Raises:
+        UsageError: the tracker needs a project.
     """
-    to.check()
-    done = list[Exported]()
+    if to.tracker not in _FILES and not to.project:
+        raise UsageError(f"--to {to.tracker}", expected="--project NAME")
+    exported = list[Exported]()
     for run, rows in sorted(_group(results, "run").items()):
-        for name, part in _part_lines(rows, _marks_of(run, to)).items():
-            place = replace(to, is_for_one=to.is_for_one and not name)
-            done.append(export(f"{run} {name}".rstrip(), part, place))
-    return done
+        for name, part in _split_lines(rows, _marks_of(run, to)).items():
+            destination = replace(to, is_for_one=to.is_for_one and not name)
+            exported.append(export(f"{run} {name}".rstrip(), part, destination))
+    return exported
 
 
-def _part_lines(
+def _split_lines(
     rows: Sequence[Mapping[str, object]], written: Marks
 ) -> dict[str, list[Mapping[str, object]]]:
-    """Return the results of a run by what distinguishes their lines; by nothing the usual ones.
+    """Return the results of a run by a description of their lines; "" for each metric's main line.
 
-    A line that the run itself has got before stays there, whichever has more steps now.
+    A line that was written to the run itself before stays there, even if another has more steps.
     """
-    found = as_results(rows)
-    named = describe_settings(found)
+    results = as_results(rows)
+    descriptions = describe_settings(results)
+    # For each metric and line, whether each of its results was written to the run itself.
     lines: dict[tuple[str, str], dict[tuple[str, str], list[bool]]] = {}
-    for one in found:
+    for one in results:
         of_metric = lines.setdefault((one.weights, f"{one.task}/{one.metric}"), {})
         of_metric.setdefault((one.profile, one.settings), []).append(one.job_id in written)
     parts: dict[str, list[Mapping[str, object]]] = {}
-    for row, one in zip(rows, found, strict=True):
+    for row, one in zip(rows, results, strict=True):
         of_metric = lines[one.weights, f"{one.task}/{one.metric}"]
-        usual = max(of_metric, key=lambda line, of=of_metric: (any(of[line]), len(of[line])))  # type: ignore[misc]
+        main = max(of_metric, key=lambda line, of=of_metric: (any(of[line]), len(of[line])))  # type: ignore[misc]
         own = one.profile, one.settings
-        profile = one.profile if one.profile != usual[0] else ""
-        told = " ".join(filter(None, [profile, named[own]]))
-        told = told or f"settings {one.settings}"
-        parts.setdefault("" if own == usual else told, []).append(row)
+        name = f"{one.profile if one.profile != main[0] else ''} {descriptions[own]}".strip()
+        name = name or f"settings {one.settings}"
+        parts.setdefault("" if own == main else name, []).append(row)
     return parts
 
 
 def _group(rows: Iterable[Mapping[str, object]], key: str) -> dict[str, list[Mapping[str, object]]]:
-    found: dict[str, list[Mapping[str, object]]] = {}
+    groups: dict[str, list[Mapping[str, object]]] = {}
     for row in rows:
-        found.setdefault(str(row[key]), []).append(row)
-    return found
+        groups.setdefault(str(row[key]), []).append(row)
+    return groups
 
 
 def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -> Exported:
@@ -146,7 +145,7 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
             _write(_open_sink(run, to), new, marks)
         except (UnshardError, OSError):
             raise
-        except Exception as error:  # whatever a tracker raises
+        except Exception as error:  # trackers raise their own classes
             raise UsageError(
                 f"--to {to.tracker}: nothing can be written to it",
                 found=f"{type(error).__name__}: {error}",
@@ -156,27 +155,27 @@ def export(run: str, results: Sequence[Mapping[str, object]], to: Destination) -
 
 
 def _marks_of(run: str, to: Destination) -> Marks:
-    """Return which jobs of a run were written to a tracker before."""
-    # The same project of another owner or server is another place; a URL may contain a password.
+    """Return the marks of a run's jobs that were written to a tracker before."""
+    # A project of another owner or server has its own marks. Hashed: a URL may have a password.
     owner = os.environ.get(_OWNERS.get(to.tracker, ""), "")
     owner = hashlib.sha256(owner.encode()).hexdigest()[:8] if owner else ""
-    named = filter(None, [to.tracker, owner, to.project, run])
-    return Marks(to.directory / _MARKS, "-".join(named))
+    parts = filter(None, [to.tracker, owner, to.project, run])
+    return Marks(to.directory / _MARKS, "-".join(parts))
 
 
-def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_Measured]:
-    """Return the results of each job, by step; for one step in the order of completion."""
+def _group_by_job(results: Sequence[Mapping[str, object]]) -> list[_JobResults]:
+    """Return the results of each job, by step; jobs of one step in the order of completion."""
     jobs = []
     for job, rows in _group(results, "job_id").items():
         step, weights = rows[-1]["step"], str(rows[-1]["weights"])
         metrics = {f"{row['task']}/{row['metric']}": float(str(row["value"])) for row in rows}
-        named = name_metrics(metrics, weights=weights)
+        metrics = name_metrics(metrics, weights=weights)
         settings = {str(rows[-1].get("profile", "")): {key: rows[-1].get(key) for key in _SETTINGS}}
-        jobs.append(_Measured(job, step if isinstance(step, int) else None, named, settings))
-    return sorted(jobs, key=lambda one: (one.step is None, one.step or 0))
+        jobs.append(_JobResults(job, step if isinstance(step, int) else None, metrics, settings))
+    return sorted(jobs, key=lambda job: (job.step is None, job.step or 0))
 
 
-def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
+def _write(sink: Sink, jobs: Sequence[_JobResults], marks: Marks) -> None:
     """Write jobs; mark them when the sink is closed, because some trackers send from a thread."""
     written = []
     try:
@@ -191,7 +190,7 @@ def _write(sink: Sink, jobs: Sequence[_Measured], marks: Marks) -> None:
 
 
 def _open_sink(run: str, to: Destination) -> Sink:
-    """Open a tracker; only this one is imported."""
+    """Open a tracker; no other is imported, because it may not be installed."""
     try:
         match to.tracker:
             case Tracker.TENSORBOARD:

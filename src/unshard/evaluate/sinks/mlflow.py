@@ -1,8 +1,8 @@
-"""Results as metrics of an MLflow run. MLflow takes steps in any order.
+"""Results as metrics of an MLflow run. MLflow accepts steps in any order.
 
-It refuses names (mlflow/utils/validation.py) with some characters, with more than 250 characters,
-and those that are not plain relative paths. Such a name is changed. If two names would become
-equal, or one has to be cut, it ends in a hash of the whole name, which `results.jsonl` has.
+It refuses names (mlflow/utils/validation.py) that have some characters, are longer than 250
+characters, or are not plain relative paths. Such a name is changed. If two names would become
+equal, or a name has to be cut, it ends in a hash of the whole name, which `results.jsonl` has.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ _LARGEST_BATCH = 1000
 
 
 class MlflowSink:
-    """Writes to a run that exists: the trainer's, or another.
+    """Writes to an existing run: the trainer's, or another.
 
     Args:
         run_id: of the run.
-        tracking_uri: of its server; None: that of the process.
+        tracking_uri: of its server; None: the process's tracking URI.
     """
 
     def __init__(self, run_id: str, tracking_uri: str | None = None) -> None:
@@ -39,24 +39,24 @@ class MlflowSink:
     def open(cls, project: str, group: str) -> "MlflowSink":
         """Return a sink for another process than the trainer's, with its own run in an experiment.
 
-        The same names again continue that run, on the server of the process's tracking URI.
+        The same names continue that run, on the server of the process's tracking URI.
         """
         client = mlflow.MlflowClient()
-        found = client.get_experiment_by_name(project)
-        place = client.create_experiment(project) if found is None else found.experiment_id
-        tagged = [run for run in client.search_runs([place]) if run.data.tags.get(_TAG) == group]
-        if not tagged:
-            tagged = [client.create_run(place, run_name=f"{group}-eval", tags={_TAG: group})]
-        return cls(tagged[0].info.run_id)
+        experiment = client.get_experiment_by_name(project)
+        id_ = client.create_experiment(project) if experiment is None else experiment.experiment_id
+        runs = [run for run in client.search_runs([id_]) if run.data.tags.get(_TAG) == group]
+        if not runs:
+            runs = [client.create_run(id_, run_name=f"{group}-eval", tags={_TAG: group})]
+        return cls(runs[0].info.run_id)
 
     def describe(self, config: Mapping[str, object]) -> None:
-        """Write what results are measured with as tags, which can change; parameters cannot."""
+        """Write the settings of results as tags, which may change; parameters may not."""
         for name, value in config.items():
             key = _fit_names([name])[name]
             self._client.set_tag(self._run_id, key, json.dumps(value)[:_LONGEST_TAG])
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write the metrics under names that MLflow takes; up to 1,000 are written as a whole."""
+        """Write the metrics under valid names, in batches of 1,000, MLflow's limit."""
         del job_id
         now, names = int(time.time() * 1000), _fit_names(metrics)
         batch = [Metric(names[name], value, now, step) for name, value in metrics.items()]
@@ -69,7 +69,7 @@ class MlflowSink:
 
 
 def _fit_names(names: Collection[str]) -> dict[str, str]:
-    """Return names that MLflow takes, all different, by the original names."""
+    """Return valid names for MLflow, all different, by the original names."""
     fitting = {}
     for name in names:
         parts = _NOT_ALLOWED.sub("_", name).split("/")

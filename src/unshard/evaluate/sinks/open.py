@@ -1,7 +1,4 @@
-"""Find the trackers that this process has open, without importing any.
-
-A tracker that the process has not imported is not in use.
-"""
+"""Find the trackers that this process has open: a tracker in use is already imported."""
 
 import sys
 from pathlib import Path
@@ -13,10 +10,9 @@ from unshard.integrations.harmless import ignoring_errors
 def open_sinks(
     *, tensorboard_dir: Path | None = None, mlflow_run: tuple[str, str | None] | None = None
 ) -> tuple[list[Sink], list[PacedSink]]:
-    """Return the sinks of the trackers open in this process: those for any thread, and paced ones.
+    """Return the sinks of the trackers open in this process: for any thread, and paced.
 
-    Results go to the trainer's own run. A tracker that cannot be written to is left out with a
-    warning.
+    Results go to the trainer's own run. A tracker that fails is left out with a warning.
 
     Args:
         tensorboard_dir: of the trainer's event files, if it writes any.

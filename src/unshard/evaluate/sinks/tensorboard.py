@@ -1,9 +1,9 @@
 """Results as TensorBoard scalars, in a directory of their own below the training run's.
 
 TensorBoard follows only the newest event file of a directory, so a second writer in the trainer's
-own directory would hide what the trainer writes. In `<log directory>/unshard_eval` the results are
-a separate run, drawn over the same axis as the trainer's; steps may come in any order. Neither
-torch nor TensorFlow is needed.
+own directory would hide the trainer's values. In `<log directory>/unshard_eval` the results are a
+separate run, drawn over the same axis; steps may come in any order. Neither torch nor TensorFlow is
+needed.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Results as metrics of a trackio run: the trainer's own, or another. Steps come in any order.
 
-If a run is logged to without a step (transformers' callback does that), trackio counts the steps
+If the trainer logs without a step (transformers' callback does that), trackio counts the steps
 itself, from the highest that it has seen. A result has its own step and must not move that counter,
-so the counter is restored, in the trainer's thread: no other thread moves it.
+so the counter is restored. Only the trainer's thread moves it, so results are written there.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ class TrackioSink:
     """Writes to a run, from the process and thread that logs to it.
 
     Args:
-        run: what `trackio.init` returned; its owner finishes it, even before the last result.
+        run: as returned by `trackio.init`; its owner finishes it, even before the last result.
     """
 
-    is_ready = True  # always, because a result is a row of its own
+    is_ready = True  # always: every result is a separate row
 
     def __init__(self, run: Run) -> None:
         self.name = f"trackio-{run.project}-{run.name}"
@@ -29,7 +29,7 @@ class TrackioSink:
     def open(cls, project: str, group: str) -> "TrackioSink":
         """Return a sink for another process than the trainer's, with its own run in the group.
 
-        The same names again continue that run. `close` finishes it.
+        The same names continue that run. `close` finishes it.
         """
         name, current = f"{group}-eval", context_vars.current_run.get()
         run = trackio.init(
@@ -39,7 +39,7 @@ class TrackioSink:
         return cls(run)
 
     def describe(self, config: Mapping[str, object]) -> None:
-        """Add what results are measured with to the run's config, which its first row sends."""
+        """Add the settings of results to the run's config, which is sent with its first row."""
         self._run.config |= config
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
@@ -50,14 +50,14 @@ class TrackioSink:
         self._run._next_step = following  # noqa: SLF001
 
     def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write the metrics when the trainer logs no more."""
+        """Write the metrics after the last log call of the trainer."""
         self.log(step, metrics, job_id)
 
     def close(self) -> None:
         """Finish the run, so that the last results are sent, unless it is the current one.
 
-        The current run is its owner's to finish. transformers' callback finishes it before any
-        callback of a user hears of the end.
+        The owner of the current run finishes it: transformers' callback does before any callback of
+        a user is called at the end.
         """
         if context_vars.current_run.get() is not self._run:
             self._run.finish()  # type: ignore[no-untyped-call]  # trackio's own lacks its types

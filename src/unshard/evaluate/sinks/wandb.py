@@ -1,10 +1,10 @@
 """Results in Weights & Biases: in the trainer's own run, or in a separate run of its group.
 
 W&B's internal step only rises, and rows that are logged with a lower one are dropped silently. So
-results never carry `step=`. Their step is a metric, and each metric is defined by its exact name to
-be drawn over it (a pattern loses against the trainer's own `*`). In the trainer's run a result is
-added to the row that the trainer commits next (`commit=False`). A row has one value of the step,
-so the caller of `log` adds one result at most to each.
+results are logged without `step=`. Their step is a metric, and each metric is defined by its exact
+name to be drawn over it (a pattern loses against the trainer's own `*`). In the trainer's run a
+result is added to the row that the trainer commits next (`commit=False`). A row has one value of
+the step, so the caller of `log` adds at most one result to each.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ class TrainerWandbSink:
     """Adds results to the training run, from the trainer's process and thread.
 
     Args:
-        run: what `wandb.init` returned; it stays open.
+        run: as returned by `wandb.init`; it stays open.
     """
 
     def __init__(self, run: wandb.Run) -> None:
@@ -29,7 +29,7 @@ class TrainerWandbSink:
         self._waiting_at: int | None = None  # W&B's step of the row with a result
 
     def describe(self, config: Mapping[str, object]) -> None:
-        """Add what results are measured with to the run's config."""
+        """Add the settings of results to the run's config."""
         self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
@@ -44,13 +44,13 @@ class TrainerWandbSink:
         return self._waiting_at != self._run.step
 
     def log_now(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:
-        """Write a result as a separate row when the trainer logs no more."""
+        """Write a result as a separate row, after the last log call of the trainer."""
         del job_id
         self.close()
         self._run.log(_make_row(self._run, self._defined, step, metrics), commit=True)
 
     def close(self) -> None:
-        """Commit the row with the last result, if it waits; the run stays open."""
+        """Commit the row with the last result, if it is not committed; the run stays open."""
         if not self.is_ready:
             self._run.log({}, commit=True)
             self._waiting_at = None
@@ -63,11 +63,11 @@ class WandbSink:
         project: of the training run.
         group: the name of the training run.
 
-    The same names again continue the same run.
+    The same names continue the same run.
     """
 
     def __init__(self, project: str, group: str) -> None:
-        # The id that earlier versions gave the run, so that it is continued.
+        # The same id as in earlier versions, so that runs continue.
         identity = hashlib.sha256(f"None/{project}/{group}".encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=project,
@@ -82,7 +82,7 @@ class WandbSink:
         self._defined: set[str] = set()
 
     def describe(self, config: Mapping[str, object]) -> None:
-        """Add what results are measured with to the run's config."""
+        """Add the settings of results to the run's config."""
         self._run.config.update(dict(config), allow_val_change=True)  # type: ignore[no-untyped-call]
 
     def log(self, step: int, metrics: Mapping[str, float], job_id: str) -> None:

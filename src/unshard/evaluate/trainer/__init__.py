@@ -1,1 +1,1 @@
-"""What runs in the trainer's process, or watches its directory: submissions out, results in."""
+"""Submit checkpoints and fetch results, in the trainer's process or by watching its directory."""

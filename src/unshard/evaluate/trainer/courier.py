@@ -1,6 +1,6 @@
-"""Carry a spool's submissions to the server and its results back: one round at a time, no thread.
+"""Send a spool's submissions to the server and fetch its results, in rounds; without a thread.
 
-The server may be away, may have forgotten a job (then it is submitted again), or may refuse one
+The server may be away, may have lost a job (then it is submitted again), or may refuse a submission
 (then it is set aside with the answer). Pins are removed when no job needs them any more.
 """
 
@@ -25,25 +25,25 @@ from unshard.evaluate.trainer.spool import Entry, Spool
 _TIMEOUT = 10.0  # seconds for a request
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between attempts while the server is away
 _NOT_ALLOWED = (401, 403)
-_REFUSED_AGAIN = 300.0  # seconds until refused submissions are sent again
-_FORGOTTEN = 404
+_RETRY_REFUSED = 300.0  # seconds until refused submissions are sent again
+_LOST = 404
 _RESUBMISSIONS = 3
-_ABANDONED = 3600.0  # seconds after which a pin that no submission names is removed
+_ABANDONED = 3600.0  # seconds after which a pin without a submission is removed
 
 log = logging.getLogger(__name__)
 
 
 class Courier:
-    """Carries a spool's submissions and results.
+    """Sends a spool's submissions and fetches their results.
 
     Args:
-        config: where the server is, and what it calls paths.
+        config: the server's address, and its paths of our directories.
         spool: of the run.
         take: called with every result.
         logs_refusals: whether a refusal is an error in the log; else the caller reports it.
 
     Attributes:
-        failures: why a request ended without a result, unless it has got one since.
+        failures: by request, why it ended without a result, unless a later job had one.
     """
 
     def __init__(
@@ -61,20 +61,18 @@ class Courier:
         self._client: EvalClient | None = None
         self._in_vain = 0
         self._failed_on = Counter[str]()
-        self._again = time.monotonic() + _REFUSED_AGAIN
+        self._retry_refused_at = time.monotonic() + _RETRY_REFUSED
         self._settings: dict[str, object] = {}  # of the last result, by profile
         self.failures: dict[str, str] = {}
 
     def send(self) -> float:
-        """Send the waiting submissions in order; return the seconds until it may be tried again.
+        """Send the waiting submissions in order; return the seconds until the next try.
 
-        If the server fails, the rest is not sent now. The submission that it failed on comes last
-        next time, so that it does not hold up the others.
+        If the server fails, the rest is not sent now. The submission on which it failed is the last
+        of the next round, so that it does not hold up the others.
         """
         failure: Exception | None = None
-        if time.monotonic() >= self._again:
-            self._again = time.monotonic() + _REFUSED_AGAIN
-            self._send_refused()
+        self._retry_refused()
         for entry in sorted(self._spool.waiting(), key=lambda one: self._failed_on[one.name]):
             try:
                 self._send(entry)
@@ -83,11 +81,10 @@ class Courier:
                 return self._back_off(error)
             except RefusedError as error:
                 if error.status in _NOT_ALLOWED:
-                    self.close()  # the token is read again
+                    self.close()
                     return self._back_off(error)
-                is_known = entry.fields.get("error") == str(error)
-                is_news = self._logs_refusals and not is_known
-                level = logging.ERROR if is_news else logging.DEBUG
+                is_new = entry.fields.get("error") != str(error)
+                level = logging.ERROR if self._logs_refusals and is_new else logging.DEBUG
                 log.log(level, "step %s is not evaluated: %s", entry.step, error)
                 if entry.path.exists():  # else the step has been saved again
                     self._spool.refuse(entry, str(error))
@@ -107,7 +104,7 @@ class Courier:
                 log.debug("the evaluation server does not answer: %s", error)
                 return
             except RefusedError as error:
-                if error.status == _FORGOTTEN:
+                if error.status == _LOST:
                     self._submit_again(entry)
                 elif error.status in _NOT_ALLOWED:
                     self.close()
@@ -118,34 +115,36 @@ class Courier:
             except UnshardError as error:
                 log.warning("job %s: %s", entry.name, error)
             else:
-                self._look_at(entry, job)
+                self._handle(entry, job)
 
     def begin(self) -> None:
-        """Continue with what an earlier process left.
+        """Continue the work of an earlier process.
 
-        Results that it fetched are taken again, submissions that the server refused are sent again,
-        and old pins without a submission (of a process that was killed) are removed.
+        The results that it fetched are recorded, its refused submissions are sent again, and old
+        pins without a submission (of a process that was killed) are removed.
         """
         for entry in self._spool.arrived():
             self._take(_to_recording(entry))
         for entry in self._spool.refused():
             self._spool.requeue(entry)
-        for pin in list_pins(self._spool.run.resolve()):  # as its submission names it
+        for pin in list_pins(self._spool.run.resolve()):  # the form of paths in submissions
             if pin.is_ours and not pin.owner and time.time() - pin.created > _ABANDONED:
                 release([str(pin.path)], self._spool)
         sweep(self._spool.run)
 
     def close(self) -> None:
-        """Close the connections; the next request opens others."""
+        """Close the connections; the next request opens others, with the token read again."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
-    def _send_refused(self) -> None:
-        """Put refused submissions back into the queue, unless they were forgotten too often."""
-        for entry in self._spool.refused():
-            if _count_resubmissions(entry) < _RESUBMISSIONS:
-                self._spool.requeue(entry)
+    def _retry_refused(self) -> None:
+        """Requeue refused submissions from time to time, except jobs that were lost too often."""
+        if time.monotonic() >= self._retry_refused_at:
+            self._retry_refused_at = time.monotonic() + _RETRY_REFUSED
+            for entry in self._spool.refused():
+                if _count_resubmissions(entry) < _RESUBMISSIONS:
+                    self._spool.requeue(entry)
 
     def _connect(self) -> EvalClient:
         if self._client is None:
@@ -168,19 +167,20 @@ class Courier:
 
     def _back_off(self, error: Exception) -> float:
         level = logging.DEBUG if self._in_vain else logging.WARNING  # once per absence
-        log.log(level, "submissions wait until the evaluation server takes them: %s", error)
+        log.log(level, "submissions wait until the evaluation server accepts them: %s", error)
         self._in_vain += 1
         return backoff(self._in_vain - 1, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
 
     def _submit_again(self, entry: Entry) -> None:
         times = _count_resubmissions(entry) + 1
         if times > _RESUBMISSIONS:
-            self._spool.refuse(entry, "the server forgets this job again and again")
+            self._spool.refuse(entry, f"the server has lost this job {times} times")
             return
-        log.warning("the server does not know job %s any more: submitted again", entry.name)
+        log.warning("the server has lost job %s: submitted again", entry.name)
         self._spool.requeue(Entry(entry.path, {**entry.fields, "submitted_again": times}))
 
-    def _look_at(self, entry: Entry, job: Answer) -> None:
+    def _handle(self, entry: Entry, job: Answer) -> None:
+        """Record the end of a job, if it has ended."""
         status = job.get("status")
         if status in (Status.QUEUED, Status.RUNNING):
             return
@@ -192,21 +192,20 @@ class Courier:
             self._compare_settings(entry, settings)
             self._take(_to_recording(self._spool.arrive(entry, arrived)))
         elif status == Status.SUPERSEDED and job.get("superseded_by"):
-            log.info("%s", why)  # that job has the result of this step
+            log.info("%s", why)  # the newer job gives the result of this step
         else:
             log.warning("%s", why)
             self.failures[entry.key] = why
-        # Last, because what is no longer pending has been taken: see `Submitter.pending`.
+        # Last: the results of jobs that are no longer pending are recorded (`Submitter.pending`).
         self._spool.remove(entry)
         release(entry.pins, self._spool)
 
     def _compare_settings(self, entry: Entry, settings: object) -> None:
-        """Warn if a result was measured with other settings than the one before it."""
-        found = settings.get("settings") if isinstance(settings, dict) else None
+        """Warn if a result was measured with other settings than the previous one."""
+        settings_id = settings.get("settings") if isinstance(settings, dict) else None
         profile = str(entry.request.get("profile"))
-        before = self._settings.setdefault(profile, found)
-        if found != before:
-            self._settings[profile] = found
+        if settings_id != self._settings.setdefault(profile, settings_id):
+            self._settings[profile] = settings_id
             log.warning(
                 "step %s: measured with other settings than the step before, or by a profile that "
                 "has changed: in a tracker its values are on the same curve",
@@ -215,32 +214,32 @@ class Courier:
 
 
 def release(pins: Iterable[str], spool: Spool) -> None:
-    """Remove those of the pins that nothing in the spool needs any more."""
+    """Remove the pins that no submission or job in the spool needs."""
     run = spool.run.resolve()
-    for pin in pins:
-        if not spool.is_pin_needed(pin):
+    for path in pins:
+        if not spool.is_pin_needed(path):
             try:
-                found = read_pin(Path(pin))
+                pin = read_pin(Path(path))
             except ExpiredError:
                 continue  # the quota, or the server, removed it
-            if found.run == run:
-                unpin(found)
+            if pin.run == run:
+                unpin(pin)
             else:
-                leave_alone(f"{pin}: not a pin of {run}")
+                leave_alone(f"{path}: not a pin of {run}")
 
 
 def _count_resubmissions(entry: Entry) -> int:
-    """Return how often a job was submitted again because the server had forgotten it."""
+    """Return how often a job was submitted again because the server had lost it."""
     times = entry.fields.get("submitted_again")
     return times if isinstance(times, int) else 0
 
 
 def _read_metrics(fields: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers in a job, or in an entry that has its result."""
-    found = fields.get("metrics")
+    metrics = fields.get("metrics")
     return {
         str(key): float(value)
-        for key, value in (found.items() if isinstance(found, dict) else ())
+        for key, value in (metrics.items() if isinstance(metrics, dict) else ())
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
 

@@ -1,9 +1,9 @@
-"""Write results to sinks, each job once: from a separate thread, or at a trainer's pace.
+"""Write results to sinks, each job once, from a separate thread or at a trainer's pace.
 
-The first sink is a file and gets every result at once. Trackers may be slow or away: they are
-written to in one thread, and one that fails is left alone for a while. A result that a tracker
-refuses, although it takes others, is set aside for it. A result counts as recorded when every sink
-has it. The spool keeps results that are not recorded when the process ends.
+The first sink is a file and gets every result at once. Trackers may be slow or away: one thread
+writes to all of them, and pauses for a tracker that fails. A result that a tracker refuses several
+times while it accepts others is given up there. A result is recorded when every sink has it; the
+spool keeps all that are not when the process ends.
 """
 
 import logging
@@ -17,8 +17,8 @@ from unshard.evaluate.jobs import backoff
 from unshard.evaluate.sinks.base import Marks, PacedSink, Sink, describe
 from unshard.integrations.harmless import ignoring_errors
 
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds for which a sink that failed is left alone
-_MOST_REFUSALS = 3  # of a result, by a sink that takes others
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0  # seconds without a write after a sink's failure
+_MOST_REFUSALS = 3  # of a result, by a sink that accepts others
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Write = Callable[[int, Mapping[str, float], str], None]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A result on its way to the sinks, with what it was measured with, by profile."""
+    """A result on its way to the sinks, with its settings by profile."""
 
     job_id: str
     step: int
@@ -37,16 +37,22 @@ class Recording:
 
 @dataclass(slots=True)
 class _Failure:
-    """Why a sink did not take a result, how often, and how many others it had taken before."""
+    """The failures of a sink to write one result.
+
+    Attributes:
+        why: the last error.
+        refusals: the failures after each of which, except the last, other results were written.
+        written: the results that the sink had written before the last failure.
+    """
 
     step: int
     why: str
     refusals: int
-    taken: int
+    written: int
 
 
 class _Outlet:
-    """A sink, the results that it has, and when it may be tried again."""
+    """A sink, the results that it has, and the time of the next try after a failure."""
 
     def __init__(self, sink: Sink, marks: Marks) -> None:
         self._sink = sink
@@ -54,7 +60,7 @@ class _Outlet:
         self._uncommitted: list[str] = []
         self._lock = threading.Lock()
         self._in_vain = 0
-        self._taken = 0
+        self._written = 0
         self._failures: dict[str, _Failure] = {}
         self.not_before = float("-inf")
 
@@ -63,7 +69,7 @@ class _Outlet:
         return job_id in self._marks
 
     def lacks(self, job_id: str) -> bool:
-        """Return whether a result is to be written."""
+        """Return whether a result has to be written."""
         return self.awaits(job_id) and job_id not in self._uncommitted
 
     def awaits(self, job_id: str) -> bool:
@@ -71,14 +77,16 @@ class _Outlet:
         return job_id not in self._marks and self.refusals(job_id) < _MOST_REFUSALS
 
     def refusals(self, job_id: str) -> int:
-        """Return how often the sink refused a result after it had taken others."""
+        """Return how often the sink refused a result, while it accepted others."""
         failure = self._failures.get(job_id)
         return 0 if failure is None else failure.refusals
 
     def log_failures(self) -> None:
         """Log which results were not written, and why."""
-        for one in self._failures.values():
-            log.warning("%s: step %s was not written: %s", self._sink.name, one.step, one.why)
+        for failure in self._failures.values():
+            log.warning(
+                "%s: step %s was not written: %s", self._sink.name, failure.step, failure.why
+            )
 
     def write(self, recording: Recording, write: Write) -> bool:
         """Write a result if that is possible now; return whether it was written."""
@@ -91,20 +99,20 @@ class _Outlet:
                 self._uncommitted.append(recording.job_id)
                 self._mark()
             except Exception as error:  # noqa: BLE001  (no tracker may end a training)
-                self._note_failure(recording, error)
+                self._record_failure(recording, error)
                 return False
             self._in_vain = 0
-            self._taken += 1
+            self._written += 1
             self._failures.pop(recording.job_id, None)
             return True
 
-    def _note_failure(self, recording: Recording, error: Exception) -> None:
+    def _record_failure(self, recording: Recording, error: Exception) -> None:
         wait_s = backoff(self._in_vain, first_s=_FIRST_WAIT, most_s=_LONGEST_WAIT)
         self._in_vain += 1
         self.not_before = time.monotonic() + wait_s
         failure = self._failures.setdefault(recording.job_id, _Failure(recording.step, "", 0, -1))
-        failure.refusals += failure.taken != self._taken
-        failure.taken, failure.why = self._taken, str(error)
+        failure.refusals += failure.written != self._written
+        failure.written, failure.why = self._written, str(error)
         later = "tried again later" if self.awaits(recording.job_id) else "set aside"
         log.warning(
             "%s: step %s not written, %s: %s", self._sink.name, recording.step, later, error
@@ -131,9 +139,9 @@ class Recorder:
 
     Args:
         sinks: `add` writes to the first, which never waits; a thread writes to the others.
-        paced: `tick` and `close` write to these.
+        paced: only `tick` and `close` write to these.
         marks: the directory with the `Marks` of each sink.
-        on_recorded: called with a job's id when every sink has it.
+        on_recorded: called with a job's id when every sink has its result.
     """
 
     def __init__(
@@ -166,7 +174,7 @@ class Recorder:
         self._wake.set()
 
     def tick(self) -> None:
-        """Write one queued result to the paced sinks, in the trainer's thread; never waits."""
+        """Write one queued result to the paced sinks, in the trainer's thread, without waiting."""
         for _, outlet in self._paced:
             outlet.commit()
         if all(sink.is_ready for sink, _ in self._paced):
@@ -176,7 +184,7 @@ class Recorder:
     def close(self, timeout: float) -> None:
         """Write the queued results and close the sinks: the trainer logs no more.
 
-        After `timeout` seconds a tracker is left behind; the spool keeps what it lacks.
+        A tracker gets at most `timeout` seconds; the spool keeps the results that it lacks.
         """
         end = time.monotonic() + timeout
         self._stop.set()
@@ -195,7 +203,7 @@ class Recorder:
         self._report_recorded()
 
     def _work(self) -> None:
-        """Write to the sinks that are not paced, in the thread."""
+        """Write to the sinks that are not paced, in the background thread."""
         while not self._stop.is_set():
             self._wake.wait(self._write_late())
             self._wake.clear()
@@ -209,7 +217,7 @@ class Recorder:
         """Write the results that sinks lack; return the seconds after which to try again."""
         late = list(self._late.values())
         for sink, outlet in self._sinks:
-            # Results that it refused come last, so that they do not hold up the others.
+            # Refused results come last, so that they do not hold up the others.
             for recording in sorted(late, key=lambda one: outlet.refusals(one.job_id)):
                 outlet.write(recording, sink.log)
         self._report_recorded()
@@ -221,10 +229,7 @@ class Recorder:
         return max(0.0, min(lacking) - time.monotonic()) if lacking else None
 
     def _write_next(self, how: Callable[[PacedSink], Write]) -> bool:
-        """Write the next result that a paced sink lacks; return whether there was one.
-
-        As in `_write_late`, results that a sink refused come last.
-        """
+        """Write the next result that a paced sink lacks, refused ones last; return whether any."""
 
         def refusals(recording: Recording) -> int:
             return sum(outlet.refusals(recording.job_id) for _, outlet in self._paced)
@@ -239,6 +244,6 @@ class Recorder:
         """Report every result that all sinks have."""
         for job_id in list(self._late):
             is_everywhere = all(outlet.has(job_id) for outlet in self._outlets)
-            # Two threads come here; one of them reports.
+            # Two threads may get here at once: `pop` lets only one report.
             if is_everywhere and self._late.pop(job_id, None) is not None:
                 self._on_recorded(job_id)

@@ -1,12 +1,12 @@
 """Submissions that have no result yet, as files of the run that survive trainer and server.
 
-`<run>/_unshard/spool/` has `queue/` (not sent yet, in order), `jobs/` (the server has them),
+`<run>/_unshard/spool/` has `queue/` (not sent yet, in order), `jobs/` (accepted by the server),
 `results/` (received, but not in every tracker) and `refused/` (with the server's answer; sent again
 from time to time, because the server's configuration may be corrected). Every file is written under
 another name and renamed. Nothing is synced to the disk, because a trainer must not wait for its own
-checkpoint to be flushed: files survive the death of a process, not of a machine. Files that this
-user did not write in that place (in a copied or unpacked run, or another user's) are logged and
-left alone.
+checkpoint to be flushed: files survive a killed process, not a crash of the machine. Files that
+this user did not write in that place (in a copied or unpacked run, or another user's) are logged
+and left alone.
 """
 
 import json
@@ -32,14 +32,14 @@ EntryFields = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file of the spool and its fields; what another version wrote there may be missing."""
+    """A file of the spool and its fields; fields may be missing if another version wrote it."""
 
     path: Path
     fields: EntryFields
 
     @property
     def name(self) -> str:
-        """The name of the file; a job's is its id."""
+        """The stem of the file; a job's id in `jobs/` and `results/`."""
         return self.path.stem
 
     @property
@@ -50,19 +50,19 @@ class Entry:
     @property
     def request(self) -> dict[str, object]:
         """The request that was submitted, with the paths of this machine."""
-        found = self.fields.get("request")
-        return found if isinstance(found, dict) else {}
+        request = self.fields.get("request")
+        return request if isinstance(request, dict) else {}
 
     @property
     def key(self) -> str:
-        """What is equal for equal requests."""
+        """A text that is equal for equal requests."""
         return request_key(self.request)
 
     @property
     def pins(self) -> list[str]:
         """The pins that the submission or job needs, the newest last."""
-        found = self.fields.get("pins")
-        return [str(pin) for pin in found] if isinstance(found, list) else []
+        pins = self.fields.get("pins")
+        return [str(pin) for pin in pins] if isinstance(pins, list) else []
 
 
 def request_key(request: Mapping[str, object]) -> str:
@@ -71,13 +71,13 @@ def request_key(request: Mapping[str, object]) -> str:
 
 
 def _new_name() -> str:
-    """Return the name of an entry behind all others."""
+    """Return a name that sorts after those of all other entries."""
     return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 def _check_job_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
-        raise EvaluationError("the server's answer names no job", found=f"{job_id!r:.200}")
+        raise EvaluationError("the server's answer has no job's id", found=f"{job_id!r:.200}")
     return job_id
 
 
@@ -85,16 +85,16 @@ class Spool:
     """The spool of a run.
 
     Args:
-        run: the run's directory; nothing is made there before the first submission.
+        run: the run's directory; nothing is written there before the first submission.
     """
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._folder = RunFolder(run)
-        self._written: set[Path] = set()  # by this process: these are ours in any case
+        self._written: set[Path] = set()  # by this process, so no record has to prove it
 
     def add(self, fields: EntryFields) -> Entry:
-        """Add a submission, with its step, behind all others."""
+        """Add a submission, with its step, at the end of the queue."""
         return self._write("queue", _new_name(), fields)
 
     def supersede(self, newer: Entry) -> list[str]:
@@ -131,18 +131,18 @@ class Spool:
         return self._write("jobs", _check_job_id(job_id), fields)
 
     def accept(self, entry: Entry, job_id: str) -> Entry:
-        """Record that the server took a submission; it may have had the same job before.
+        """Record that the server accepted a submission; the job may be pending already.
 
         Raises:
             EvaluationError: `job_id` is not a job's id.
         """
         job_id = _check_job_id(job_id)
-        known = [one for one in self.pending() if one.name == job_id]
-        pins = dict.fromkeys(pin for one in (*known, entry) for pin in one.pins)
+        same_job = [pending for pending in self.pending() if pending.name == job_id]
+        pins = dict.fromkeys(pin for one in (*same_job, entry) for pin in one.pins)
         return self._move(entry, "jobs", job_id, {**entry.fields, "pins": list(pins)})
 
     def requeue(self, entry: Entry) -> Entry:
-        """Put a job that the server forgot, or a refused submission, back into the queue."""
+        """Put a job that the server has lost, or a refused submission, back into the queue."""
         return self._move(entry, "queue", _new_name(), entry.fields)
 
     def refuse(self, entry: Entry, why: str) -> Entry:
@@ -168,41 +168,38 @@ class Spool:
 
     def _entries(self, folder: str) -> list[Entry]:
         """Return a folder's entries by name; other files are left alone."""
+        paths = self._folder.state / SPOOL / folder
         entries = []
         try:
-            with self._opened(folder) as opened_folder:
-                for name in names_in(opened_folder):
-                    if name.endswith(_SUFFIX):
-                        entries += self._read(
-                            opened_folder, self._folder.state / SPOOL / folder / name
-                        )
+            with self._opened(folder) as fd:
+                names = [name for name in names_in(fd) if name.endswith(_SUFFIX)]
+                entries = [self._read(fd, paths / name) for name in names]
         except FileNotFoundError:
             pass
         except OSError as error:
             leave_alone(str(error))
-        return entries
+        return [entry for entry in entries if entry is not None]
 
-    def _read(self, folder: int, path: Path) -> list[Entry]:
-        """Return a list with the entry in a file, or an empty list if it is not one of ours."""
+    def _read(self, folder: int, path: Path) -> Entry | None:
+        """Return the entry in a file; None if it is not one of ours."""
         try:
             record = read_record(folder, path.name)
         except FileNotFoundError:
-            return []
+            return None
         except (OSError, CorruptError) as error:
             leave_alone(f"{path}: not readable: {error}")
-            return []
+            return None
         if type(record.fields.get("step")) is not int:
-            leave_alone(f"{path}: not readable: it names no step")
-        elif not record.is_ours and path not in self._written:
-            leave_alone(
-                f"{path}: not written here by this user (a copy?); submit it again if needed"
-            )
+            leave_alone(f"{path}: not readable: it has no step")
+        elif record.is_ours or path in self._written:
+            return Entry(path, record.fields)
         else:
-            return [Entry(path, record.fields)]
-        return []
+            why = "not written here by this user (a copy?); submit it again if needed"
+            leave_alone(f"{path}: {why}")
+        return None
 
     def _move(self, entry: Entry, folder: str, name: str, fields: EntryFields) -> Entry:
-        """Write the new entry first: after a crash an entry may be done twice, but is not lost."""
+        """Write the new entry first: after a crash an entry may be sent twice, but is not lost."""
         moved = self._write(folder, name, fields)
         self.remove(entry)
         return moved

@@ -1,12 +1,11 @@
-"""What all callbacks share: submit checkpoints, fetch results, and never hurt the training.
+"""Submit checkpoints and fetch results without harm to the training, for all callbacks.
 
-In the trainer's thread only hard links and small files are made. A background thread talks to the
-server: it sends what is spooled, in order, polls what is pending, and puts results into a queue;
-another writes them to trackers.
+In the trainer's thread only hard links and small files are made. A background thread sends the
+spool, in order, polls pending jobs, and queues their results; another writes them to trackers.
 The server may be away for an hour and the trainer may be killed: the spool keeps all submissions,
-and the next trainer on the same directory continues with them. Of several processes on a run (a
-trainer and `watch`) the first sends for all, and takes all results: its background thread holds a
-lock on a file of the run. No public method raises.
+and the next trainer on the same directory continues with them. If several processes work on a run
+(a trainer and `watch`), the first sends all submissions and fetches all results: its background
+thread holds a lock on a file of the run. No public method raises.
 """
 
 import logging
@@ -34,7 +33,7 @@ from unshard.integrations.harmless import ignoring_errors
 from unshard.stores.remote_path import RemotePath, is_url, path_of
 
 _SHORTEST_WAIT = 0.01  # seconds
-_LOOK = 0.1  # seconds between looks at what is pending, when training has ended
+_LOOK = 0.1  # seconds between looks at pending jobs, when training has ended
 _GRACE = 2.0  # seconds that a thread has to end, if there is no time left
 
 log = logging.getLogger(__name__)
@@ -43,27 +42,26 @@ StepMetrics = tuple[int, dict[str, float]]
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is global rank 0, as far as its launcher says."""
+    """Return whether this process is global rank 0, by its launcher's environment variables."""
     names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    found = next((os.environ[name] for name in names if name in os.environ), "0")
-    return found == "0"
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 class Submitter:
-    """Has the checkpoints of a run evaluated.
+    """Submits the checkpoints of a run for evaluation.
 
     Args:
-        config: what is evaluated, when, and by which server.
+        config: of the evaluation.
         run_dir: the run's directory, on a disk, which contains the spool and the checkpoints;
             these may be in an object store instead.
-        sinks: where results are written as they come, next to `<run>/_unshard/results.jsonl`.
-        paced: where they are written by `tick`, in the trainer's thread.
-        acts: whether this process is the one that submits; only global rank 0 is.
-        logs_refusals: whether what the server refuses is an error in the log; see `Courier`.
+        sinks: get each result as it comes, as does `<run>/_unshard/results.jsonl`.
+        paced: get results by `tick`, in the trainer's thread.
+        acts: whether this process submits; None: if it is global rank 0.
+        logs_refusals: whether a refusal by the server is an error in the log; see `Courier`.
         checkpoints: the directory of the run's checkpoints, if it is not `run_dir`.
     """
 
-    def __init__(  # noqa: PLR0913 (two kinds of sinks, and what is logged)
+    def __init__(  # noqa: PLR0913 (two kinds of sinks, and the log)
         self,
         config: EvalConfig,
         run_dir: Path,
@@ -90,13 +88,12 @@ class Submitter:
         self._wake = threading.Event()
         self._sinks, self._paced = tuple(sinks), tuple(paced)
         self._folder = RunFolder(self.run_dir)
-        self._recorder: Recorder | None = None  # made when this process is the first
-        self._is_closing = self._has_time = self._has_results = False
+        self._recorder: Recorder | None = None  # made if this process is the first
+        self._is_closing = self._has_time = self._has_results = self._is_second = False
         self._summary = ""
-        self._is_second = False
         self._is_all_there = not self.acts
         self._sent, self._recorded = threading.Event(), threading.Event()  # when training has ended
-        # Of the background thread alone: the lock, and when it polls and sends.
+        # Used by the background thread only: the lock, and the times of polling and sending.
         self._lock: int | None = None
         self._polled = self._send_at = float("-inf")
         if self.acts:
@@ -110,47 +107,47 @@ class Submitter:
         *,
         again: str = "",
     ) -> bool:
-        """Have a saved checkpoint evaluated, if it is due; return whether it was spooled.
+        """Spool a saved checkpoint, if its evaluation is due; return whether it was spooled.
 
-        Milliseconds: hard links and a file for each set of weights. The checkpoint must be whole.
+        Takes milliseconds: hard links and a file for each set of weights. The checkpoint must be
+        complete.
 
         Args:
             checkpoint_dir: the checkpoint, or its address in an object store, which is not pinned.
             step: the training step.
-            weights: "model", "ema" or both, these only; None: as the configuration says.
-            again: what distinguishes this evaluation from an earlier one of the same checkpoint.
+            weights: "model", "ema" or both; None: those of the configuration.
+            again: a text that distinguishes this evaluation from an earlier one.
         """
         is_spooled = False
         if isinstance(weights, str):
             weights = (weights,)
         with ignoring_errors(f"step {step} is not evaluated"):
             step = int(step)
-            if not str(checkpoint_dir):  # or else it would be the current directory
+            if not str(checkpoint_dir):  # `Path("")` would be the current directory
                 raise UsageError("the checkpoint is an empty path")
             is_due = self.acts and self.config.is_due(step, self._previous)
             self._previous = step
             if is_due:
-                place = path_of(checkpoint_dir).absolute()
+                checkpoint = path_of(checkpoint_dir).absolute()
                 sets = weights or self.config.weights
-                is_spooled = self._pin_and_spool(place, step, sets, again)
+                is_spooled = self._pin_and_spool(checkpoint, step, sets, again)
             self._wake.set()
         return is_spooled
 
     def completed(self) -> list[StepMetrics]:
-        """Return the results that came since the last call: step, metrics by their own names."""
+        """Return the step and the metrics of each result that came since the last call."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def tick(self) -> None:
         """Write at most one result to the paced sinks: once per training log call."""
-        if self.acts:
+        if self._recorder is not None:
             with ignoring_errors("results are not logged now"):
-                if self._recorder is not None:
-                    self._recorder.tick()
+                self._recorder.tick()
 
     def pending(self) -> list[tuple[str, int]]:
-        """Return name and step of what is not final: not sent yet, or on the server.
+        """Return name and step of each evaluation that is not final: not sent, or on the server.
 
-        The result of what is no longer among them is among `completed`.
+        A result is in `completed` before its evaluation is missing here.
         """
         if not self.acts:
             return []
@@ -158,7 +155,7 @@ class Submitter:
         return [(entry.name, entry.step) for entry in entries]
 
     def summary(self) -> str:
-        """Return a table of the run's best and last steps; empty if there is none, or no server."""
+        """Return a table of the run's best and last steps; "" without results or server."""
         config, run = self.config, self.config.served(str(self.checkpoints))
         try:
             with EvalClient(config.server_url, timeout=_GRACE / 2, token=config.token()) as client:
@@ -168,15 +165,14 @@ class Submitter:
             return ""
 
     def close(self, timeout: float | None = None) -> bool:
-        """Wait until everything is final, `timeout` seconds at most, and write what came.
+        """Wait until all jobs are final, at most `timeout` seconds, and write their results.
 
-        The log has a table of what the run has reached, if results came and there is time.
-        What is not final by then stays in the spool for the next trainer on this run, and so do
-        results that a tracker did not take in that time. The log says which steps have no result,
-        and why.
+        A table of the run's results is logged, if any came and there is time; and each step without
+        a result, with the reason. The spool keeps everything unfinished for the next trainer on
+        this run: jobs, and results that a tracker has not accepted.
 
         Returns:
-            Whether every evaluation that was asked for has its result.
+            Whether every requested evaluation has its result.
         """
         if self._thread is None:
             return self._is_all_there
@@ -190,8 +186,8 @@ class Submitter:
             while self.pending() and not self._is_second and time.monotonic() < end:
                 time.sleep(min(_LOOK, max(0.0, end - time.monotonic())))
             missing = self._missing()
-            for one in missing:
-                log.warning("%s", one)
+            for text in missing:
+                log.warning("%s", text)
             self._is_all_there = not missing
         self.stop(end)
         if self._summary:
@@ -199,10 +195,10 @@ class Submitter:
         return self._is_all_there
 
     def stop(self, end: float = 0.0) -> None:
-        """Send what waits and write what came; do not report what has no result.
+        """Send waiting submissions and write new results; do not report missing results.
 
         Args:
-            end: until when, of `time.monotonic`; a short grace is given in any case.
+            end: the deadline, by `time.monotonic`; each thread has at least two seconds.
         """
         if self._thread is None:
             return
@@ -210,7 +206,7 @@ class Submitter:
             self._stop.set()
             self._wake.set()
             if not self._sent.wait(max(_GRACE, end - time.monotonic())):
-                log.warning("the evaluation server is slow to answer; left behind")
+                log.warning("the evaluation server is slow to answer; not waiting for it")
             if self._recorder is not None:
                 self._recorder.close(max(_GRACE, end - time.monotonic()))
         self._recorded.set()
@@ -219,11 +215,11 @@ class Submitter:
         self._thread = None
 
     def _missing(self) -> list[str]:
-        """Return what has no result: what ended without one, was refused, or is not final yet."""
+        """Return the evaluations without a result: failed, refused, or not final yet."""
         missing = [f"no result: {failure}" for failure in self._courier.failures.values()]
         missing += [
-            f"no result: step {one.step}: refused: {one.fields.get('error')}"
-            for one in self._spool.refused()
+            f"no result: step {entry.step}: refused: {entry.fields.get('error')}"
+            for entry in self._spool.refused()
         ]
         if steps := sorted({step for _, step in self.pending()}):
             listed = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
@@ -249,14 +245,14 @@ class Submitter:
         """Return the request for the base model, if there is one."""
         if self.config.base is None:
             return None
-        place = {"checkpoint": self.config.base, "directory": str(self.checkpoints)}
-        return {**self.request(BASE_STEP), **place, "weights": "model"}
+        paths = {"checkpoint": self.config.base, "directory": str(self.checkpoints)}
+        return {**self.request(BASE_STEP), **paths, "weights": "model"}
 
     def _spool_base(self) -> None:
-        """Submit the base model, unless an earlier process has; for the server it is one job."""
+        """Submit the base model unless an earlier process has; the server has one job for both."""
         request, spool = self.base_request(), self._spool
-        known = (*spool.waiting(), *spool.pending(), *spool.arrived(), *spool.refused())
-        if request is not None and request_key(request) not in {entry.key for entry in known}:
+        entries = (*spool.waiting(), *spool.pending(), *spool.arrived(), *spool.refused())
+        if request is not None and request_key(request) not in {entry.key for entry in entries}:
             spool.add({"step": BASE_STEP, "pins": [], "request": request})
             self._wake.set()
 
@@ -271,9 +267,8 @@ class Submitter:
         request |= {"again": again} if again else {}
         try:
             for weights in sets:
-                asked = {**request, "weights": weights}
-                added = self._spool.add({"step": step, "pins": pins, "request": asked})
-                release(self._spool.supersede(added), self._spool)
+                fields = {"step": step, "pins": pins, "request": {**request, "weights": weights}}
+                release(self._spool.supersede(self._spool.add(fields)), self._spool)
         except BaseException:
             release(pins, self._spool)
             raise
@@ -286,15 +281,15 @@ class Submitter:
         try:
             pin = pin_checkpoint(checkpoint, quota=self.config.quota, step=step, run=self.run_dir)
         except PinError as error:
-            log.warning("not kept, it may be removed before it is evaluated: %s", error)
+            log.warning("not pinned, so it may be removed before it is evaluated: %s", error)
             return []
         return [str(pin.path)]
 
     def follow(self, job_id: str, checkpoint: Path, step: int, weights: str) -> None:
         """Fetch the result of a job that another client submitted, too."""
         with ignoring_errors(f"job {job_id} is not followed"):
-            asked = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
-            self._spool.follow(job_id, {"step": step, "pins": [], "request": asked})
+            request = {**self.request(step), "checkpoint": str(checkpoint), "weights": weights}
+            self._spool.follow(job_id, {"step": step, "pins": [], "request": request})
             self._wake.set()
 
     def request(self, step: int) -> dict[str, object]:
@@ -320,7 +315,7 @@ class Submitter:
                 self._spool.remove(entry)
 
     def _work(self) -> None:
-        """Do the background thread's work: send, poll, wait; until the trainer ends."""
+        """Run the background thread: send, poll, wait, until the trainer ends."""
         try:
             while not self._stop.is_set():
                 wait = self._round() if self._take_over() else self.config.poll_interval
@@ -328,21 +323,21 @@ class Submitter:
                 self._wake.clear()
             if self._take_over():
                 with ignoring_errors("submissions wait"):
-                    self._courier.send()  # the last ones; the next process gets their results
+                    self._courier.send()  # the next process gets the results
                 if self._has_time and self._has_results:
                     self._summary = self.summary()
             self._courier.close()
         finally:
             self._sent.set()
-            # Before that the next process would write the same results again.
+            # With the lock released earlier, the next process would write the same results again.
             self._recorded.wait()
             self._unlock()
 
     def _round(self) -> float:
         """Send and poll if it is time; return the seconds until the next round.
 
-        A server that takes no submissions gets none for a while, however often it is polled. When
-        training has ended it is tried at every poll.
+        After a failure, submissions pause while polling continues. When training has ended, they
+        are sent at every poll.
         """
         interval = self.config.poll_interval
         if self._is_closing or time.monotonic() >= self._send_at:
@@ -362,20 +357,23 @@ class Submitter:
             self._lock = None
 
     def _take_over(self) -> bool:
-        """Become the process that sends what is in the run's spool; return whether this one is."""
+        """Become the process that sends the run's spool, if there is none; return whether it is."""
         if self._lock is None and self._folder.state.is_dir():
             with ignoring_errors("submissions wait"):
                 self._lock = self._folder.lock(SPOOL_LOCK)
                 if self._lock is None and not self._is_second:
-                    log.warning("%s: another process sends this run's submissions", self.run_dir)
-                    log.warning("and takes the results of all; this one only spools")
+                    log.warning(
+                        "%s: another process sends this run's submissions and fetches all results; "
+                        "this one only spools",
+                        self.run_dir,
+                    )
                 self._is_second = self._lock is None
                 if not self._is_second:
                     sinks = [JsonlSink(self._folder.state / "results.jsonl"), *self._sinks]
                     marks, forget = self._folder.state / "exports", self._forget
                     self._recorder = Recorder(sinks, self._paced, marks=marks, on_recorded=forget)
             if self._recorder is None:
-                self._unlock()  # the results cannot be written now, but perhaps in the next round
+                self._unlock()  # results cannot be written now; the next round tries again
             else:
                 with ignoring_errors("the work of an earlier process is not resumed"):
                     self._courier.begin()

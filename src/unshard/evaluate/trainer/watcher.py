@@ -1,10 +1,10 @@
 """Submit the checkpoints of a run as they become complete, for trainers without hooks (verl).
 
-A checkpoint that is submitted twice would be evaluated twice if its first evaluation failed. So
-`watch` asks the server whether it has the job, in whatever state. While the server is away,
-`<run>/_unshard/watched.txt` has what was submitted before. If the pins have no room, checkpoints
-wait and do not displace those that wait already. The profile's `order` and `max_lag` hold for them
-as for jobs in the queue; as long as the server has not answered, the lowest step is first.
+A second submission would evaluate a checkpoint again if its first evaluation failed. So `watch`
+first asks the server for the job, in any state; while the server is away, it reads its earlier
+submissions in `<run>/_unshard/watched.txt`. If the pin quota is used up, checkpoints wait, and do
+not displace older pins. The profile's `order` and `max_lag` apply to them as to jobs in the queue;
+until the server has answered, the lowest step is first.
 """
 
 import json
@@ -33,18 +33,17 @@ from unshard.stores.remote_path import path_of
 _TIMEOUT = 10.0  # seconds for a request
 _LOOK = 0.05  # seconds between looks at the spool
 _SKIPPED = "skipped/"  # the beginning of marks
-_MOST_NAMED = 5  # steps
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether the server accepted a submission.
+    """The server's answer to a submission.
 
     Attributes:
         step: of the checkpoint.
-        weights: the sets of weights that were submitted.
+        weights: the submitted sets of weights.
         refused: why the server refused them; None if it accepted them.
     """
 
@@ -54,20 +53,20 @@ class Decision:
 
 
 class Watching:
-    """A run that is watched, by one process at a time.
+    """A watched run; one process at a time may watch it.
 
     Args:
         run: the directory of the checkpoints, or its address; it need not exist yet.
-        config: what is evaluated, and by which server. Of the checkpoints from one multiple of
-            `eval_steps` to the next, the first that is complete is evaluated.
-        directory: of the submissions and results; None: the run, which must be on a disk then.
-        is_again: whether to evaluate again what was measured before the profile changed.
+        config: of the evaluation. From one multiple of `eval_steps` to the next, the first
+            complete checkpoint is evaluated.
+        directory: of the submissions and results; None: the run, which must then be on a disk.
+        is_again: whether to evaluate steps again that were measured before the profile changed.
 
     Attributes:
-        held_back: how many complete checkpoints wait until the pins have room.
+        held_back: the number of complete checkpoints that wait for room in the pin quota.
 
     Raises:
-        UsageError: `run` is a checkpoint itself, or another process watches it.
+        UsageError: `run` is a checkpoint, or another process watches it.
     """
 
     def __init__(
@@ -82,29 +81,34 @@ class Watching:
         check_run(self.run)
         config = replace(config, run=config.run or RunFolder(self.run).name)
         self._folder = RunFolder(self.run if directory is None else directory.absolute())
-        self._lock = self._hold()
+        lock = self._folder.lock(WATCH_LOCK)
+        if lock is None:
+            raise UsageError(f"{self.run}: another process watches this run")
+        self._lock = lock
         self._config = config
         self._every = config.eval_steps if config.eval_strategy == "steps" else None
         if config.eval_strategy == "no":
             log.warning("eval_strategy is no: nothing is submitted")
         self._finders = {
-            one: CheckpointFinder(self.run, Choice(weights=one)) for one in config.weights
+            weights: CheckpointFinder(self.run, Choice(weights=weights))
+            for weights in config.weights
         }
         self._complete: dict[Path, set[str]] = {}
         self._ready: dict[Path, Location] = {}  # neither submitted nor left out, lowest step first
-        self._asked: set[Path] = set()  # of those, which had no job when they became ready
-        self._unknown_now: dict[Path, tuple[str, ...]] = {}  # weights, as asked in this look
+        self._asked: set[Path] = set()  # ready ones that had no job when they became ready
+        self._new_weights: dict[Path, tuple[str, ...]] = {}  # without a job, in this look
         self._left_out: dict[int, str] = {}  # why, by step
         self.held_back = 0
         self._marks = Marks(self._folder.state, WATCHED)
         self._spool = Spool(self._folder.path)
         # Why each request was refused, as `decisions` reported last; None if it has no answer yet.
-        left = (*self._spool.waiting(), *self._spool.refused())
-        self._unanswered: dict[str, str | None] = {entry.key: None for entry in left}
+        earlier = (*self._spool.waiting(), *self._spool.refused())
+        self._unanswered: dict[str, str | None] = {entry.key: None for entry in earlier}
         self._client = EvalClient(config.server_url, timeout=_TIMEOUT, token=config.token())
         self._submitter = self._make_submitter()
-        known = (config, self._client, self._spool, self._submitter, self._marks)
-        self._served = ServedRun(*known, is_again=is_again)
+        self._served = ServedRun(
+            *(config, self._client, self._spool, self._submitter, self._marks), is_again=is_again
+        )
         if (base := self._submitter.base_request()) is not None:
             self._unanswered[request_key(base)] = None
 
@@ -115,12 +119,12 @@ class Watching:
         self.close()
 
     def look(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Submit complete checkpoints; return step and weights of each.
+        """Spool complete checkpoints; return step and weights of each.
 
-        They are in the spool then; `decisions` returns what the server decides.
+        `decisions` returns the server's answers later.
 
         Raises:
-            RefusedError: the server does not let this client ask.
+            RefusedError: the server does not allow this client's queries.
         """
         self._collect()
         submitted: list[tuple[int, tuple[str, ...]]] = []
@@ -137,38 +141,38 @@ class Watching:
             checkpoint, step = _checkpoint(location), location.step or 0
             if not self._has_room(checkpoint):
                 break
-            # Another client may have submitted what has waited.
-            weights = self._unknown_now.get(location.path) or self._unknown(location)
-            is_gone = False
+            # Another client may have submitted it while it waited.
+            weights = self._new_weights.get(location.path) or self._weights_without_job(location)
             again = self._served.again(step)
             if weights and not self._submitter.submit(checkpoint, step, weights, again=again):
                 if checkpoint.exists():
-                    break  # it could not be spooled, so it is tried again
-                is_gone = True  # which the log says
+                    break  # it could not be spooled: the next look tries again
+                self.held_back -= 1
+                self._leave_out(location, "it is gone")
+                continue
             self.held_back -= 1
-            self._leave_out(location, "it is gone" if is_gone else None)
-            if not is_gone:
-                self._mark(location)
-            if weights and not is_gone:
+            self._leave_out(location)
+            self._mark(location)
+            if weights:
                 submitted.append((step, weights))
-                asked = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
-                asked |= {"again": again} if again else {}
-                keys = [request_key({**asked, "weights": one}) for one in weights]
+                request = {**self._submitter.request(step), "checkpoint": str(checkpoint)}
+                request |= {"again": again} if again else {}
+                keys = [request_key({**request, "weights": name}) for name in weights]
                 self._unanswered |= dict.fromkeys(keys)
 
     def completed(self) -> list[StepMetrics]:
-        """Return the results that came since the last call: step, metrics by their own names."""
+        """Return the step and the metrics of each result that came since the last call."""
         return self._submitter.completed()
 
     def wait_until_sent(self, timeout: float) -> bool:
-        """Wait until the server has everything, or `timeout` seconds; return whether it has."""
+        """Wait at most `timeout` seconds until the spool is sent; return whether it is."""
         end = time.monotonic() + timeout
         while self._spool.waiting() and time.monotonic() < end:
             time.sleep(_LOOK)
         return not self._spool.waiting()
 
     def decisions(self) -> list[Decision]:
-        """Return what the server has decided since the last call, also on earlier submissions.
+        """Return the server's answers since the last call, also to earlier processes.
 
         A refused submission is sent again from time to time, and is returned again if the answer
         changes.
@@ -177,7 +181,7 @@ class Watching:
         before = self._refusals()
         waiting = {entry.key for entry in self._spool.waiting()}
         refused = before | self._refusals()
-        found: dict[tuple[int, str | None], list[str]] = {}
+        answers: dict[tuple[int, str | None], list[str]] = {}
         for key, reported in list(self._unanswered.items()):
             why = refused.get(key)
             if key in waiting or (why is not None and why == reported):
@@ -187,8 +191,8 @@ class Watching:
             else:
                 self._unanswered[key] = why
             request = json.loads(key)
-            found.setdefault((int(request["step"]), why), []).append(request["weights"])
-        return [Decision(step, tuple(weights), why) for (step, why), weights in found.items()]
+            answers.setdefault((int(request["step"]), why), []).append(request["weights"])
+        return [Decision(step, tuple(weights), why) for (step, why), weights in answers.items()]
 
     def left_out(self) -> list[str]:
         """Return why steps of the run are not submitted: a line for each reason."""
@@ -209,7 +213,7 @@ class Watching:
         return {one.key: str(one.fields.get("error")) for one in self._spool.refused()}
 
     def summary(self) -> str:
-        """Return a table of what the run has reached; empty if there is none, or no server."""
+        """Return a table of the run's best and last steps; "" without results or server."""
         return self._submitter.summary()
 
     def close(self) -> None:
@@ -218,14 +222,8 @@ class Watching:
         self._client.close()
         unlock(self._lock)
 
-    def _hold(self) -> int:
-        held = self._folder.lock(WATCH_LOCK)
-        if held is None:
-            raise UsageError(f"{self.run}: another process watches this run")
-        return held
-
     def _make_submitter(self) -> Submitter:
-        """Return what submits each checkpoint that it gets; `decisions` returns the refusals."""
+        """Return a submitter for which every checkpoint is due, and which logs no refusals."""
         config = replace(self._config, eval_strategy="steps", eval_steps=None, save_steps=None)
         if self._config.eval_strategy == "no":
             config = replace(config, base=None)
@@ -238,11 +236,11 @@ class Watching:
         ready = list(self._ready.values())
         for weights, finder in self._finders.items():
             for location in finder.look():
-                there = self._complete.setdefault(location.step_dir, set())
-                there.add(weights)
-                if len(there) == len(self._finders):
+                complete = self._complete.setdefault(location.step_dir, set())
+                complete.add(weights)
+                if len(complete) == len(self._finders):
                     ready.append(location)
-                    there.clear()  # if it is saved again, all are waited for again
+                    complete.clear()  # the step may be saved again, with all its weights
         by_step = sorted(ready, key=lambda location: location.step or 0)
         self._ready = {location.path: location for location in by_step}
 
@@ -251,7 +249,7 @@ class Watching:
         due: dict[object, Location] = {}
         if self._ready:
             self._served.ask_for_profile()
-        self._unknown_now = {}
+        self._new_weights = {}
         for location in list(self._ready.values()):
             window = self._window(location.step or 0) or location.path
             if (why := self._why_not_due(location)) is not None:
@@ -260,19 +258,19 @@ class Watching:
                 continue  # until the lower step of the window is submitted
             elif location.path in self._asked:
                 due[window] = location
-            elif weights := self._unknown(location):
+            elif weights := self._weights_without_job(location):
                 self._asked.add(location.path)
-                self._unknown_now[location.path] = weights
+                self._new_weights[location.path] = weights
                 due[window] = location
             else:
                 self._leave_out(location)
                 self._mark(location)
-        self._served.say_kept()
-        kept = self._skip_lagging([*due.values()])
-        return kept[::-1] if self._served.is_newest_first else kept
+        self._served.log_old_results()
+        steps = self._skip_lagging([*due.values()])
+        return steps[::-1] if self._served.is_newest_first else steps
 
     def _why_not_due(self, location: Location) -> str | None:
-        """Return why a step is not evaluated, as far as the configuration decides it."""
+        """Return why the configuration excludes a step; None if it does not."""
         step = location.step
         if step is None:
             return "it has no step"
@@ -282,7 +280,7 @@ class Watching:
             return "the base model is evaluated as this step"
         window = self._window(step)
         is_new = window is not None and f"{window}/{step}" not in self._marks
-        # Of a window the first checkpoint is evaluated; of the window before `eval_steps` none is.
+        # The first checkpoint of a window is evaluated; in the window before `eval_steps` none is.
         if window is not None and is_new and (window.startswith("0/") or window in self._marks):
             return f"not the first at or after a multiple of {self._every} (eval_steps)"
         return None
@@ -296,33 +294,32 @@ class Watching:
     def _skip_lagging(self, due: list[Location]) -> list[Location]:
         """Leave out the steps that the server would skip, because `max_lag` higher ones wait."""
         most = self._served.max_lag
-        above = [one for one in due if one.step != BASE_STEP]
-        skipped = [] if most is None else above[:-most]
+        trained = [location for location in due if location.step != BASE_STEP]
+        skipped = [] if most is None else trained[:-most]
         why = f"skipped, because newer steps wait (max_lag: {most})"
         for location in skipped:
             self._mark(location, _SKIPPED)
             self._leave_out(location, why)
         if skipped:
-            steps = name_steps([one.step or 0 for one in skipped])
+            steps = name_steps([location.step or 0 for location in skipped])
             log.warning("%s: %s; to evaluate one of them: unshard eval submit", steps, why)
-        return [one for one in due if one.path in self._ready]
+        return [location for location in due if location.path in self._ready]
 
-    def _unknown(self, location: Location) -> tuple[str, ...]:
+    def _weights_without_job(self, location: Location) -> tuple[str, ...]:
         """Return the weights of a step that were neither submitted nor skipped before."""
         step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
         return tuple(
-            one
-            for one in self._config.weights
-            if f"{_SKIPPED}{step}/{version}/{self._served.mark_of(one)}" not in self._marks
-            and not self._served.has_job(_checkpoint(location), step, version, one)
+            weights
+            for weights in self._config.weights
+            if f"{_SKIPPED}{step}/{version}/{self._served.mark_of(weights)}" not in self._marks
+            and not self._served.has_job(_checkpoint(location), step, version, weights)
         )
 
     def _window(self, step: int) -> str | None:
-        return (
-            f"{step // self._every}/{self._every}/{self._served.mark_of('')}"
-            if self._every
-            else None
-        )
+        """Return a mark that is the same for all steps from one multiple of `eval_steps` on."""
+        if not self._every:
+            return None
+        return f"{step // self._every}/{self._every}/{self._served.mark_of('')}"
 
     def _mark(self, location: Location, start: str = "") -> None:
         step, version = location.step or 0, fingerprint(read_stamps(_checkpoint(location)))
@@ -341,11 +338,11 @@ class Watching:
             return True
         try:
             new = list_checkpoint(checkpoint).files
-        except OSError:  # it is gone, which `submit` reports
+        except OSError:  # it is gone: `submit` reports that
             return True
         return not self._config.quota.is_exceeded([*pins, new])
 
 
 def _checkpoint(location: Location) -> Path:
-    """Return what to submit: the step, its one file, or the role's part of it (verl)."""
+    """Return the path to submit: the step, its one file, or the role's part of it (verl)."""
     return location.path if location.role is None else location.weights_dir
