@@ -1,6 +1,6 @@
-"""A backend for lmms-engine's asynchronous evaluation that works, over our client.
+"""A backend for lmms-engine's asynchronous evaluation.
 
-Start training with one word changed; nothing of lmms-engine is edited:
+Start training with one word changed; lmms-engine itself is not edited:
 
     torchrun ... -m unshard.evaluate.lmms_engine config_yaml=train.yaml  # lmms_engine.launch.cli
 
@@ -9,12 +9,12 @@ or call in code, before the trainer is made:
     import unshard.evaluate.lmms_engine as evaluation
     evaluation.install()
 
-`install` replaces `EvalServerBackend` (lmms-engine 0.1.4), which loses the last result, drops a job
-after one failed poll, and whose every submission ends in a TypeError, by `UnshardEvalBackend`; and
-`EvalConfig` by `UnshardEvalConfig`. `install_client` keeps lmms-engine's backend and gives it a
+`install` replaces `EvalConfig` by `UnshardEvalConfig`, and `EvalServerBackend` (lmms-engine 0.1.4),
+which loses the last result, drops a job after one failed poll, and ends every submission in a
+TypeError, by `UnshardEvalBackend`. `install_client` keeps lmms-engine's backend and gives it a
 working client, under the name it imports: `lmms_eval.entrypoints.EvalClient`.
 
-Started as above, lmms-engine's merger is ours, too: see `unshard.integrations.lmms_engine`.
+Started as above, lmms-engine also uses our merger: see `unshard.integrations.lmms_engine`.
 """
 
 import importlib
@@ -52,11 +52,11 @@ class UnshardEvalBackend:
     Args:
         url: of the evaluation server; None: lmms-engine's own default.
         poll_interval: seconds between polls; None: 20.
-        eval_config: of lmms-engine's form, with our own keys if there are any.
+        eval_config: lmms-engine's keys, and optionally our own.
 
     Raises:
-        UsageError: the configuration cannot be read, or a key is missing or has a wrong value. The
-            trainer makes its backend before the first step, so this stops the training there.
+        UsageError: a key of the configuration is missing or invalid. The trainer makes its backend
+            before the first step, so training stops there.
     """
 
     def __init__(
@@ -65,12 +65,11 @@ class UnshardEvalBackend:
         poll_interval: float | None = 20.0,
         eval_config: Mapping[str, object] | None = None,
     ) -> None:
-        url = url or _DEFAULT_URL
-        given = {**(eval_config or {}), "server_url": url, "poll_interval": poll_interval}
-        self._config = EvalConfig.from_dict(given)
-        self.url = url
+        self.url = url or _DEFAULT_URL
+        own = {"server_url": self.url, "poll_interval": poll_interval}
+        self.eval_config = {**(eval_config or {}), **own}
+        self._config = EvalConfig.from_dict(self.eval_config)
         self.poll_interval = self._config.poll_interval
-        self.eval_config = given
         self._submitter: Submitter | None = None
         self._undelivered: list[tuple[int, dict[str, float]]] = []
         self._waiting_since: float | None = None
@@ -84,10 +83,10 @@ class UnshardEvalBackend:
         checkpoint_type: str | None = None,
         output_path: str | None = None,
     ) -> str | None:
-        """Have a checkpoint evaluated; return its name, or None if it will not be evaluated.
+        """Submit a checkpoint; return its name, or None if it will not be evaluated.
 
-        The server decides where results and merged weights go. The trainer's `checkpoint_type`
-        ("regular" or "ema") counts unless the configuration has `weights`.
+        The server chooses the directories of results and merged weights. The trainer's
+        `checkpoint_type` ("regular" or "ema") counts unless the configuration has `weights`.
         """
         del eval_output_dir, output_path
         self._waiting_since = None
@@ -102,24 +101,24 @@ class UnshardEvalBackend:
     def check_and_get_completed(self) -> list[tuple[int, dict[str, float]]]:
         """Return new results: step and metrics, under lmms-engine's names.
 
-        While training continues it is one at a time, and all of them when the trainer only waits.
-        With W&B the list is empty: lmms-engine would log each result as a separate row, which
-        raises W&B's step, so the trainer's own rows would be dropped. Results are added to the
-        trainer's rows instead.
+        While training continues, one result is returned at a time; at its end, all of them. With
+        W&B the list is empty: lmms-engine would log each result as a separate row, which raises
+        W&B's step, so the trainer's own rows would be dropped. Results are added to the trainer's
+        rows instead.
         """
         if self._submitter is not None:
             self._submitter.tick()
             self._take(self._submitter)
         count = 1 if self._waiting_since is None else len(self._undelivered)
-        handed, self._undelivered = self._undelivered[:count], self._undelivered[count:]
+        results, self._undelivered = self._undelivered[:count], self._undelivered[count:]
         return [
             (step, {_lmms_name(key): value for key, value in metrics.items()})
-            for step, metrics in handed
+            for step, metrics in results
         ]
 
     @property
     def pending_evals(self) -> dict[str, int]:
-        """The evaluations without a result. lmms-engine asks only when training is over, and waits.
+        """The evaluations without a result. lmms-engine waits for them when training has ended.
 
         After `flush_timeout` seconds of waiting it is empty, so that the trainer ends.
         """
@@ -132,10 +131,10 @@ class UnshardEvalBackend:
             return {}
         pending = dict(self._submitter.pending())
         self._take(self._submitter)
-        left = pending | {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
-        if not left:
-            self._submitter.close(_SUMMARY_S)  # W&B's run is about to end; logs what failed
-        return left
+        pending |= {f"result-{n}": step for n, (step, _) in enumerate(self._undelivered)}
+        if not pending:
+            self._submitter.close(_SUMMARY_S)  # W&B's run is about to end
+        return pending
 
     def _take(self, submitter: Submitter) -> None:
         results = submitter.completed()
@@ -168,12 +167,12 @@ def _lmms_name(key: str) -> str:
 class UnshardEvalConfig:
     """The `eval_config` of a YAML file, unchanged.
 
-    lmms-engine's own class drops every key that it does not know, and fills in defaults that the
-    file does not have (`num_fewshot: 0`, `model_args` for vllm).
+    lmms-engine's own class drops unknown keys, and adds defaults that the file does not have
+    (`num_fewshot: 0`, `model_args` for vllm).
     """
 
-    def __init__(self, **given: object) -> None:
-        vars(self).update(given)
+    def __init__(self, **values: object) -> None:
+        vars(self).update(values)
 
     def __getattr__(self, name: str) -> object:
         """Return None for a key that the file does not have."""
@@ -195,14 +194,14 @@ def install() -> None:
     importlib.import_module(_BACKENDS)
     ours = {"EvalServerBackend": UnshardEvalBackend, "EvalConfig": UnshardEvalConfig}
     for name in (_BACKENDS, _CONFIG, *_USERS):
-        there = vars(sys.modules[name]) if name in sys.modules else {}
-        there.update({key: ours[key] for key in ours.keys() & there.keys()})
+        names = vars(sys.modules[name]) if name in sys.modules else {}
+        names.update({key: ours[key] for key in ours.keys() & names.keys()})
 
 
 def install_client() -> None:
     """Give our client the name `lmms_eval.entrypoints.EvalClient`, with lmms-eval or without.
 
-    An installed lmms-eval keeps everything else; without one, two empty modules are made.
+    An installed lmms-eval is not changed otherwise; without lmms-eval, two empty modules are made.
     """
     try:
         entrypoints = importlib.import_module("lmms_eval.entrypoints")

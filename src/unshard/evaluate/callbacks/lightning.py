@@ -4,9 +4,9 @@
 
     trainer = Trainer(..., callbacks=[checkpoints, UnshardEvalCallback("eval.yaml")])
 
-Lightning has no hook after a checkpoint is written. So every hook that follows looks at what
-`ModelCheckpoint` saved, and pins it before the next save, which may remove it. The run has the name
-of its directory, or of the one above if that is `checkpoints`.
+Lightning has no hook after a checkpoint is written. So every later hook looks for new checkpoints
+of `ModelCheckpoint`, and pins them before the next save, which may remove them. The run has the
+name of its directory, or of the parent of `checkpoints`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +32,13 @@ __all__ = ["UnshardEvalCallback"]
 
 
 class UnshardEvalCallback(Callback):
-    """Submits what `ModelCheckpoint` saves, and logs the results as they come.
+    """Submits the checkpoints of `ModelCheckpoint`, and logs the results as they come.
 
     Args:
-        config: a file of YAML, its text, a mapping, or an `EvalConfig`.
-        run_dir: of pins and results; None: the directory that checkpoints are saved to, or the
-            trainer's own if that is in an object store.
-        sinks: further places for results.
+        config: a YAML file, its text, a mapping, or an `EvalConfig`.
+        run_dir: of pins and results; None: the directory of the checkpoints, or the trainer's own
+            if they are in an object store.
+        sinks: further destinations of results.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class UnshardEvalCallback(Callback):
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
-            run_dir, config = self._place(trainer, savers)
-            found: list[Sink] = []
+            run_dir, config = self._locate(trainer, savers)
+            sinks: list[Sink] = []
             paced: list[PacedSink] = []
             if trainer.is_global_zero:
                 with ignoring_errors("trackers get no results"):
-                    found, paced = _open_sinks(trainer)
+                    sinks, paced = _open_sinks(trainer)
             self._saves = _Saves(savers)
             self.submitter = Submitter(
                 config,
                 run_dir,
-                sinks=[*found, *self._sinks],
+                sinks=[*sinks, *self._sinks],
                 paced=paced,
                 acts=trainer.is_global_zero,
             )
 
-    def _place(
+    def _locate(
         self, trainer: Trainer, savers: Sequence[ModelCheckpoint]
     ) -> tuple[Path, EvalConfig]:
         """Return the run's directory on a disk, and the configuration with the run's name."""
@@ -89,12 +89,12 @@ class UnshardEvalCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Submit what was saved after the last batch."""
+        """Submit the checkpoints that were saved after the last batch."""
         del trainer, pl_module, batch, batch_idx
         self._submit()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Submit what was saved before."""
+        """Submit the checkpoints that were saved before."""
         del trainer, pl_module
         self._submit()
 
@@ -131,7 +131,7 @@ class UnshardEvalCallback(Callback):
 
 
 class _Saves:
-    """The checkpoints that `ModelCheckpoint` callbacks have saved, found from their attributes."""
+    """The checkpoints that `ModelCheckpoint` callbacks save, from the callbacks' attributes."""
 
     def __init__(self, savers: Sequence[ModelCheckpoint]) -> None:
         self._seen = [(saver, _last_save(saver), _saved_paths(saver)) for saver in savers]
@@ -140,17 +140,17 @@ class _Saves:
 
     def finished(self) -> list[tuple[Path, int]]:
         """Return path and step of the checkpoints completed since the last call."""
-        for number, (saver, before, known) in enumerate(self._seen):
+        for number, (saver, before, old_paths) in enumerate(self._seen):
             now, paths = _last_save(saver), _saved_paths(saver)
             self._seen[number] = (saver, now, paths)
             step, path = now
             if now != before and path and step not in self._steps:
                 self._steps.add(step)
-                new = sorted(paths - known)  # the next save overwrites `last.ckpt`
+                new = sorted(paths - old_paths)  # preferred: the next save overwrites `last.ckpt`
                 self._unfinished.append((Path(new[0] if new else path), step))
-        # The newest is looked at first: what was saved before it can only have become whole since.
-        done = [one for one in reversed(self._unfinished) if _is_whole(one[0])]
-        self._unfinished = [one for one in self._unfinished if one not in done]
+        # The newest is checked first: an older one is then found complete, too, if it is.
+        done = [save for save in reversed(self._unfinished) if _is_whole(save[0])]
+        self._unfinished = [save for save in self._unfinished if save not in done]
         return done[::-1]
 
 
@@ -159,14 +159,14 @@ def _last_save(saver: ModelCheckpoint) -> tuple[int, str]:
 
 
 def _saved_paths(saver: ModelCheckpoint) -> set[str]:
-    found = {saver.best_model_path, saver.kth_best_model_path, *saver.best_k_models}
-    return found - {"", saver.last_model_path}
+    paths = {saver.best_model_path, saver.kth_best_model_path, *saver.best_k_models}
+    return paths - {"", saver.last_model_path}
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether a checkpoint is whole: `AsyncCheckpointIO` writes it in another thread."""
+    """Return whether a checkpoint is complete: `AsyncCheckpointIO` writes it in another thread."""
     if is_url(path):
-        return True  # written by this process; the server refuses it until it is there
+        return True  # the server refuses it until it is there
     with suppress(FileNotFoundError):
         return path.is_dir() or why_unfinished([path]) is None
     return False
@@ -175,9 +175,9 @@ def _is_whole(path: Path) -> bool:
 def _open_sinks(trainer: Trainer) -> tuple[list[Sink], list[PacedSink]]:
     """Open the sinks of the trainer's loggers, and of the trackers that this process has open."""
     logs, run = None, None
-    for one in trainer.loggers:
-        if isinstance(one, TensorBoardLogger):
-            logs = logs or Path(one.log_dir)
-        elif isinstance(one, MLFlowLogger) and one.run_id:  # it makes no run the active one
-            run = run or (one.run_id, one._tracking_uri)  # noqa: SLF001  (no public name)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logs = logs or Path(logger.log_dir)
+        elif isinstance(logger, MLFlowLogger) and logger.run_id:  # its run is not the active one
+            run = run or (logger.run_id, logger._tracking_uri)  # noqa: SLF001  (no public name)
     return open_sinks(tensorboard_dir=logs, mlflow_run=run)

@@ -5,7 +5,7 @@
     trainer = Trainer(..., callbacks=[UnshardEvalCallback("eval.yaml")])
 
 Results go to `<output_dir>/_unshard/results.jsonl` and to the trackers that `report_to` opened.
-transformers calls `on_save` after it removed old checkpoints; the one just saved is still there,
+transformers calls `on_save` after it has removed old checkpoints; the new one is still there,
 because rotation spares the newest (transformers 5.23, `rotate_checkpoints`: by mtime, so nothing
 here may change the mtime of an old one). If neither the checkpoint nor the run has a config, config
 and tokenizer are written into the run's directory.
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 
 class UnshardEvalCallback(TrainerCallback):
-    """Submits what the Trainer saves, and logs the results as they come.
+    """Submits the Trainer's checkpoints, and logs the results as they come.
 
     Args:
-        config: a file of YAML, its text, a mapping, or an `EvalConfig`.
-        sinks: further places for results.
+        config: a YAML file, its text, a mapping, or an `EvalConfig`.
+        sinks: further destinations of results.
     """
 
     def __init__(
@@ -62,19 +62,13 @@ class UnshardEvalCallback(TrainerCallback):
         with ignoring_errors("checkpoints are not evaluated"):
             if self.submitter is not None:  # of a training that was interrupted
                 self.submitter.close(0.0)
-            found: list[Sink] = []
+            sinks: list[Sink] = []
             paced: list[PacedSink] = []
             if is_first:
-                logs = _tensorboard_dir(args)
                 with ignoring_errors("trackers get no results"):
-                    found, paced = open_sinks(tensorboard_dir=logs)
-            self.submitter = Submitter(
-                self.config,
-                run,
-                sinks=[*found, *self._sinks],
-                paced=paced,
-                acts=is_first,
-            )
+                    sinks, paced = open_sinks(tensorboard_dir=_tensorboard_dir(args))
+            sinks = [*sinks, *self._sinks]
+            self.submitter = Submitter(self.config, run, sinks=sinks, paced=paced, acts=is_first)
 
     def on_save(
         self,
@@ -91,11 +85,11 @@ class UnshardEvalCallback(TrainerCallback):
         if self.submitter is not None and state.is_world_process_zero:
             run = Path(args.output_dir or ".")
             checkpoint = run / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            with ignoring_errors("what is evaluated may lack its config"):
+            with ignoring_errors("the evaluated model may lack its config"):
                 if not self._has_looked and companions_in(checkpoint).config is None:
                     write_companions(run, model, processing_class)
-                found = {*companions_in(checkpoint).files, *companions_in(run).files}
-                if not found - {_GENERATION} and not self._has_looked:
+                files = {*companions_in(checkpoint).files, *companions_in(run).files}
+                if not files - {_GENERATION} and not self._has_looked:
                     log.warning("no tokenizer in %s: give the Trainer one (processing_class)", run)
             self._has_looked = True
             self.submitter.submit(checkpoint, state.global_step)
@@ -123,5 +117,6 @@ def _tensorboard_dir(args: TrainingArguments) -> Path | None:
     """Return where transformers' own callback writes event files, if it does."""
     if "tensorboard" not in (args.report_to or ()):
         return None
-    given = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
-    return Path(given or Path(args.output_dir or ".") / "runs")  # 4.x has args.logging_dir
+    # transformers 4.x has args.logging_dir.
+    logs = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
+    return Path(logs or Path(args.output_dir or ".") / "runs")

@@ -1,9 +1,9 @@
-"""Talk to an evaluation server in lmms-eval's protocol, as lmms-eval's own client does.
+"""Clients of an evaluation server for lmms-eval's protocol, with the API of lmms-eval's own.
 
 `LmmsClient` and `AsyncEvalClient` have the constructor, methods and return values of `EvalClient`
 and `AsyncEvalClient` in `lmms_eval.entrypoints` (0.7.3), and take `lmms_engine_kwargs`, which
-lmms-engine passes and no released client accepts. Their methods raise what the originals raise:
-httpx's errors. Nothing is printed; `verbose` logs.
+lmms-engine passes and no released client accepts. Their methods raise httpx's errors, as the
+originals do. They print nothing; `verbose` logs.
 """
 
 import asyncio
@@ -30,11 +30,7 @@ _Parameters = ParamSpec("_Parameters")
 def _parse_server(
     url: str, token: str | None
 ) -> tuple[str, dict[str, str], tuple[str, str] | None]:
-    """Return the address of a server, and headers, user and password that authenticate requests.
-
-    Raises:
-        UsageError: the URL or the token cannot be one. The error does not show token or password.
-    """
+    """Return the address of a server, and headers, user and password to authenticate requests."""
     base_url, user = split_url(url.rstrip("/"), what="base_url")
     headers = {}
     if token:
@@ -48,16 +44,16 @@ class LmmsClient:
     """The client of lmms-eval's protocol.
 
     Args:
-        base_url: where the server listens; `http://user:password@host:port` works, too.
+        base_url: the address of the server; `http://user:password@host:port` works, too.
         timeout: seconds for a request; None for no limit.
         token: sent with every request, if there is one.
 
     Attributes:
-        base_url: of the server, without a user, a password or a slash at its end.
+        base_url: of the server, without user, password and trailing slash.
         client: the connection, which authenticates each request.
 
     Raises:
-        UsageError: the URL or the token cannot be one. No error shows token or password.
+        UsageError: the URL or the token is invalid. No error shows token or password.
     """
 
     def __init__(
@@ -81,18 +77,18 @@ class LmmsClient:
         return self._request("GET", "/health")
 
     def is_healthy(self) -> bool:
-        """Return whether the server answers that it is healthy."""
+        """Return whether the server reports that it is healthy."""
         try:
             return self._request("GET", "/health").get("status") == "healthy"
         except (httpx.HTTPError, httpx.InvalidURL, ValueError):
             return False
 
     def list_tasks(self) -> list[str]:
-        """Return the tasks that the server knows."""
+        """Return the server's tasks."""
         return _read_names(self._request("GET", "/tasks"), "tasks")
 
     def list_models(self) -> list[str]:
-        """Return the types of models that the server knows."""
+        """Return the server's types of models."""
         return _read_names(self._request("GET", "/models"), "models")
 
     def evaluate(
@@ -162,7 +158,7 @@ class LmmsClient:
             time.sleep(poll_interval)
 
     def get_queue_status(self) -> Answer:
-        """Return the queue: its size, the job that is running, the ids that wait."""
+        """Return the queue: its size, the running job, the ids of waiting jobs."""
         return self._request("GET", "/queue")
 
     def merge_checkpoint(
@@ -189,7 +185,7 @@ class LmmsClient:
 def _awaited(
     request: Callable[Concatenate[LmmsClient, _Parameters], Answer],
 ) -> Callable[Concatenate["AsyncEvalClient", _Parameters], Coroutine[None, None, Answer]]:
-    """Return a method for both clients: it returns what `_request` does, here a coroutine."""
+    """Return a method of `LmmsClient` for both: its `_request` returns a coroutine here."""
     return cast("Callable[..., Coroutine[None, None, Answer]]", request)
 
 
@@ -250,7 +246,7 @@ def given(payload: Mapping[str, _Value | None]) -> dict[str, _Value]:
 
 
 def names_of(tasks: str | Sequence[str]) -> list[str]:
-    """Return a list of names; of a text those that it has, and not its letters."""
+    """Split a comma-separated text; copy any other sequence."""
     return split_names(tasks) if isinstance(tasks, str) else list(tasks)
 
 
@@ -261,14 +257,14 @@ def _read_answer(response: httpx.Response) -> Answer:
 
 
 def _read_names(answer: Answer, key: str) -> list[str]:
-    found = answer.get(key, [])
-    return [str(name) for name in found] if isinstance(found, list) else []
+    names = answer.get(key, [])
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _completed(
     job: Answer, job_id: str, *, start: float, timeout: float | None, verbose: bool
 ) -> bool:
-    """Return whether a job is completed; raise if it ended otherwise, or took too long."""
+    """Return whether a job is completed; raise if it ended otherwise, or takes too long."""
     status, level = job.get("status"), logging.INFO if verbose else logging.DEBUG
     log.log(level, "job %s: %s, position %s", job_id, status, job.get("position_in_queue"))
     if status in {"failed", "cancelled", "expired"}:

@@ -1,7 +1,7 @@
-"""Our own protocol, under `/api/v1`: jobs, their logs, results and events, with errors of our tree.
+"""The client of our own protocol, `/api/v1`: jobs, logs, results and events, with our errors.
 
 UnshardError
-├── ServerAwayError     no answer, or not one of an evaluation server: try again later
+├── ServerAwayError     no answer of an evaluation server: try again later
 ├── EvaluationError     the server failed
 └── UsageError
     └── RefusedError    the server refused the request; has the status of the answer
@@ -43,25 +43,13 @@ class RefusedError(UsageError):
 
 
 class EvalClient(LmmsClient):
-    """A client of an evaluation server, which takes the place of lmms-eval's client, too.
+    """A client of an evaluation server, also a replacement of lmms-eval's client.
 
-    Args:
-        base_url: where the server listens; `http://user:password@host:port` works, too.
-        timeout: seconds for a request; None for no limit.
-        token: sent with every request, if there is one.
-
-    Attributes:
-        base_url: of the server, without a user, a password or a slash at its end.
-        client: the connection, which authenticates each request.
-
-    Raises:
-        UsageError: the URL or the token cannot be one. No error shows token or password.
-
-    All methods of our protocol raise:
+    See `lmms.LmmsClient` for its arguments and attributes, and for the methods of lmms-eval's
+    client, which raise httpx's errors. All methods of our protocol raise:
         ServerAwayError: the server does not answer, or a gateway answers in its place.
-        RefusedError: the request makes no sense to the server, or it is not allowed.
+        RefusedError: the request is invalid, or not allowed.
         EvaluationError: the server failed.
-    The methods that are those of lmms-eval's client raise httpx's errors: see `lmms.LmmsClient`.
     """
 
     def submit(
@@ -81,17 +69,17 @@ class EvalClient(LmmsClient):
         """Submit a job and return it; the same request again returns the same job.
 
         Args:
-            checkpoint: its path, as the server knows it.
+            checkpoint: its path on the server.
             step: the training step; None if it is not known.
-            profile: the evaluator that the server is configured with.
-            tasks: names of the tasks to evaluate; a text is one, or several with commas.
+            profile: the name of an evaluator in the server's configuration.
+            tasks: the tasks to evaluate, as a list or a comma-separated text.
             weights: "model" or "ema".
-            run: the name of the training run; None: that of the run's directory.
+            run: the name of the training run; None: the name of its directory.
             pin: the linked checkpoint, if the client has pinned it; None: the server pins it.
-            directory: of the run, where the checkpoint is not in it (a base model).
-            again: whether to evaluate again what has been evaluated; with a text, the same text
-                again returns the same job.
-            arguments: those of the evaluator, as `Arguments` describes them.
+            directory: of the run, if the checkpoint is outside (a base model).
+            again: evaluate a completed job again; a second request with the same text returns the
+                same job.
+            arguments: for the evaluator, as `Arguments` describes them.
         """
         body: dict[str, object] = {
             "checkpoint": checkpoint,
@@ -108,7 +96,7 @@ class EvalClient(LmmsClient):
         return self.submit_body(given(body))
 
     def submit_body(self, body: Mapping[str, object]) -> Answer:
-        """Submit a job as the protocol writes it; see `submit`."""
+        """Submit a job by the fields of a request; see `submit`."""
         return self._call("POST", "/jobs", body=body)
 
     def job(self, job_id: str) -> Answer:
@@ -125,7 +113,7 @@ class EvalClient(LmmsClient):
         weights: str | None = None,
         limit: int | None = None,
     ) -> list[Answer]:
-        """Return the matching jobs, the newest first; `limit` is the largest number (100)."""
+        """Return the matching jobs, the newest first, at most `limit` (100)."""
         query = {"status": status, "run": run, "step": step, "profile": profile}
         return self._list("jobs", {**query, "weights": weights}, "before", limit or _MOST_JOBS)
 
@@ -139,27 +127,26 @@ class EvalClient(LmmsClient):
     ) -> list[Answer]:
         """Return the matching results, one per metric, in the order of runs and steps.
 
-        `run` is a run's label, id, name or directory. Those that are `hidden` are left out, unless
-        they are asked for.
+        `run` is a run's label, id, name or directory; `hidden` adds hidden results.
         """
         query = {"run": run, "step": step, "profile": profile, "hidden": hidden or None}
         return sorted(self._list("results", query, "after", None), key=_sort_key)
 
     def profiles(self, name: str | None = None) -> list[Answer]:
-        """Return the profiles, or the one that a submission's `profile` of this name means."""
+        """Return all profiles, or the profile that a submission with this name would get."""
         return self._list("profiles", {"name": name}, "after", None)
 
     def problems(self) -> list[str]:
-        """Return why the server does not accept jobs now: a sentence per reason, if any."""
+        """Return the reasons why the server does not accept jobs now, a sentence for each."""
         try:
             answer = self.client.get(f"{self.base_url}/health")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise _away(self.base_url, error) from error
-        found, parts = _read_object(answer).get("problems"), ("message", "found", "hint")
+        problems, parts = _read_object(answer).get("problems"), ("message", "found", "hint")
         return [
-            "; ".join(str(one[part]) for part in parts if one.get(part))
-            for one in (found if isinstance(found, list) else [])
-            if isinstance(one, dict)
+            "; ".join(str(problem[part]) for part in parts if problem.get(part))
+            for problem in (problems if isinstance(problems, list) else [])
+            if isinstance(problem, dict)
         ]
 
     def cancel(self, job_id: str) -> Answer:
@@ -167,23 +154,23 @@ class EvalClient(LmmsClient):
         return self._call("DELETE", f"/jobs/{_quote_part(job_id)}")
 
     def hide(self, job_id: str, reason: str) -> Answer:
-        """Leave a job's results out of curves and tables; return it."""
+        """Leave a job's results out of curves and tables; return the job."""
         return self._call("POST", f"/jobs/{_quote_part(job_id)}/hide", body={"reason": reason})
 
     def show(self, job_id: str) -> Answer:
-        """Show a job's results again; return it."""
+        """Show a job's hidden results again; return the job."""
         return self._call("POST", f"/jobs/{_quote_part(job_id)}/show")
 
     def see_run(self, directory: str) -> Answer:
-        """Have the server look at a run's directory, which may have been moved; return the run."""
+        """Update the server's record of a run's directory, which may have moved; return the run."""
         return self._call("POST", "/runs", body={"directory": directory})
 
     def retry(self, job_id: str) -> Answer:
-        """Queue a job again that has ended; return it, or the one that evaluates again."""
+        """Queue an ended job again; return it, or the new job if it was completed."""
         return self._call("POST", f"/jobs/{_quote_part(job_id)}/retry")
 
     def drain(self) -> Answer:
-        """Have the server begin no more jobs, and end; return how many are `running`, `queued`."""
+        """Stop starting jobs, and end when none runs; return the counts `running` and `queued`."""
         return self._call("POST", "/drain")
 
     def log(self, job_id: str, offset: int = 0) -> Answer:
@@ -191,10 +178,10 @@ class EvalClient(LmmsClient):
         return self._call("GET", f"/jobs/{_quote_part(job_id)}/log", query={"offset": offset})
 
     def events(self, since: int = 0) -> Iterator[Answer]:
-        """Yield changes of jobs after the event `since`, as they happen, until no more are sent."""
+        """Yield changes of jobs after the event `since`, as they happen, until the server ends."""
         url = f"{self.base_url}{_PREFIX}/events"
-        was = self.client.timeout
-        timeout = httpx.Timeout(connect=was.connect, read=None, write=was.write, pool=was.pool)
+        own = self.client.timeout
+        timeout = httpx.Timeout(connect=own.connect, read=None, write=own.write, pool=own.pool)
         try:
             with self.client.stream("GET", url, params={"since": since}, timeout=timeout) as answer:
                 if answer.is_error:
@@ -205,21 +192,21 @@ class EvalClient(LmmsClient):
             raise _away(url, error) from error
 
     def _list(
-        self, what: str, query: Mapping[str, Scalar | None], cursor: str, most: int | None
+        self, name: str, query: Mapping[str, Scalar | None], cursor: str, most: int | None
     ) -> list[Answer]:
-        """Return a list page by page: `next` of an answer is the `cursor` of the next page."""
+        """Return a list from all pages: `next` of an answer is the `cursor` of the next page."""
         listed: list[Answer] = []
-        asked = dict(query)
+        params = dict(query)
         while True:
-            asked["limit"] = None if most is None else min(most - len(listed), _LARGEST_PAGE)
-            answer = self._call("GET", f"/{what}", query=asked)
-            found, after = answer.get(what), answer.get("next")
-            if not isinstance(found, list):
-                raise EvaluationError(f"{self.base_url}: answer without {what}", found=str(found))
-            listed += found
-            if not isinstance(after, int | str) or not found or len(listed) == most:
+            params["limit"] = None if most is None else min(most - len(listed), _LARGEST_PAGE)
+            answer = self._call("GET", f"/{name}", query=params)
+            page, after = answer.get(name), answer.get("next")
+            if not isinstance(page, list):
+                raise EvaluationError(f"{self.base_url}: answer without {name}", found=str(page))
+            listed += page
+            if not isinstance(after, int | str) or not page or len(listed) == most:
                 return listed
-            asked[cursor] = after
+            params[cursor] = after
 
     def _call(
         self,
@@ -240,7 +227,7 @@ class EvalClient(LmmsClient):
 
 
 def _sort_key(result: Answer) -> tuple[str, bool, int]:
-    """Return what results are sorted by; those without a step come first."""
+    """Return run and step of a result; results without a step come first."""
     step = result.get("step")
     return str(result.get("run")), isinstance(step, int), step if isinstance(step, int) else 0
 
@@ -252,35 +239,35 @@ def _quote_part(text: str) -> str:
 
 def _read_object(answer: httpx.Response) -> Answer:
     try:
-        found = answer.json()
+        fields = answer.json()
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise ServerAwayError(
             f"{answer.url}: not an evaluation server of unshard",
             expected="a JSON object of an evaluation server",
             found=f"{answer.status_code} {answer.text[:_SHOWN]}",
         )
-    return found
+    return fields
 
 
 def _raise_for(answer: httpx.Response) -> None:
-    """Raise what the error of an answer means here."""
+    """Raise our error for an answer with an error status."""
     try:
         fields = answer.json()["error"]
-        stated = {key: str(fields.get(key) or "") for key in ("expected", "found", "hint")}
+        details = {key: str(fields.get(key) or "") for key in ("expected", "found", "hint")}
         message, is_ours = str(fields["message"]), True
     except (ValueError, KeyError, TypeError, AttributeError):
-        stated = {"found": answer.text[:_SHOWN]}
+        details = {"found": answer.text[:_SHOWN]}
         message, is_ours = f"status {answer.status_code}", answer.status_code in _NOT_ALLOWED
-    if answer.status_code == _NO_TOKEN and not stated.get("hint"):
-        stated["hint"] = "name the file of the server's token: --token-file, or `token_file`"
-    where = f"{answer.request.method} {answer.request.url.path}: {message}"
+    if answer.status_code == _NO_TOKEN and not details.get("hint"):
+        details["hint"] = "name the file of the server's token: --token-file, or `token_file`"
+    subject = f"{answer.request.method} {answer.request.url.path}: {message}"
     if answer.status_code in _AWAY or not (is_ours or answer.is_server_error):
-        raise ServerAwayError(where, **stated)  # a gateway without its server answers 404, too
+        raise ServerAwayError(subject, **details)  # a gateway without its server answers 404, too
     if answer.is_server_error:
-        raise EvaluationError(where, **stated)
-    error = RefusedError(where, **stated)
+        raise EvaluationError(subject, **details)
+    error = RefusedError(subject, **details)
     error.status = answer.status_code
     raise error
 
