@@ -9,7 +9,7 @@ from unshard.errors import StoreError, UnshardError, UsageError
 from unshard.evaluate.jobs import Request, TrainingRun
 from unshard.evaluate.run_folder import RunFolder, RunIdentity
 from unshard.evaluate.server.roots import is_inside, not_readable
-from unshard.evaluate.server.store.run_records import RunRecords
+from unshard.evaluate.server.store.records import RunRecords
 from unshard.evaluate.server.store.runs import new_run_id
 from unshard.read.finding.discover import find
 from unshard.read.format import Choice, Location

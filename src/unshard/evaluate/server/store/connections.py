@@ -14,7 +14,7 @@ _BUSY_S = 30.0
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open the database, make it if it is missing, and bring its tables up to date.
+    """Open or create the database, and bring its tables up to date.
 
     Raises:
         UsageError: see `schema.migrate`.
@@ -34,8 +34,8 @@ def connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-class _Held:
-    """A connection that is closed with the thread it belongs to."""
+class _ThreadConnection:
+    """A connection that is closed when its thread ends."""
 
     def __init__(self, path: Path) -> None:
         self.connection = connect(path)
@@ -47,39 +47,38 @@ class _Held:
 
 
 class Connections:
-    """The connections to a database, which is made if it is missing; for any number of threads."""
+    """The connections to a database, which is created if it is missing; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._local = threading.local()
-        self._all: weakref.WeakSet[_Held] = weakref.WeakSet()
+        self._all: weakref.WeakSet[_ThreadConnection] = weakref.WeakSet()
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = ""
         try:
-            found = self.texts("PRAGMA quick_check(1)")[0]
+            state = self.texts("PRAGMA quick_check(1)")[0]
         except sqlite3.OperationalError as error:  # a full disk, a directory, a future format
             raise UsageError(f"{path}: cannot be opened", found=str(error)) from error
         except sqlite3.DatabaseError as error:
-            found = str(error)
-        if found != "ok":
+            state = str(error)
+        if state != "ok":
             hint = "restore a copy, or move it elsewhere: the server then begins without its jobs"
-            raise UsageError(f"{path}: is damaged", found=found, hint=hint)
+            raise UsageError(f"{path}: is damaged", found=state, hint=hint)
 
     @property
     def own(self) -> sqlite3.Connection:
-        """Return the connection of this thread."""
-        held: _Held | None = getattr(self._local, "held", None)
-        if held is None:
-            held = self._local.held = _Held(self._path)
-            self._all.add(held)
-        return held.connection
+        """The connection of this thread."""
+        if not hasattr(self._local, "held"):
+            self._local.held = _ThreadConnection(self._path)
+            self._all.add(self._local.held)
+        connection: sqlite3.Connection = self._local.held.connection
+        return connection
 
     def rows(self, query: str, *values: str | float | None) -> list[sqlite3.Row]:
-        """Return what a query finds."""
+        """Return the rows of a query."""
         return self.own.execute(query, values).fetchall()
 
     def texts(self, query: str, *values: str | float | None) -> list[str]:
-        """Return the first column of what a query finds."""
+        """Return the first column of the rows of a query."""
         return [row[0] for row in self.rows(query, *values)]
 
     @contextmanager

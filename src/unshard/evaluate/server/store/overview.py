@@ -1,6 +1,6 @@
-"""What the page and the metrics show of the database, and no protocol: runs, plots, attempts.
+"""Queries for the page and the metrics: runs, plots, attempts.
 
-Every function reads by a connection of its caller's thread, and writes nothing.
+Every function reads by a connection of its caller's thread.
 """
 
 import json
@@ -21,9 +21,8 @@ class RunSummary:
     """A training run.
 
     Attributes:
-        run: which it is.
-        counts: how many jobs it has of each status.
-        step: the highest step that was submitted, if one is known.
+        counts: number of jobs, by status.
+        step: the highest step that was submitted; None if no step is known.
     """
 
     run: TrainingRun
@@ -33,7 +32,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A job that has GPUs, even if it was cancelled and its processes are still being ended."""
+    """A job with GPUs; it may be cancelled, with its processes still being ended."""
 
     job_id: str
     run: str
@@ -44,7 +43,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class EndedAttempt:
-    """An attempt that has ended; `is_first`: of its job, since that was submitted."""
+    """An attempt that has ended; `is_first`: the first since its job was last submitted."""
 
     job_id: str
     number: int
@@ -56,7 +55,7 @@ class EndedAttempt:
 
 
 class Point(NamedTuple):
-    """A number of a list of runs, which has many; `settings` are equal or not, and no more."""
+    """A result as lists of runs need it, which have many; `settings` is only compared."""
 
     number: int
     run: str
@@ -70,7 +69,7 @@ class Point(NamedTuple):
 
 
 def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
-    """Return runs whose labels or directories contain a text, that of the newest job first."""
+    """Return runs whose labels or directories contain a text, the run of the newest job first."""
     statuses = tuple(Status)
     states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in statuses)
     rows = connection.execute(
@@ -89,7 +88,7 @@ def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
 
 
 def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str) -> list[str]:
-    """Return the names "task/metric" of all results that contain a text, of runs by their ids."""
+    """Return the names "task/metric" of the results of runs (ids) that contain a text."""
     rows = connection.execute(
         f"SELECT DISTINCT metric {_FROM}"
         f" WHERE jobs.run IN ({_marks(runs)}) AND {_SHOWN}"
@@ -100,7 +99,7 @@ def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str)
 
 
 def list_recent_metrics(connection: sqlite3.Connection, runs: Sequence[str]) -> list[str]:
-    """Return the metrics of the newest jobs of runs and profiles, those that most have first."""
+    """Return the metrics of the newest job of each run and profile, the most frequent first."""
     newest = (
         "(SELECT MAX(number) AS number FROM jobs WHERE run IN (SELECT value FROM json_each(?))"
         " AND status = 'completed' GROUP BY run, profile)"
@@ -116,10 +115,10 @@ def list_recent_metrics(connection: sqlite3.Connection, runs: Sequence[str]) -> 
 def list_curves(
     connection: sqlite3.Connection, runs: Sequence[str], metrics: Sequence[str]
 ) -> Iterator[Point]:
-    """Yield the points that `list_points` returns, with less of each."""
+    """Yield the results of `list_points`, with fewer fields."""
     rows = connection.execute(
         "SELECT results.rowid, run, metric, weights, profile, settings, step, value,"  # noqa: S608
-        # As it is written: results have no index of metrics.
+        # CROSS JOIN fixes the order of the tables: results have no index of metrics.
         " higher_is_better FROM jobs CROSS JOIN results ON job_id = jobs.id"
         " WHERE run IN (SELECT value FROM json_each(?))"
         f" AND {_SHOWN} AND metric IN ({_marks(metrics)}) ORDER BY results.rowid",
@@ -131,9 +130,9 @@ def list_curves(
 def list_points(
     connection: sqlite3.Connection, runs: Sequence[str], metrics: Sequence[str]
 ) -> list[Result]:
-    """Return the results that plots show of some metrics, in the order they came.
+    """Return the results of runs (ids) that plots show, in the order they came.
 
-    `runs` are ids. Results have a step, and are not hidden.
+    Results without a step and hidden results are left out.
     """
     rows = connection.execute(
         f"SELECT {RESULT_COLUMNS} {_FROM} WHERE jobs.run IN ({_marks(runs)})"
@@ -144,7 +143,7 @@ def list_points(
 
 
 def results_of(connection: sqlite3.Connection, job_id: str) -> list[Result]:
-    """Return the numbers of a completed job."""
+    """Return the results of a completed job."""
     where, values = condition_of(Filters(status=Status.COMPLETED))
     rows = connection.execute(
         f"SELECT {RESULT_COLUMNS} {_FROM} WHERE results.job_id = ? AND {where} ORDER BY metric",
@@ -154,14 +153,14 @@ def results_of(connection: sqlite3.Connection, job_id: str) -> list[Result]:
 
 
 def recipe_of(connection: sqlite3.Connection, job_id: str) -> tuple[str, str]:
-    """Return the script by which a job can be done again, and its model's record, if known."""
+    """Return the script that repeats a job, and its model's record; each may be empty."""
     query = "SELECT script, record FROM jobs WHERE id = ?"
     row = connection.execute(query, (job_id,)).fetchone()
     return row[0], row[1]
 
 
 def list_holders(connection: sqlite3.Connection) -> list[Holder]:
-    """Return the jobs that have GPUs, or the CPU."""
+    """Return the jobs with GPUs or a slot of the CPU."""
     rows = connection.execute(
         "SELECT jobs.id, label, step, status, attempts.gpus FROM attempts"
         " JOIN jobs ON jobs.id = attempts.job_id JOIN runs ON runs.id = jobs.run"
@@ -189,8 +188,8 @@ def count_phases(connection: sqlite3.Connection) -> dict[Phase, int]:
     rows = connection.execute(
         "SELECT phase, COUNT(*) FROM jobs WHERE status = 'running' GROUP BY phase"
     )
-    found = {row[0]: row[1] for row in rows}
-    return {phase: found.get(phase, 0) for phase in Phase}
+    by_phase = dict(map(tuple, rows))
+    return {phase: by_phase.get(phase, 0) for phase in Phase}
 
 
 def last_event(connection: sqlite3.Connection) -> int:

@@ -1,7 +1,7 @@
 """The tables of the store, as a list of migrations.
 
-`PRAGMA user_version` says how many of them a database has had. A new database has them all, too, so
-both ways lead to the same tables.
+`PRAGMA user_version` is the number of migrations that a database has had. A new database has them
+all, so old and new databases end with the same tables.
 
 An attempt without an end is open: it may have a process, and while it is open its job is not begun
 again. Times are seconds since the epoch.
@@ -121,7 +121,7 @@ def _make_tables(connection: sqlite3.Connection) -> None:
 
 
 def _complete_tables(connection: sqlite3.Connection) -> None:
-    """Version 2: what a database of version 1 lacks.
+    """Version 2: add the columns, indexes and tables that a database of version 1 may lack.
 
     Earlier versions of unshard added one part after the other, without another number.
     """
@@ -135,17 +135,17 @@ def _complete_tables(connection: sqlite3.Connection) -> None:
         for statement in _PINNED_RUNS:
             connection.execute(statement, {"pins": f"/{STATE_FOLDER}/{PINS}/"})
     lacking = "SELECT id, request FROM jobs WHERE alike IS NULL"
-    found = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
-    connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", found)
+    values = [(as_request(row[1]).alike, row[0]) for row in connection.execute(lacking)]
+    connection.executemany("UPDATE jobs SET alike = ? WHERE id = ?", values)
 
 
 def _add_direction(connection: sqlite3.Connection) -> None:
-    """Version 3: whether higher values of a metric are better; NULL: the evaluator did not say."""
+    """Version 3: whether higher values of a metric are better; NULL: not known."""
     connection.execute("ALTER TABLE results ADD COLUMN higher_is_better INTEGER")
 
 
 def _add_deliveries(connection: sqlite3.Connection) -> None:
-    """Version 4: what is still to be told about jobs that have ended."""
+    """Version 4: deliveries of an earlier `on_result`; version 5 drops them."""
     connection.execute(
         "CREATE TABLE deliveries (number INTEGER PRIMARY KEY AUTOINCREMENT,"
         " id TEXT NOT NULL UNIQUE, job_id TEXT NOT NULL, body TEXT NOT NULL,"
@@ -153,7 +153,7 @@ def _add_deliveries(connection: sqlite3.Connection) -> None:
     )
 
 
-_NUMBERS_THAT_SAY_MORE = """
+_RUNS_AND_SETTINGS = """
 CREATE TABLE runs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -182,29 +182,29 @@ DROP TABLE IF EXISTS deliveries
 
 
 def _let_keys_be_equal(connection: sqlite3.Connection) -> None:
-    """Make the table of jobs anew without its unique key: SQLite cannot drop that."""
+    """Copy the table of jobs into one without the unique key, which SQLite cannot drop."""
     query = "SELECT name, sql FROM sqlite_master WHERE tbl_name = 'jobs' AND sql IS NOT NULL"
-    made = dict(connection.execute(query).fetchall())
-    table = made.pop("jobs").replace("jobs", "new_jobs", 1)
+    statements = dict(connection.execute(query).fetchall())
+    table = statements.pop("jobs").replace("jobs", "new_jobs", 1)
     connection.execute(table.replace("key TEXT NOT NULL UNIQUE", "key TEXT NOT NULL"))
     connection.execute("INSERT INTO new_jobs SELECT * FROM jobs")
     connection.execute("DROP TABLE jobs")
     connection.execute("ALTER TABLE new_jobs RENAME TO jobs")
-    for index in made.values():
+    for index in statements.values():
         connection.execute(index)
 
 
-def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
-    """Version 5: runs are directories, and numbers have what they were measured with.
+def _add_runs_and_settings(connection: sqlite3.Connection) -> None:
+    """Version 5: runs are directories, and results have the settings of their evaluation.
 
-    Of what was measured before, only the arguments of its submission are known. A base model, which
+    For earlier results only the arguments of the submission are known. A base model, which
     is in no run's directory, belongs to the run of its name that began after it.
     """
     _let_keys_be_equal(connection)
-    for statement in _NUMBERS_THAT_SAY_MORE.split(";"):
+    for statement in _RUNS_AND_SETTINGS.split(";"):
         connection.execute(statement)
     rows = connection.execute("SELECT number, request, status FROM jobs ORDER BY number DESC")
-    known: dict[tuple[str, str], str] = {}  # ids, by directory, or by name without one
+    ids: dict[tuple[str, str], str] = {}  # by directory, or by name without one
     newest: dict[str, str] = {}  # directories, by name: of the job that came next
     for number, text, status in rows.fetchall():
         request = as_request(text)
@@ -212,17 +212,17 @@ def _say_more_of_numbers(connection: sqlite3.Connection) -> None:
         path = newest.get(request.run, "") if path is None else path
         newest[request.run] = path
         place = (path, "" if path else request.run)
-        if place not in known:
-            known[place] = record_run(connection, new_run_id(), request.run, path).id
-        add_name(connection, known[place], request.run)
-        place_job(connection, number, text, known[place])
+        if place not in ids:
+            ids[place] = record_run(connection, new_run_id(), request.run, path).id
+        add_name(connection, ids[place], request.run)
+        place_job(connection, number, text, ids[place])
         if status == Status.COMPLETED:
             settings = settings_as_json(Settings(request.arguments.given()))
             connection.execute("UPDATE jobs SET settings = ? WHERE number = ?", (settings, number))
 
 
-def _say_how(connection: sqlite3.Connection) -> None:
-    """Version 6: how a job can be done again; and which run had the last turn."""
+def _add_recipes_and_turns(connection: sqlite3.Connection) -> None:
+    """Version 6: the script that repeats a job, and the number of a run's last turn."""
     for column in ("script", "record"):
         connection.execute(f"ALTER TABLE jobs ADD COLUMN {column} TEXT NOT NULL DEFAULT ''")
     connection.execute("ALTER TABLE runs ADD COLUMN turn INTEGER NOT NULL DEFAULT 0")
@@ -234,24 +234,23 @@ _MIGRATIONS: tuple[Callable[[sqlite3.Connection], None], ...] = (
     _complete_tables,
     _add_direction,
     _add_deliveries,
-    _say_more_of_numbers,
-    _say_how,
+    _add_runs_and_settings,
+    _add_recipes_and_turns,
 )
-"""What was released is never changed: a new one is appended, and the tests get a database of the
+"""A released migration is never changed: append a new one, and give the tests a database of the
 version before it."""
 
 LATEST = len(_MIGRATIONS)
-"""The version of the tables that this module makes."""
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Bring a database to the latest version; one with tables is copied next to it before.
+    """Bring a database to the latest version; first copy it next to itself if it has tables.
 
     All in one transaction: several processes may do it at once, none sees a version in between,
-    and what fails leaves everything as it was. A database that is up to date is not written to.
+    and a failure changes nothing. A database that is up to date is not written to.
 
     Raises:
-        UsageError: a later version of unshard made it, or the copy cannot be made; it is as it was.
+        UsageError: a later version of unshard wrote it, or the copy cannot be made.
     """
     if _checked_version(connection, path) == LATEST:
         return
@@ -263,7 +262,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
             change(connection)
         connection.execute(f"PRAGMA user_version = {LATEST}")
     if 0 < began_with < LATEST:
-        _log.info("%s: its tables are now of version %d", path, LATEST)
+        _log.info("%s: updated to version %d", path, LATEST)
 
 
 def is_outdated(path: Path) -> bool:
@@ -288,23 +287,23 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _checked_version(connection: sqlite3.Connection, path: Path) -> int:
-    found = _version(connection)
-    if not 0 <= found <= LATEST:
+    version = _version(connection)
+    if not 0 <= version <= LATEST:
         raise UsageError(
             f"{path}: made by a later version of unshard",
-            expected=f"version {LATEST} of its tables, or an earlier one",
-            found=f"version {found}",
-            hint="update unshard, or give another directory; "
-            f"{path.stem}-v{LATEST}.sqlite is the copy from before the update, if it is there",
+            expected=f"tables of version {LATEST} or earlier",
+            found=f"version {version}",
+            hint="update unshard, or choose another directory; "
+            f"{path.stem}-v{LATEST}.sqlite is the copy from before the update, if it exists",
         )
-    return found
+    return version
 
 
 def _back_up(path: Path, version: int) -> None:
-    """Copy a database next to it, for the case that the update is taken back.
+    """Copy a database next to itself, so that the update can be undone.
 
-    An earlier copy of the same version is replaced: the database is what became of it. The copy is
-    read by another connection, because SQLite copies nothing by one that writes.
+    An earlier copy of the same version is older than the database, and replaced. Another connection
+    reads the copy, because SQLite copies nothing by a connection that is writing.
     """
     target = path.with_stem(f"{path.stem}-v{version}")
     draft = target.with_suffix(".draft")
@@ -319,9 +318,8 @@ def _back_up(path: Path, version: int) -> None:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise UsageError(
-            f"{path}: version {version} of its tables is to become version {LATEST},"
-            " and it cannot be copied before",
+            f"{path}: cannot be copied before its update from version {version} to {LATEST}",
             found=str(error),
             hint=f"make room for {target}",
         ) from error
-    _log.info("%s: version %d of its tables; a copy is in %s", path, version, target)
+    _log.info("%s: copied, at version %d, to %s", path, version, target)

@@ -1,4 +1,4 @@
-"""What the store's statements share: conditions, and how values become rows and back."""
+"""SQL conditions of the store, and conversions between its values and rows."""
 
 import json
 import secrets
@@ -27,20 +27,20 @@ _EVENTS = 100_000
 _LONGEST_ERROR = 20_000  # characters
 
 LONGEST_WAIT_S = 3600.0
-"""No job waits longer for its next attempt: if one seems to, the clock was set back."""
+"""The longest wait for an attempt; a longer one means that the clock was set back."""
 
 _ATTEMPT = "EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = jobs.id"
 _FINAL = ", ".join(f"'{status}'" for status in Status if status.is_final)
 
 CLAIMABLE = f"""jobs.status = 'queued' AND jobs.not_before - ? NOT BETWEEN 1e-6 AND {LONGEST_WAIT_S}
     AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL)"""
-"""Which jobs may be claimed, at a time that is its one value."""
+"""Condition: the job may be claimed at a time, its one value."""
 
 
 def _in_turn(columns: str, condition: str) -> str:
-    """Return a query for queued jobs: one of each run, then the second of each, and so on.
+    """Return a query for queued jobs: the first of each run, then the second of each, and so on.
 
-    Of runs, that is first whose last turn is longest ago. Its last value is how many at most.
+    The run whose last turn is longest ago is first. The last value is the most rows to return.
     """
     order = "ORDER BY place, turn, turns.queued_at, number"
     places = "ROW_NUMBER() OVER (PARTITION BY run ORDER BY queued_at, jobs.number) AS place"
@@ -50,30 +50,30 @@ def _in_turn(columns: str, condition: str) -> str:
 
 
 QUEUE = _in_turn("id", "jobs.status = 'queued'")
-"""Ids of queued jobs, in the order in which they begin."""
+"""Query: ids of queued jobs, in the order in which they begin."""
 
 DUE = _in_turn("id, profile, json_extract(request, '$.num_gpus')", CLAIMABLE)
-"""Id, profile and wanted GPUs of those that may be claimed at a time, the first value."""
+"""Query: id, profile and wanted GPUs of the jobs that may be claimed at a time, its first value."""
 
 NEEDS_PIN = f"(jobs.status = 'queued' OR {_ATTEMPT} AND attempts.ended_at IS NULL))"
-"""Which jobs need their pins."""
+"""Condition: the job needs its pin."""
 
 FORGETTABLE = f"""jobs.status IN ({_FINAL}) AND jobs.completed_at < ?
     AND NOT {_ATTEMPT} AND attempts.ended_at IS NULL) AND {_ATTEMPT})"""
-"""Which jobs ended before a time that is its one value, and have attempts to forget."""
+"""Condition: the job ended before a time, its one value, and has attempts to forget."""
 
 _JOB_COLUMNS = """
     jobs.*, open.pid, open.started, open.boot, open.gpus, open.directory,
     runs.name AS run_name, runs.directory AS run_directory, runs.label AS run_label
     FROM jobs LEFT JOIN attempts AS open ON open.job_id = jobs.id AND open.ended_at IS NULL
     LEFT JOIN runs ON runs.id = jobs.run
-"""  # what `_as_job` reads, after SELECT
+"""  # for `_as_job`, after SELECT
 
 RESULT_COLUMNS = """
     results.rowid AS number, jobs.id AS job_id, runs.label AS run, step, weights, profile, metric,
     value, completed_at, stderr, higher_is_better, jobs.run AS run_id, settings, facts, hidden
 """
-"""What `as_result` reads of `results`, `jobs` and `runs`."""
+"""The columns of `results`, `jobs` and `runs` for `as_result`."""
 
 _PLAIN_FIELDS = tuple(
     "id created_at started_at completed_at pin attempts error results failures "
@@ -83,48 +83,47 @@ _OWN_FIELDS = frozenset(field.name for field in fields(Request)) - {"arguments"}
 _FILTERED = ("status", "step", "weights", "profile")
 IS_CALLED = """(SELECT run FROM run_calls WHERE text = ? AND rank =
     (SELECT MIN(rank) FROM run_calls WHERE text = ?))"""
-"""The runs that a text means, which is both of its values: a name only if it is no run's label."""
-
+"""Query: the runs that a text, both of its values, names; a label wins over a name."""
 
 Facts = tuple[str | None, int | None, int | None]
-"""What is known of a task: its version, its few-shot examples, its samples."""
+"""A task's version, number of few-shot examples and number of samples, where known."""
 
-Numbers = tuple[float, float | None, bool | None]
-"""What is kept of a metric: its value, its standard error, whether higher is better."""
+MetricRow = tuple[float, float | None, bool | None]
+"""A metric's value, its standard error, and whether higher is better."""
 
 
 def request_as_json(request: Request) -> str:
-    """Return a request as text: one flat object, to which an argument can be added."""
+    """Return a request as one flat JSON object, to which later versions can add arguments."""
     values = {name: getattr(request, name) for name in _OWN_FIELDS}
     return json.dumps({**values, **request.arguments.model_dump()})
 
 
 def as_request(text: str) -> Request:
-    """Return a request from its text, which another version may have written."""
+    """Return a request from its JSON, which another version may have written."""
     # Clients list the same jobs again and again. 512 texts of 4 KiB are at most 2 MiB.
-    return (_remembered if len(text) <= 4096 else _parsed)(text)
+    return (_cached_request if len(text) <= 4096 else _parse_request)(text)
 
 
-def _parsed(text: str) -> Request:
-    found = json.loads(text)
-    values = {name: value for name, value in found.items() if name in _OWN_FIELDS}
+def _parse_request(text: str) -> Request:
+    fields = json.loads(text)
+    values = {name: value for name, value in fields.items() if name in _OWN_FIELDS}
     values["tasks"] = tuple(values["tasks"])
-    chosen_then = {name: found[name] for name in Arguments.model_fields.keys() & found.keys()}
+    arguments = {name: fields[name] for name in Arguments.model_fields.keys() & fields.keys()}
     # Not validated: an older server accepted them.
-    return Request(**values, arguments=Arguments.model_construct(**chosen_then))
+    return Request(**values, arguments=Arguments.model_construct(**arguments))
 
 
-_remembered = lru_cache(maxsize=512)(_parsed)
+_cached_request = lru_cache(maxsize=512)(_parse_request)
 
 
 def settings_as_json(settings: Settings) -> str:
-    """Return settings as text; equal ones have the same."""
+    """Return settings as JSON, equal for equal settings."""
     return json.dumps(asdict(settings), sort_keys=True)
 
 
 @lru_cache(maxsize=512)
 def _as_settings(text: str) -> tuple[Settings, str]:
-    """Return settings, and their id, which is not made anew for each of many numbers."""
+    """Return settings and their id, a digest: many results have the same."""
     settings = Settings(**json.loads(text))
     return settings, settings.id
 
@@ -139,7 +138,7 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
     if row["pid"] is not None:
         gpus = tuple(map(str, json.loads(row["gpus"])))
         process = Process(row["pid"], row["started"], row["boot"], gpus, row["directory"])
-    if row["status"] == Status.COMPLETED:  # one by one, because SQLite's JSON would round them
+    if row["status"] == Status.COMPLETED:  # as rows: SQLite's JSON functions would round them
         query = "SELECT metric, value, stderr FROM results WHERE job_id = ?"
         for name, value, error in connection.execute(query, (row["id"],)):
             metrics[name] = value
@@ -163,7 +162,7 @@ def _as_phase(value: str | None) -> Phase | None:
 
 
 def gpus_as_json(gpus: tuple[str, ...]) -> str:
-    """Return the GPUs of a process as text: numbers as such, which other versions expect."""
+    """Return the GPUs of a process as JSON, with numbers as such: other versions expect that."""
     return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
 
 
@@ -196,10 +195,10 @@ def as_result(row: sqlite3.Row) -> Result:
 
 
 def condition_of(filters: Filters) -> tuple[str, list[str | int]]:
-    """Return the condition on jobs that filters mean, and its values."""
-    given = {name: getattr(filters, name) for name in _FILTERED}
-    kept = {f"jobs.{name} = ?": value for name, value in given.items() if value is not None}
-    where, values = ["TRUE", *kept], list(kept.values())
+    """Return the condition on jobs that filters stand for, and its values."""
+    wanted = {name: getattr(filters, name) for name in _FILTERED}
+    equal = {f"jobs.{name} = ?": value for name, value in wanted.items() if value is not None}
+    where, values = ["TRUE", *equal], list(equal.values())
     if filters.run is not None:
         where.append(f"jobs.run IN {IS_CALLED}")
         values += [filters.run, filters.run]
@@ -214,7 +213,7 @@ def read_job(connection: sqlite3.Connection, job_id: str) -> Job | None:
 def read_jobs(
     connection: sqlite3.Connection, rest: str, values: Sequence[str | float | None]
 ) -> Iterator[Job]:
-    """Read jobs one by one; `rest` is what follows FROM."""
+    """Read jobs one by one; `rest` follows the FROM clause."""
     rows = connection.execute(f"SELECT {_JOB_COLUMNS} {rest}", values)
     return (_as_job(connection, row) for row in rows)
 
@@ -222,7 +221,7 @@ def read_jobs(
 def insert_job(
     connection: sqlite3.Connection, request: Request, pin: str | None, now: float
 ) -> str:
-    """Queue a job that is new; return its id."""
+    """Queue a new job; return its id."""
     job_id = secrets.token_hex(8)
     connection.execute(
         "INSERT INTO jobs (id, key, again, alike, request, run, step, weights, profile,"
@@ -240,7 +239,7 @@ def insert_job(
 def queue_again(
     connection: sqlite3.Connection, job_id: str, request: Request, pin: str | None, now: float
 ) -> str:
-    """Queue a job that has ended; return its id, which is new if its attempts were forgotten."""
+    """Queue a job that has ended; return its id, a new one if its attempts were forgotten."""
     renamed = connection.execute(
         "UPDATE jobs SET id = ? WHERE id = ? AND attempts > 0"
         " AND NOT EXISTS (SELECT 1 FROM attempts WHERE job_id = jobs.id) RETURNING id",
@@ -260,7 +259,7 @@ def queue_again(
 
 
 def add_event(connection: sqlite3.Connection, job_id: str, at: float) -> None:
-    """Append a job's change, and forget the oldest."""
+    """Append a job's change, and delete the oldest events."""
     connection.execute(
         "INSERT INTO events (job_id, status, phase, at) SELECT id, status, phase, ? FROM jobs"
         " WHERE id = ?",
@@ -272,45 +271,42 @@ def add_event(connection: sqlite3.Connection, job_id: str, at: float) -> None:
 
 
 def _error(text: str) -> str:
-    """Return an error as it is kept: an evaluator's may have any length."""
+    """Return an evaluator's error, which may be of any length, cut to 20,000 characters."""
     return storable(text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}...")
 
 
 def storable(text: str) -> str:
-    """Return a text that SQLite takes: a file's name may have bytes that are not UTF-8."""
+    """Return a text in UTF-8, which SQLite requires: file names may have other bytes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def replace_results(
-    connection: sqlite3.Connection,
-    job_id: str,
-    metrics: Mapping[str, Numbers],
+    connection: sqlite3.Connection, job_id: str, metrics: Mapping[str, MetricRow]
 ) -> None:
-    """Write what was measured, instead of what an earlier attempt measured.
+    """Write the results of a job in place of those of an earlier attempt.
 
-    A name that SQLite does not take is changed; if
-    another has that name, it gets a number.
+    A name that is not UTF-8 is escaped, and gets a number if another metric has that name.
     """
-    found = {name: value for name, value in metrics.items() if storable(name) == name}
-    for name, value in metrics.items():
+    rows = {name: row for name, row in metrics.items() if storable(name) == name}
+    for name, row in metrics.items():
         fit = storable(name)
         if fit != name:
-            others = (f"{fit} ({number})" for number in count(2))
-            found[next(one for one in chain([fit], others) if one not in found)] = value
+            numbered = (f"{fit} ({number})" for number in count(2))
+            rows[next(free for free in chain([fit], numbered) if free not in rows)] = row
     connection.execute("DELETE FROM results WHERE job_id = ?", (job_id,))
     connection.executemany(
         "INSERT INTO results (job_id, metric, value, stderr, higher_is_better)"
         " VALUES (?, ?, ?, ?, ?)",
-        [(job_id, name, *numbers) for name, numbers in found.items()],
+        [(job_id, name, *row) for name, row in rows.items()],
     )
 
 
 def change_to_final(status: Status, error: str | None = None) -> dict[str, str | float | None]:
-    """Return what changes in a job that has ended."""
+    """Return the columns to change in a job that has ended."""
     why = None if error is None else _error(error)
     return {"status": status, "completed_at": time.time(), "error": why}
 
 
 def change_to_queued(why: str, due_at: float) -> dict[str, str | float | None]:
-    """Return what changes in a job that is queued again."""
+    """Return the columns to change in a job that is queued again."""
     return {"status": Status.QUEUED, "not_before": due_at, "error": _error(why)}

@@ -1,4 +1,4 @@
-"""The jobs, their attempts and results in one SQLite database, which is the truth.
+"""The jobs, their attempts and results in one SQLite database, the only authority on them.
 
 Every method is one transaction: a process that is killed at any statement leaves the state before
 or after it. Any number of threads and processes may use one database; each thread has a connection.
@@ -14,10 +14,13 @@ from pathlib import Path
 from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
-from unshard.evaluate.server.store.hiding import Hiding
-from unshard.evaluate.server.store.on_disk import Leftovers, PinRecords
-from unshard.evaluate.server.store.ordering import Ordering
-from unshard.evaluate.server.store.run_records import RunRecords
+from unshard.evaluate.server.store.records import (
+    Hiding,
+    Leftovers,
+    Ordering,
+    PinRecords,
+    RunRecords,
+)
 from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import (
     CLAIMABLE,
@@ -25,7 +28,7 @@ from unshard.evaluate.server.store.statements import (
     QUEUE,
     RESULT_COLUMNS,
     Facts,
-    Numbers,
+    MetricRow,
     add_event,
     as_event,
     as_result,
@@ -49,15 +52,7 @@ _AGAIN = (Status.FAILED, Status.CANCELLED, Status.EXPIRED, Status.SUPERSEDED)
 
 
 class Store:
-    """The jobs and their outcomes, in the database at a path; made if it is missing.
-
-    Attributes:
-        pins: which pins the jobs need.
-        leftovers: the directories that jobs have left.
-        ordering: the places of queued jobs.
-        hiding: which results are left out.
-        runs: which training runs there are.
-    """
+    """The jobs and their outcomes, in the database at a path; created if it is missing."""
 
     def __init__(self, path: Path) -> None:
         self._connections = Connections(path)
@@ -80,7 +75,7 @@ class Store:
 
     @property
     def identity(self) -> int:
-        """Return what distinguishes this database from others."""
+        """A random number that distinguishes this database from others."""
         return int(self._rows("PRAGMA application_id")[0][0])
 
     def _jobs(self, rest: str, *values: str | float | None) -> Iterator[Job]:
@@ -90,10 +85,10 @@ class Store:
         """Queue a request; return its job, and whether it is new.
 
         The same request again returns the same job, the newest of its key. A job that failed, was
-        cancelled or expired is queued anew, with the new request's checkpoint and pin; under a new
-        id if its attempts were forgotten, because the directory that its old id names may be being
-        removed. A request to evaluate again gets a job of its own. Without a run's id it is of the
-        run that is known by this name alone.
+        cancelled or expired is queued again, with the new request's checkpoint and pin; under a new
+        id if its attempts were forgotten, because the directory of its old id may be being
+        removed. A request to evaluate again gets a job of its own. A request without a run's id is
+        of the run that has its name and no directory.
         """
         now = time.time()
         with self._transaction() as connection:
@@ -111,14 +106,14 @@ class Store:
     def cancel(self, job_id: str) -> bool:
         """Cancel a job that is queued or running; return whether it was.
 
-        The process of a running one is ended by the scheduler, and is open until then.
+        The scheduler ends the process of a running job, whose attempt is open until then.
         """
         return self._stop(job_id, Status.CANCELLED, (Status.QUEUED,))
 
     def supersede(self, job_id: str, by: str) -> bool:
-        """End a job that another replaces; return whether it was queued, running or failed.
+        """End a job that another replaces, as `cancel` does; return whether it was not over.
 
-        The process of a running one is ended by the scheduler, and is open until then.
+        A failed job is not over.
         """
         return self._stop(job_id, Status.SUPERSEDED, (Status.QUEUED, Status.FAILED), by)
 
@@ -139,21 +134,21 @@ class Store:
             return done.rowcount > 0
 
     def repin(self, job_id: str, pin: str) -> None:
-        """Give a job that is queued or running another pin: its next attempt reads that."""
+        """Give a queued or running job another pin, which its next attempt reads."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE jobs SET pin = ? WHERE id = ? AND status IN (?, ?)",
                 (pin, job_id, Status.QUEUED, Status.RUNNING),
             )
 
-    # What a scheduler does.
+    # Writes of a scheduler.
 
     def claim(
         self, now: float, job_id: str | None = None, gpus: tuple[str, ...] = ()
     ) -> Job | None:
-        """Begin an attempt of the oldest job that is queued and due, or of this one if it is.
+        """Begin an attempt on `gpus` of a job that is queued and due: `job_id`, or the oldest.
 
-        A concurrent call gets another job. `gpus` are those that the attempt has.
+        A concurrent call gets another job.
         """
         only, values = ("", []) if job_id is None else ("AND jobs.id = ?", [job_id])
         with self._transaction() as connection:
@@ -189,7 +184,7 @@ class Store:
             )
 
     def record_phase(self, job_id: str, phase: Phase) -> None:
-        """Record what a running job is doing now."""
+        """Record the phase of a running job."""
         with self._transaction() as connection:
             done = connection.execute(
                 "UPDATE jobs SET phase = ? WHERE id = ? AND status = ? AND phase IS NOT ?",
@@ -199,7 +194,7 @@ class Store:
                 add_event(connection, job_id, time.time())
 
     def describe(self, job_id: str, settings: Settings, facts: Mapping[str, Facts]) -> None:
-        """Record what a running job's numbers are measured with, and what is known of its tasks."""
+        """Record the settings that a running job's results depend on, and facts about its tasks."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE jobs SET settings = ?, facts = ? WHERE id = ?",
@@ -207,7 +202,7 @@ class Store:
             )
 
     def record_recipe(self, job_id: str, script: str, record: str) -> None:
-        """Record how a job can be done again, and the record of the model that it evaluates."""
+        """Record a script that repeats a job, and the record of the model that it evaluates."""
         with self._transaction() as connection:
             connection.execute(
                 "UPDATE jobs SET script = ?, record = ? WHERE id = ?",
@@ -222,27 +217,24 @@ class Store:
         errors: Mapping[str, float] | None = None,
         directions: Mapping[str, bool] | None = None,
     ) -> bool:
-        """End the open attempt with what was measured; return whether the job was still running.
+        """End the open attempt with its metrics; return whether the job was still running.
 
-        `errors` are the standard errors of those metrics that have one, and `directions` whether
-        higher is better, where that is known.
+        `errors` has the standard errors of metrics, and `directions` whether higher is better,
+        where they are known.
         """
         errors, directions = errors or {}, directions or {}
         file = None if results is None else str(results)
         changes = {**change_to_final(Status.COMPLETED), "results": file}
-        found = {
+        rows = {
             name: (value, errors.get(name), directions.get(name)) for name, value in metrics.items()
         }
-        return self._end(job_id, Status.COMPLETED, changes, found)
+        return self._end(job_id, Status.COMPLETED, changes, rows)
 
     def fail(self, job_id: str, error: str, retry_at: float | None) -> bool:
         """End the open attempt as failed; the job is due again at `retry_at`, or failed if None."""
-        changes = (
-            change_to_final(Status.FAILED, error)
-            if retry_at is None
-            else change_to_queued(error, retry_at)
-        )
-        return self._end(job_id, Status.FAILED, changes)
+        if retry_at is None:
+            return self._end(job_id, Status.FAILED, change_to_final(Status.FAILED, error))
+        return self._end(job_id, Status.FAILED, change_to_queued(error, retry_at))
 
     def expire(self, job_id: str, why: str) -> bool:
         """End the open attempt: the checkpoint is gone."""
@@ -253,7 +245,7 @@ class Store:
         return self.postpone(job_id, "lost", why, 0)
 
     def postpone(self, job_id: str, outcome: str, why: str, due_at: float) -> bool:
-        """End the open attempt for what may pass; the job is due again then, with its retries."""
+        """End the open attempt for a passing cause; the job is due again, and keeps its retries."""
         return self._end(job_id, outcome, {**change_to_queued(why, due_at), "started_at": None})
 
     def release(self, job_id: str) -> None:
@@ -265,13 +257,13 @@ class Store:
         job_id: str,
         outcome: str,
         changes: Mapping[str, str | float | None],
-        metrics: Mapping[str, Numbers] | None = None,
+        metrics: Mapping[str, MetricRow] | None = None,
     ) -> bool:
         """End the open attempt; change its job if that is still running; return whether it is."""
         now = time.time()
         with self._transaction() as connection:
-            found = connection.execute("SELECT status FROM jobs WHERE id = ?", (job_id,)).fetchone()
-            is_running = found is not None and found["status"] == Status.RUNNING
+            row = connection.execute("SELECT status FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            is_running = row is not None and row["status"] == Status.RUNNING
             connection.execute(
                 "UPDATE attempts SET ended_at = ?, outcome = ?"
                 " WHERE job_id = ? AND ended_at IS NULL",
@@ -289,36 +281,36 @@ class Store:
                 add_event(connection, job_id, ended_at if isinstance(ended_at, float) else now)
         return is_running
 
-    # What is read.
+    # Reads.
 
     def due(self, now: float, most: int) -> Iterator[tuple[str, str, int | None]]:
-        """Read id, profile and wanted GPUs of the jobs that could be claimed, the next first."""
+        """Read id, profile and wanted GPUs of the jobs that may be claimed, the next first."""
         return map(tuple, self.connection.execute(DUE, (now, most)))
 
     def running(self) -> list[Job]:
-        """Return every job with an open attempt, including those that were cancelled since."""
+        """Return every job with an open attempt, cancelled ones included."""
         # The plus keeps SQLite from walking through all jobs in the order of their numbers.
         return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
 
     def status_of(self, request: Request) -> Status | None:
         """Return the status of the job of a request, if there is one."""
-        found = self._rows(_NEWEST, request.key, request.again)
-        return Status(found[0]["status"]) if found else None
+        rows = self._rows(_NEWEST, request.key, request.again)
+        return Status(rows[0]["status"]) if rows else None
 
     def alike(self, request: Request) -> list[Job]:
         """Return the jobs that differ from a request in the fingerprint at most, newest first.
 
-        The checkpoint's path is the same, too: a run may have been moved.
+        The checkpoint's path is compared as well, because a run may have been moved.
         """
-        found = self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike)
-        return [job for job in found if job.request.checkpoint == request.checkpoint]
+        jobs = self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike)
+        return [job for job in jobs if job.request.checkpoint == request.checkpoint]
 
     def get(self, job_id: str) -> Job | None:
         """Return a job."""
         return read_job(self._connections.own, job_id)
 
     def ids_like(self, start: str, most: int) -> list[str]:
-        """Return the ids that begin like this, `most` of them at most."""
+        """Return the ids that begin with a text, `most` of them at most."""
         query = "SELECT id FROM jobs WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"
         return self._texts(query, start, f"{start}g", most)  # the letter after "f"
 
@@ -327,7 +319,7 @@ class Store:
         return list(self.newest(filters))
 
     def newest(self, filters: Filters, before: str | None = None) -> Iterator[Job]:
-        """Read jobs one by one, the newest first; only those before the job of an id, if given."""
+        """Read jobs one by one, the newest first; only jobs before the one of an id, if given."""
         where, values = condition_of(filters)
         if before is not None:
             where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
@@ -343,7 +335,7 @@ class Store:
         return ids.index(job_id) + 1 if job_id in ids else None  # it may have begun meanwhile
 
     def count_in_a_row(self, job_id: str, outcome: str) -> int:
-        """Return how many attempts ended like this since the job was submitted, or last failed.
+        """Return how many attempts had an outcome since the job was submitted or last failed.
 
         Attempts that were interrupted in another way do not end the row: two kinds of
         interruption that take turns would otherwise never be bounded.
@@ -360,21 +352,21 @@ class Store:
 
     def counts(self) -> dict[Status, int]:
         """Return how many jobs there are of every status."""
-        rows = self._rows("SELECT status, COUNT(*) FROM jobs GROUP BY status")
-        found = {row[0]: row[1] for row in rows}
-        return {status: found.get(status, 0) for status in Status}
+        by_status = dict(
+            map(tuple, self._rows("SELECT status, COUNT(*) FROM jobs GROUP BY status"))
+        )
+        return {status: by_status.get(status, 0) for status in Status}
 
     def queued_ids(self, most: int | None = None) -> list[str]:
-        """Return the jobs that wait, the next first; `most` of them at most."""
+        """Return the queued jobs, the next first; `most` of them at most."""
         return self._texts(QUEUE, -1 if most is None else most)
 
     def results(
         self, filters: Filters, after: int = 0, *, are_hidden_read: bool = False
     ) -> Iterator[Result]:
-        """Read the numbers of completed jobs one by one, in the order in which they came.
+        """Read the results of completed jobs one by one, in the order in which they came.
 
-        The filters' `limit` counts numbers; `after` is the number of the last one to leave out.
-        Those that are hidden are only read if that is asked for.
+        The filters' `limit` counts results; results up to the number `after` are left out.
         """
         where, values = condition_of(filters)
         where += "" if are_hidden_read else " AND hidden IS NULL"
@@ -389,6 +381,6 @@ class Store:
         return map(as_result, self.connection.execute(query, [after, *values, filters.limit]))
 
     def events(self, since: int, most: int = 1000) -> list[JobEvent]:
-        """Return the changes after the one of this number, the oldest first, `most` at most."""
+        """Return the changes after a number, the oldest first, `most` at most."""
         rows = self._rows("SELECT * FROM events WHERE number > ? ORDER BY 1 LIMIT ?", since, most)
         return list(map(as_event, rows))
