@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 
 __all__ = [
     "OFFLINE",
@@ -132,11 +132,11 @@ def lmms_eval_tasks(directory: Path) -> Path:
     return directory
 
 
-def work_at(directory: Path, model: Path, request: Request, profile: Profile) -> Work:
+def work_at(directory: Path, model: Path, request: Request, profile: Profile) -> EvalInput:
     """Make the directories of an attempt."""
     output = directory / "output"
     output.mkdir(parents=True)
-    return Work(model, output, directory, request, profile)
+    return EvalInput(model, output, directory, request, profile)
 
 
 def run_evaluator(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,7 @@ from unshard.evaluate.jobs import Arguments, EvaluationError, Filters, Job, Requ
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Limits
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.scheduler import Scheduler, SchedulerSettings
@@ -45,17 +45,17 @@ class ScriptProfile(CommandProfile):
     command: tuple[str, ...] = ("x",)
     script: str = ""
 
-    def command_line(self, work: Work) -> list[str]:
+    def command_line(self, work: EvalInput) -> list[str]:
         step = str(work.request.step)
         places = [str(work.model), str(work.output)]
         return [sys.executable, "-I", "-S", "-c", SCORE + self.script, *places, step]
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         path = work.output / "metrics.json"
         if returncode != 0 or not path.exists():
             raise EvaluationError("no metrics", found=f"exit code {returncode}")
         found: dict[str, float] = json.loads(path.read_text())
-        return Measured(found, {}, file=path)
+        return Scores(found, {}, file=path)
 
 
 def script_profile(script: str = "", **changed: object) -> ScriptProfile:

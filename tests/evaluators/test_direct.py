@@ -14,12 +14,12 @@ from tiny_models import tiny_model, tiny_tokenizer
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError, Job, Request, Status, WeightsName
 from unshard.evaluate.server.admission import check_request, list_unfitting
-from unshard.evaluate.server.attempts.merging import GoneError, Merger
+from unshard.evaluate.server.attempts.merging import CheckpointGoneError, Merger
 from unshard.evaluate.server.evaluators import lm_eval
 from unshard.evaluate.server.evaluators.direct import MODEL_TYPE, PLACE_NAME
 from unshard.evaluate.server.evaluators.installed import why_missing
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 
 TASK = "colours_surprise"
@@ -45,7 +45,7 @@ def direct(**changed: object) -> LmEvalProfile:
 
 def prepare(
     tmp_path: Path, checkpoint: Path, profile: Profile, weights: WeightsName = "model"
-) -> Work:
+) -> EvalInput:
     """Do what an attempt does before its evaluator is started."""
     directory = tmp_path / f"attempt-{profile.weights}-{weights}"
     (directory / "output").mkdir(parents=True)
@@ -53,7 +53,7 @@ def prepare(
     job = Job(directory.name, request, Status.RUNNING, 0.0)
     merger = Merger(tmp_path / "merged", at_once=1)
     model = merger.prepare(job, profile, directory=directory, is_given_up=lambda: False)
-    return Work(model, directory / "output", directory, request, profile)
+    return EvalInput(model, directory / "output", directory, request, profile)
 
 
 def configured(tmp_path: Path, **profile: object) -> Profile:
@@ -114,7 +114,7 @@ def test_the_evaluator_gets_what_a_merged_model_has_but_its_weights(tmp_path: Pa
 
 
 def test_what_cannot_be_merged_is_refused_before_the_evaluator_starts(tmp_path: Path) -> None:
-    with pytest.raises(GoneError, match="does not exist"):
+    with pytest.raises(CheckpointGoneError, match="does not exist"):
         prepare(tmp_path / "gone", tmp_path / "nothing", direct())
     checkpoint = sharded(tmp_path / "run" / "checkpoint-3")
     (checkpoint / "config.json").unlink()
@@ -172,7 +172,7 @@ def test_the_numbers_are_those_of_the_merged_model(tmp_path: Path, weights: Weig
         work = prepare(tmp_path, checkpoint, profile, weights)
         done = run_evaluator(profile.command_line(work), work.directory)
         assert done.returncode == 0, done.stdout
-        found.append(profile.measured(work, done.returncode).metrics)
+        found.append(profile.read_scores(work, done.returncode).metrics)
     assert found[0] == found[1]
     assert found[0].keys() == {f"{TASK}/perplexity", f"{TASK}/acc"}
     assert not list((tmp_path / "attempt-direct-model").glob("**/*.safetensors"))
@@ -188,7 +188,7 @@ def test_shards_that_are_gone_when_the_evaluator_reads_them_are_named(tmp_path: 
     assert "rank 1" in done.stdout.splitlines()[-1] or "rank_1" in done.stdout
     assert "Traceback" not in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
-        profile.measured(work, done.returncode)
+        profile.read_scores(work, done.returncode)
 
 
 def test_an_interpreter_without_unshard_or_torch_is_reported(tmp_path: Path) -> None:

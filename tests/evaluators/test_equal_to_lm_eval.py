@@ -21,7 +21,13 @@ from tiny_models import tiny_model, tiny_tokenizer
 from unshard.evaluate.jobs import Arguments, Job, Request, Status
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.work import Measured, OwnArguments, Profile, TaskFacts, Work
+from unshard.evaluate.server.evaluators.work import (
+    EvalInput,
+    OwnArguments,
+    Profile,
+    Scores,
+    TaskFacts,
+)
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>{% endfor %}"
@@ -181,7 +187,7 @@ def by_hand(place: Path, output: Path, tasks: str, options: Mapping[str, Any]) -
     return document
 
 
-def by_us(place: Path, directory: Path, profile: Profile, tasks: str, asked: Arguments) -> Measured:
+def by_us(place: Path, directory: Path, profile: Profile, tasks: str, asked: Arguments) -> Scores:
     """Do what an attempt does."""
     checkpoint = place / "run" / "checkpoint-3"
     request = Request(str(checkpoint), "lm", tuple(tasks.split(",")), arguments=asked)
@@ -189,10 +195,10 @@ def by_us(place: Path, directory: Path, profile: Profile, tasks: str, asked: Arg
     (directory / "output").mkdir(parents=True)
     merger = Merger(directory / "merged", at_once=1)
     model = merger.prepare(job, profile, directory=directory, is_given_up=lambda: False)
-    work = Work(model, directory / "output", directory, request, profile)
+    work = EvalInput(model, directory / "output", directory, request, profile)
     done = run_evaluator(profile.command_line(work), directory)
     assert done.returncode == 0, done.stdout
-    return profile.measured(work, done.returncode)
+    return profile.read_scores(work, done.returncode)
 
 
 def flat(document: Mapping[str, Any], *, errors: bool) -> dict[str, float]:
@@ -257,7 +263,7 @@ def test_a_template_that_is_not_applied_is_reported_once(
         profile = LmEvalProfile(arguments=OwnArguments.model_validate(options))
         (tmp_path / name).mkdir()
         request = Request("/a", profile_name, ("t",))
-        work = Work(place / "whole", tmp_path / name, tmp_path / name, request, profile)
+        work = EvalInput(place / "whole", tmp_path / name, tmp_path / name, request, profile)
         profile.command_line(work)
         return [record.getMessage() for record in caplog.records]
 

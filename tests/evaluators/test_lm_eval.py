@@ -10,18 +10,18 @@ from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 LM_EVAL = LmEvalProfile()
 
 
-def attempt(tmp_path: Path, *tasks: str, profile: Profile = LM_EVAL, **asked: object) -> Work:
+def attempt(tmp_path: Path, *tasks: str, profile: Profile = LM_EVAL, **asked: object) -> EvalInput:
     request = Request("/runs/a", "lm", tasks, arguments=Arguments.model_validate(asked))
     return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
 
 
-def write_results(work: Work, document: object) -> None:
+def write_results(work: EvalInput, document: object) -> None:
     (work.output / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps(document))
 
 
@@ -35,7 +35,7 @@ def test_what_lm_eval_measures_is_read(tmp_path: Path) -> None:
     request = Request("/a", "lm", ("sights", "dim"), arguments=chosen)
     work = work_at(tmp_path / "attempt", model, request, profile)
     done = run_evaluator(profile.command_line(work), work.directory)
-    measured = profile.measured(work, done.returncode)
+    measured = profile.read_scores(work, done.returncode)
     metrics = measured.metrics
     assert metrics.keys() == {
         "sights/acc",
@@ -60,10 +60,10 @@ def test_an_unknown_task_is_an_error(tmp_path: Path) -> None:
     done = run_evaluator(evaluator.command_line(work), work.directory)
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="exit code 1"):
-        evaluator.measured(work, done.returncode)
+        evaluator.read_scores(work, done.returncode)
     (work.directory / LOG_NAME).write_text(done.stdout)
     with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name") as caught:
-        evaluator.measured(work, done.returncode)
+        evaluator.read_scores(work, done.returncode)
     assert caught.value.tasks == ("nothing_of_that_name",)
 
 
@@ -129,27 +129,27 @@ def test_results_without_what_was_asked_for(
     write_results(work, document)
     evaluator = work.profile
     if message is None:
-        assert evaluator.measured(work, 0).metrics == {"other/acc": 1.0}
+        assert evaluator.read_scores(work, 0).metrics == {"other/acc": 1.0}
         return
     with pytest.raises(EvaluationError, match=message):
-        evaluator.measured(work, 0)
+        evaluator.read_scores(work, 0)
 
 
 def test_results_that_end_in_the_middle_are_an_error(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     (work.output / "results_now.json").write_text('{"results": {"a": {"acc,none": 0.')
     with pytest.raises(EvaluationError, match="cannot be read"):
-        work.profile.measured(work, 0)
+        work.profile.read_scores(work, 0)
 
 
 def test_no_results_after_a_good_end_are_an_error(tmp_path: Path) -> None:
     """It says "Could not save results aggregated" in its log and ends with 0."""
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="wrote no results"):
-        work.profile.measured(work, 0)
+        work.profile.read_scores(work, 0)
 
 
 def test_a_signal_is_named(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match="SIGKILL"):
-        work.profile.measured(work, -9)
+        work.profile.read_scores(work, -9)

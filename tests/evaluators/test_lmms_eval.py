@@ -15,7 +15,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Profile, TaskFacts, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile, TaskFacts
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 
 PYTHON = os.environ.get("UNSHARD_LMMS_EVAL_PYTHON", "")
@@ -25,12 +25,14 @@ needs_lmms_eval = pytest.mark.skipif(
 )
 
 
-def attempt(tmp_path: Path, *tasks: str, profile: Profile = LMMS_EVAL, **asked: object) -> Work:
+def attempt(
+    tmp_path: Path, *tasks: str, profile: Profile = LMMS_EVAL, **asked: object
+) -> EvalInput:
     request = Request("/a", "lmms", tasks, arguments=Arguments.model_validate(asked))
     return work_at(tmp_path / "attempt", tmp_path / "model", request, profile)
 
 
-def write_results(work: Work, document: object) -> None:
+def write_results(work: EvalInput, document: object) -> None:
     directory = work.output / "run__model"
     directory.mkdir()
     (directory / "20260101_080000_results.json").write_text(json.dumps(document))
@@ -48,8 +50,8 @@ def test_what_lmms_eval_measures_is_read(tmp_path: Path) -> None:
     done = run_evaluator(profile.command_line(work), work.directory)
     assert done.returncode == 0, done.stdout
     expected = dict.fromkeys(["colours_of_day/exact_match", "colours_of_night/exact_match"], 1 / 3)
-    assert profile.measured(work, 0).metrics == pytest.approx(expected)
-    measured = profile.measured(work, 0)
+    assert profile.read_scores(work, 0).metrics == pytest.approx(expected)
+    measured = profile.read_scores(work, 0)
     assert measured.evaluator == "lmms_eval 0.7.3"  # its own file names a commit of another tree
     assert measured.tasks["colours_of_day"] == TaskFacts(None, 0, 3)
     results = measured.file
@@ -68,13 +70,13 @@ def test_lmms_eval_ends_with_0_when_it_fails_and_is_not_believed(tmp_path: Path)
     assert done.returncode == 0
     assert "Tasks not found: nothing_of_that_name" in done.stdout
     with pytest.raises(EvaluationError, match="lmms-eval wrote no results"):
-        evaluator.measured(work, done.returncode)
+        evaluator.read_scores(work, done.returncode)
     (work.directory / LOG_NAME).write_text(done.stdout)
     with pytest.raises(UnknownTasksError, match="not know the task nothing_of_that_name"):
-        evaluator.measured(work, done.returncode)
+        evaluator.read_scores(work, done.returncode)
     write_results(work, {"results": {"another_task": {"acc,none": 0.5}}})
     with pytest.raises(EvaluationError, match="no finite number for: nothing_of_that_name"):
-        evaluator.measured(work, done.returncode)
+        evaluator.read_scores(work, done.returncode)
 
 
 def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
@@ -95,12 +97,12 @@ def test_the_results_of_a_group_are_those_of_its_tasks(tmp_path: Path) -> None:
     write_results(work, document)
     evaluator = work.profile
     expected = {"day/exact_match": 0.25, "night/exact_match": 0.25}
-    assert evaluator.measured(work, 0).metrics == expected
+    assert evaluator.read_scores(work, 0).metrics == expected
     del results["night"]
     (found,) = work.output.rglob("*_results.json")
     found.write_text(json.dumps(document))
     with pytest.raises(EvaluationError, match="no finite number for: night"):
-        evaluator.measured(work, 0)
+        evaluator.read_scores(work, 0)
 
 
 def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_group_of_itself_has_no_numbers(tmp_path: Path) -> None:
     groups = {"a": ["b"], "b": ["a"]}
     write_results(work, {"results": {"a": {}, "b": {}}, "group_subtasks": groups})
     with pytest.raises(EvaluationError, match="no finite number for: a"):
-        work.profile.measured(work, 0)
+        work.profile.read_scores(work, 0)
 
 
 def test_the_command_has_one_argument_per_option(tmp_path: Path) -> None:
@@ -156,4 +158,4 @@ def test_an_honest_failure_is_believed(tmp_path: Path, returncode: int) -> None:
     work = attempt(tmp_path, "a")
     write_results(work, {"results": {"a": {"acc,none": 1.0}}})
     with pytest.raises(EvaluationError, match="lmms-eval failed"):
-        work.profile.measured(work, returncode)
+        work.profile.read_scores(work, returncode)

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from evaluation.running import job_of, request, scheduler, wait_for, whole_model
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.server.gpus import CPU
-from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
+from unshard.evaluate.server.queue.choosing import Free, NextJob, QueuedJob, choose
 from waiting import wait_until
 
 NONE: frozenset[str] = frozenset()
 CPUS = frozenset({CPU})
 
 
-def waiting(*gpus: int | None) -> list[Waiting]:
-    return [Waiting(str(number), "profile", count) for number, count in enumerate(gpus)]
+def waiting(*gpus: int | None) -> list[QueuedJob]:
+    return [QueuedJob(str(number), "profile", count) for number, count in enumerate(gpus)]
 
 
 def chosen(
-    queue: list[Waiting], free: Free, most: int = 9, **passed: int
+    queue: list[QueuedJob], free: Free, most: int = 9, **passed: int
 ) -> tuple[str, tuple[str, ...]] | None:
     found = choose(queue, free, {name[1:]: count for name, count in passed.items()}, most)
     return None if found is None else (found.job.job_id, found.passes)
@@ -52,11 +52,11 @@ def test_jobs_on_the_cpu_and_on_gpus_do_not_wait_for_one_another() -> None:
 
 
 def test_each_pool_of_slots_is_waited_for_by_its_own_jobs_only() -> None:
-    queue = [Waiting("0", "a", 0, "launch:a"), Waiting("1", "b", 0, "launch:b"), *waiting(0)]
+    queue = [QueuedJob("0", "a", 0, "launch:a"), QueuedJob("1", "b", 0, "launch:b"), *waiting(0)]
     assert chosen(queue, Free(0, pools=frozenset({"launch:b"}))) == ("1", ())
     assert chosen(queue, Free(0, pools=frozenset({"launch:a", "launch:b"}))) == ("0", ())
     assert chosen(queue[:2], Free(2)) is None
-    large = [Waiting("2", "c", 4), *queue]
+    large = [QueuedJob("2", "c", 4), *queue]
     assert chosen(large, Free(1, pools=frozenset({"launch:a"})), 0) == ("0", ())
 
 
@@ -79,9 +79,9 @@ class Model:
 
     total: int
     most: int
-    queue: list[Waiting] = field(default_factory=list)
-    running: list[Waiting] = field(default_factory=list)
-    begun: list[Waiting] = field(default_factory=list)
+    queue: list[QueuedJob] = field(default_factory=list)
+    running: list[QueuedJob] = field(default_factory=list)
+    begun: list[QueuedJob] = field(default_factory=list)
     passed: Counter[str] = field(default_factory=Counter)
     overtaken: Counter[str] = field(default_factory=Counter)
     submitted: int = 0
@@ -93,7 +93,7 @@ class Model:
         )
 
     def submit(self, gpus: int) -> None:
-        self.queue.append(Waiting(str(self.submitted), "profile", gpus))
+        self.queue.append(QueuedJob(str(self.submitted), "profile", gpus))
         self.submitted += 1
         self.begin()
 
@@ -106,7 +106,7 @@ class Model:
         while choice := choose(self.queue, self.free(), self.passed, self.most):
             self._begin(choice)
 
-    def _begin(self, choice: Choice) -> None:
+    def _begin(self, choice: NextJob) -> None:
         job, before = choice.job, self.queue[: self.queue.index(choice.job)]
         assert self.free().is_enough_for(job)
         assert not any(other.gpus == job.gpus for other in before)  # equals keep their order
@@ -207,6 +207,6 @@ def test_a_small_job_passes_a_large_one_as_often_as_is_allowed(tmp_path: Path, m
 
 
 def test_a_long_queue_is_not_read_to_its_end() -> None:
-    endless = repeat(Waiting("0", "profile", 2))
+    endless = repeat(QueuedJob("0", "profile", 2))
     assert choose(endless, Free(0, pools=NONE), {}, 9) is None
     assert choose(endless, Free(1, pools=NONE), {}, 0) is None

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from evaluation.local_tasks import run_evaluator, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.evaluators.work import TaskFacts, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, TaskFacts
 
 PROGRAM = """
 import json, pathlib, sys
@@ -22,15 +22,15 @@ pathlib.Path(output, "results.json").write_text('{{"gsm8k": {{"exact_match": 0.5
 """
 
 
-def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -> Work:
+def attempt(tmp_path: Path, *tasks: str, command: tuple[str, ...] = ("true",)) -> EvalInput:
     profile = CommandProfile(command=command)
     request = Request("/a", "own", tasks, step=300, run="a run; rm -rf $HOME", weights="ema")
     return work_at(tmp_path / "attempt", tmp_path / "a model", request, profile)
 
 
-def measured(work: Work, document: object) -> dict[str, float]:
+def measured(work: EvalInput, document: object) -> dict[str, float]:
     (work.output / "results.json").write_text(json.dumps(document))
-    return dict(work.profile.measured(work, 0).metrics)
+    return dict(work.profile.read_scores(work, 0).metrics)
 
 
 def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_the_program_gets_each_value_in_the_argument_that_names_it(tmp_path: Pat
     seen = json.loads((work.output / "seen.json").read_text())
     model = f"--model={tmp_path}/a model"
     assert seen == [model, "gsm8k", "300", "ema", "a run; rm -rf $HOME", '{"a": {}}']
-    assert evaluator.measured(work, 0).metrics == {"gsm8k/exact_match": 0.5}
+    assert evaluator.read_scores(work, 0).metrics == {"gsm8k/exact_match": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_numbers_of_any_document(
     (work.output / "out" / "2026.json").write_text(json.dumps(document))
     if expected is None:
         with pytest.raises(EvaluationError, match=r"no number where|no finite number for"):
-            profile.measured(work, 0)
+            profile.read_scores(work, 0)
         return
-    read = profile.measured(work, 0)
+    read = profile.read_scores(work, 0)
     assert read.metrics == expected
     assert read.errors == ({"a/em": 0.1} if document is LIGHTEVAL else {})
 
@@ -207,7 +207,7 @@ def test_the_newest_of_several_files_is_read(tmp_path: Path) -> None:
     for age, name in enumerate(["b", "a", "c"]):
         (work.output / f"{name}.json").write_text(f'{{"acc": {age}}}')
         os.utime(work.output / f"{name}.json", (100 - age, 100 - age))
-    assert profile.measured(work, 0).metrics == {"t/acc": 0.0}
+    assert profile.read_scores(work, 0).metrics == {"t/acc": 0.0}
 
 
 def test_what_a_program_says_about_its_tasks(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_a_program_says_about_its_tasks(tmp_path: Path) -> None:
                 "n-samples": {"a": {"original": 10, "effective": 4}}}  # fmt: skip
     work = attempt(tmp_path, "a")
     (work.output / "results.json").write_text(json.dumps(document))
-    read = work.profile.measured(work, 0)
+    read = work.profile.read_scores(work, 0)
     assert read.metrics == {"a/acc": 1.0}
     assert read.tasks == {"a": TaskFacts(version="2", n_shot=5, n_samples=4)}
     assert read.evaluator is None
@@ -239,7 +239,7 @@ def test_results_that_are_too_large_are_not_read(tmp_path: Path) -> None:
     with (small.output / "results.json").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(EvaluationError, match=f"at most {64 << 20} bytes"):
-        work.profile.measured(work, 0)
+        work.profile.read_scores(work, 0)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_there_are_not_too_many_numbers(
 def test_a_program_that_fails_or_writes_nothing(tmp_path: Path) -> None:
     work = attempt(tmp_path, "a")
     with pytest.raises(EvaluationError, match=r"own wrote no results\n.*results\.json"):
-        work.profile.measured(work, 0)
+        work.profile.read_scores(work, 0)
     (work.output / "results.json").write_text('{"a": 1}')
     with pytest.raises(EvaluationError, match="exit code 3"):
-        work.profile.measured(work, 3)
+        work.profile.read_scores(work, 3)

@@ -17,7 +17,7 @@ from evaluation.running import job_of, request, scheduler, script_profile, wait_
 from evaluation.servers import Live
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.server.endings import Cause, OutOfMemory, Postponed, judge
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.processes import gpu_users
 from unshard.evaluate.server.processes.gpu_users import GpuUsers, list_absent, read_devices
 from unshard.evaluate.server.processes.supervise import Exit
@@ -360,10 +360,10 @@ def test_memory_that_others_took_meanwhile_is_no_failure(driver: Driver, tmp_pat
 @pytest.mark.parametrize("code", [-9, 137])
 def test_a_killed_evaluator_has_not_run_out_of_gpu_memory(tmp_path: Path, code: int) -> None:
     (tmp_path / "log.txt").write_text(f"{TORCH}\ntrying half the batch\n")
-    work = Work(tmp_path, tmp_path, tmp_path, request(tmp_path), script_profile())
+    work = EvalInput(tmp_path, tmp_path, tmp_path, request(tmp_path), script_profile())
     outcome = judge(work, Exit("exited", code, "", 1.0))
     assert isinstance(outcome, Postponed)
     assert outcome.cause is Cause.KILLED
     assert isinstance(judge(work, Exit("exited", 1, "", 1.0)), OutOfMemory)
     (tmp_path / "metrics.json").write_text('{"task/acc": 1}')
-    assert isinstance(judge(work, Exit("exited", 0, "", 1.0)), Measured)
+    assert isinstance(judge(work, Exit("exited", 0, "", 1.0)), Scores)

@@ -30,7 +30,7 @@ from unshard.evaluate.server.endings import Absent, Failed, Postponed, judge
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import Exit
@@ -345,7 +345,7 @@ def test_only_what_no_time_mends_fails_at_once(
     tmp_path: Path, checkpoint: Path, number: int, kind: type
 ) -> None:
     profile = script_profile(DONE)
-    work = Work(checkpoint, tmp_path / "output", tmp_path, request(checkpoint), profile)
+    work = EvalInput(checkpoint, tmp_path / "output", tmp_path, request(checkpoint), profile)
     ended = Exit("not started", 0, "why", 0.0, number)
     assert isinstance(judge(work, ended), kind)
 

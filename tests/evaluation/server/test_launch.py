@@ -21,7 +21,7 @@ from unshard.evaluate.jobs import Status
 from unshard.evaluate.server.attempts import attempt
 from unshard.evaluate.server.endings import Cause, Failed, Postponed, judge
 from unshard.evaluate.server.evaluators.installed import versions_of, why_missing
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import EvalInput
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.processes.supervise import Exit
 from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
@@ -192,11 +192,12 @@ def test_an_exit_code_of_the_launcher_is_that_of_the_evaluator(
 def test_a_task_that_the_cluster_ended_has_not_failed(tmp_path: Path, code: int) -> None:
     own = script_profile(launch=("srun",))
     outcome = judge(
-        Work(tmp_path, tmp_path, tmp_path, request(tmp_path), own), Exit("exited", code, "", 1.0)
+        EvalInput(tmp_path, tmp_path, tmp_path, request(tmp_path), own),
+        Exit("exited", code, "", 1.0),
     )
     assert isinstance(outcome, Postponed)
     assert outcome.cause is Cause.KILLED
-    plain = Work(tmp_path, tmp_path, tmp_path, request(tmp_path), script_profile())
+    plain = EvalInput(tmp_path, tmp_path, tmp_path, request(tmp_path), script_profile())
     is_slurms = code == 253
     assert isinstance(judge(plain, Exit("exited", code, "", 1.0)), Failed) == is_slurms
 

@@ -27,9 +27,9 @@ from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts import merging
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder, _answer
 from unshard.evaluate.server.attempts.merging import (
+    CheckpointGoneError,
     CrashedError,
     GivenUpError,
-    GoneError,
     Merger,
     PassingError,
 )
@@ -184,7 +184,7 @@ def test_a_pin_comes_before_the_checkpoint(tmp_path: Path, merger: Merger) -> No
 
 
 def test_a_checkpoint_that_is_gone_is_told_from_a_bad_one(tmp_path: Path, merger: Merger) -> None:
-    with pytest.raises(GoneError, match="does not exist"):
+    with pytest.raises(CheckpointGoneError, match="does not exist"):
         prepare(merger, job(tmp_path / "nothing"), tmp_path)
     checkpoint = save_ranks(tmp_path / "ckpt", some_tensors(), 2)
     (checkpoint / "model_world_size_2_rank_1.pt").write_bytes(b"")
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_goes_during_the_merge_is_gone(tmp_path: Path, merger:
         return False
 
     (tmp_path / "attempt").mkdir()
-    with pytest.raises(GoneError):
+    with pytest.raises(CheckpointGoneError):
         prepare_in(merger, job(checkpoint), tmp_path / "attempt", rotated)
 
 

@@ -13,7 +13,7 @@ from unshard.evaluate.jobs import Status
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger
-from unshard.evaluate.server.evaluators.work import Measured
+from unshard.evaluate.server.evaluators.work import Scores
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.store.store import Store
@@ -45,7 +45,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
             (directory.parent / number).mkdir(parents=True)
         attempt = Attempt(job, script_profile(), (), directory)
         with no_more_files():
-            ended.record(attempt, Measured({"task/acc": 0.5}, {}))
+            ended.record(attempt, Scores({"task/acc": 0.5}, {}))
         now = job_of(store, job.id)
     assert (now.status, now.metrics) == (Status.COMPLETED, {"task/acc": 0.5})
     assert "Too many open files" in caplog.text

@@ -10,7 +10,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.serve import Given, configure
+from unshard.evaluate.server.serve import ServeOptions, configure
 from unshard.evaluate.server.server_yaml import ServerConfig, read_server_yaml
 
 WHOLE = """
@@ -265,14 +265,14 @@ def test_given_gpus_are_known_before_the_profiles_are_read(tmp_path: Path, gpus:
     )
     path = tmp_path / "server.yaml"
     path.write_text(text)
-    config = configure(Given(config=path, gpus="0,1,2,3"))
+    config = configure(ServeOptions(config=path, gpus="0,1,2,3"))
     assert config.gpus == ("0", "1", "2", "3")
     assert [one.gpus for one in config.profiles.values()] == [2, 1]
-    default = configure(Given(gpus="3,"))
+    default = configure(ServeOptions(gpus="3,"))
     assert default.gpus == ("3",)
     assert [one.gpus for one in default.profiles.values()] == [1, 1, 0]
     with pytest.raises(UsageError, match=r"profiles\.a .*gpus cannot be read"):
-        configure(Given(config=path, gpus="1"))
+        configure(ServeOptions(config=path, gpus="1"))
 
 
 def test_an_interpreter_is_not_replaced_by_what_it_links_to(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from evaluation.runs import checkpoint
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.server.attempts.recipe import make_recipe
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import EvalInput
 from unshard.evaluate.server.store.overview import recipe_of
 
 DIGEST = """
@@ -69,13 +69,13 @@ def test_the_files_of_a_command_are_in_its_script(tmp_path: Path) -> None:
         one.mkdir(parents=True)
     pin = tmp_path / "_unshard" / "pins" / "1" / "step_1"
     job = Job("id", asked, Status.RUNNING, 0.0, pin=str(pin))
-    work = Work(pin, directory / "output", directory, asked, profile)  # a whole model
+    work = EvalInput(pin, directory / "output", directory, asked, profile)  # a whole model
     script, _ = make_recipe(job, work, profile.command_line(work), (), merged)
     assert "pretrained: /runs/x/step_1\n" in script
     assert "unshard merge" not in script
     for weights in ("merged", "direct"):
         chosen = profile.model_copy(update={"weights": weights})
-        work = Work(merged, directory / "output", directory, asked, chosen)
+        work = EvalInput(merged, directory / "output", directory, asked, chosen)
         script, _ = make_recipe(job, work, chosen.command_line(work), (), merged)
         assert "\nrm -rf" not in script
         assert (SECRET in script, str(tmp_path) in script) == (False, False)

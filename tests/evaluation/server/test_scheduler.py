@@ -41,10 +41,10 @@ from unshard.evaluate.pins.files import read_stamps
 from unshard.evaluate.pins.pin import Quota
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts import attempt as attempts
-from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
+from unshard.evaluate.server.attempts.attempt import Attempt, AttemptRunner, Halt, Limits
 from unshard.evaluate.server.attempts.merging import Merger, PassingError
 from unshard.evaluate.server.endings import Absent, Cause, Failed, Left, Outcome, Postponed
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.supervise import LOG_NAME, Exit, write_exit
 from unshard.evaluate.server.processes.table import boot_id, is_alive
@@ -574,7 +574,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     (tmp_path / LOG_NAME).touch()
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
-    runner = Runner(
+    runner = AttemptRunner(
         store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
     )
     process = Process(2**22 - 5, 1, boot_id(), (), str(tmp_path))
@@ -603,7 +603,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
         return None
 
     merger = Merger(tmp_path / "merged", at_once=1)
-    runner = Runner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=halt)
+    runner = AttemptRunner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=halt)
     attempt = Attempt(job, script_profile("time.sleep(600)"), (), tmp_path / "attempt")
     assert isinstance(runner.run(attempt), Left)
 
@@ -732,7 +732,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
         return []
 
     monkeypatch.setattr(Pins, "list_changed", changed)
-    runner = Runner(
+    runner = AttemptRunner(
         store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
     )
     outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot_id(), (), str(tmp_path)))
@@ -747,10 +747,10 @@ class Hangs(ScriptProfile):
     begun: threading.Event
     hung: threading.Event
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         self.begun.set()
         self.hung.wait(DEADLINE_S)
-        return super().measured(work, returncode)
+        return super().read_scores(work, returncode)
 
 
 def test_a_thread_that_hangs_does_not_hold_up_a_stop(
@@ -825,12 +825,12 @@ class ReadsTogether(ScriptProfile):
     noted: Any  # a list, which pydantic would copy
     both: threading.Barrier
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         wait_until(lambda: len(list(self.jobs.glob("*/1/exit.json"))) == 2, "two results")
         with suppress(threading.BrokenBarrierError):
             self.both.wait(0.5)
         self.noted.append(len(list(self.jobs.glob("*/1/reading"))))
-        return super().measured(work, returncode)
+        return super().read_scores(work, returncode)
 
 
 def test_results_are_read_one_after_the_other(tmp_path: Path, model: Path) -> None:

@@ -15,7 +15,7 @@ from evaluation.servers import Live, live
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.logs import LOG_MARK, one_line
 from unshard.evaluate.server.endings import Cause, Expired, Failed, Lost, Outcome, Postponed
-from unshard.evaluate.server.evaluators.work import Measured
+from unshard.evaluate.server.evaluators.work import Scores
 from unshard.evaluate.server.telling import tell_outcome
 from waiting import wait_until
 
@@ -51,8 +51,8 @@ def test_a_failure_and_the_retry_are_reported(
 @pytest.mark.parametrize(
     ("outcome", "status", "line"),
     [
-        (Measured({"a/b": 0.25}, {}), Status.COMPLETED, "evaluated: a/b = 0.25"),
-        (Measured(dict.fromkeys("abcde", 1.0), {}), Status.COMPLETED,
+        (Scores({"a/b": 0.25}, {}), Status.COMPLETED, "evaluated: a/b = 0.25"),
+        (Scores(dict.fromkeys("abcde", 1.0), {}), Status.COMPLETED,
          "evaluated: a = 1, b = 1, c = 1, 2 more"),
         (Failed("bad", may_retry=True), Status.QUEUED, "retried: attempt 2 failed: bad"),
         (Failed("bad", may_retry=True), Status.FAILED, "failed: attempt 2: the error"),
@@ -61,7 +61,7 @@ def test_a_failure_and_the_retry_are_reported(
         (Lost("stopped"), Status.QUEUED, "queued again: attempt 2: stopped"),
         (Expired("gone"), Status.EXPIRED, "expired: attempt 2: the error"),
         (Lost("stopped"), Status.SUPERSEDED, "superseded: the processes of attempt 2 have ended"),
-        (Measured({}, {}), Status.CANCELLED, "cancelled: the processes of attempt 2 have ended"),
+        (Scores({}, {}), Status.CANCELLED, "cancelled: the processes of attempt 2 have ended"),
     ],
 )  # fmt: skip
 def test_how_an_attempt_ended(
@@ -73,7 +73,7 @@ def test_how_an_attempt_ended(
     assert said(caplog, job) == [line]
     about = vars(caplog.records[-1])["about"]  # the fields of a log of JSON
     kind = type(outcome)
-    assert about["outcome"] == ("completed" if kind is Measured else kind.__name__.lower())
+    assert about["outcome"] == ("completed" if kind is Scores else kind.__name__.lower())
 
 
 def test_one_line_of_what_others_wrote() -> None:

@@ -72,10 +72,10 @@ def serve(
 ) -> None:
     """Run the evaluation server."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
-    from unshard.evaluate.server.serve import Given, serve
+    from unshard.evaluate.server.serve import ServeOptions, serve
 
     networks = tuple(allow_unauthenticated or ())
-    given = Given(
+    given = ServeOptions(
         *(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir, log_format),
         root_path=root_path,
     )
@@ -112,10 +112,12 @@ def doctor(
     """Check what a server needs before it starts. Exits 1 on any problem."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.doctor import Trial, examine
-    from unshard.evaluate.server.serve import Given
+    from unshard.evaluate.server.serve import ServeOptions
 
     networks = tuple(allow_unauthenticated or ())
-    given = Given(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir)
+    given = ServeOptions(
+        config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir
+    )
     if bool(trials) is not (checkpoint is not None):
         raise UsageError("--try and --checkpoint are given together, or neither")
     trial = Trial(checkpoint.absolute(), _tasks_of(trials)) if checkpoint and trials else None

@@ -28,7 +28,7 @@ from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.gpu_users import list_absent
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
-from unshard.evaluate.server.serve import DATABASE, Given, configure, make_service, slots_of
+from unshard.evaluate.server.serve import DATABASE, ServeOptions, configure, make_service, slots_of
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
@@ -63,7 +63,7 @@ class Trial:
     tasks: Mapping[str, Sequence[str]]
 
 
-def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
+def examine(given: ServeOptions, trial: Trial | None = None) -> Iterator[Finding]:
     """Yield what is found, one after the other; without a configuration, nothing else is looked at.
 
     Args:
@@ -96,7 +96,7 @@ def examine(given: Given, trial: Trial | None = None) -> Iterator[Finding]:
         yield Finding(f"trial of {name}", is_fine=False, text=text)
 
 
-def _look_at_access(config: ServerConfig, given: Given) -> Finding:
+def _look_at_access(config: ServerConfig, given: ServeOptions) -> Finding:
     subject = f"access {config.host}:{config.port}"
     try:
         rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)

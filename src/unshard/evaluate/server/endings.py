@@ -15,7 +15,7 @@ from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.installed import why_cannot_run
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by
 
@@ -122,10 +122,10 @@ class Left:
     """The attempt continues without this server; the next server adopts it."""
 
 
-Outcome = Measured | Failed | OutOfMemory | Postponed | Expired | Lost | Absent | Cancelled | Left
+Outcome = Scores | Failed | OutOfMemory | Postponed | Expired | Lost | Absent | Cancelled | Left
 
 
-def judge(work: Work, done: Exit) -> Outcome:
+def judge(work: EvalInput, done: Exit) -> Outcome:
     """Return the outcome of an attempt whose evaluator ended like this."""
     match done.reason:
         case "timeout":
@@ -139,12 +139,12 @@ def judge(work: Work, done: Exit) -> Outcome:
                 return Failed(why, may_retry=False)
             return _absent(why, work) if done.errno in _ABSENT else Postponed(why)
     try:
-        return work.profile.measured(work, done.returncode)
+        return work.profile.read_scores(work, done.returncode)
     except (UnshardError, OSError) as error:
         return _judge_failure(work, done, error)
 
 
-def _judge_failure(work: Work, done: Exit, error: Exception) -> Outcome:
+def _judge_failure(work: EvalInput, done: Exit, error: Exception) -> Outcome:
     """Return the outcome of an attempt without results: not all is the evaluator's mistake."""
     unknown = error if isinstance(error, UnknownTasksError) else None
     failed = Failed(add_log(str(error), work.directory), unknown is None, unknown)
@@ -170,7 +170,7 @@ def _find_memory(directory: Path) -> str | None:
     return next((line.strip()[:300] for line in lines if _MEMORY.search(line)), None)
 
 
-def _absent(why: str, work: Work) -> Outcome:
+def _absent(why: str, work: EvalInput) -> Outcome:
     """Return that an evaluator is gone; of a program that the request names, only the job waits."""
     return Postponed(why) if placeholders_in([work.profile.starter]) else Absent(why)
 

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ServeOptions:
     """The options of the command line; None and empty: as in the configuration."""
 
     config: Path | None = None
@@ -70,7 +70,7 @@ class Given:
     root_path: str | None = None
 
 
-def configure(given: Given) -> ServerConfig:
+def configure(given: ServeOptions) -> ServerConfig:
     """Return the configuration of a server; by default, one that suits this machine.
 
     Raises:
@@ -201,7 +201,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(given: Given) -> None:
+def serve(given: ServeOptions) -> None:
     """Run a server until a signal stops it; running evaluators are left to the next one.
 
     After SIGUSR1 it is drained: it begins no more jobs, and ends when none runs any more.

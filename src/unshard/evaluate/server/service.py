@@ -22,7 +22,7 @@ from unshard.evaluate.pins.files import ExpiredError, read_stamps, time_written
 from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
-from unshard.evaluate.server.attempts.merging import GoneError, merge_in_process
+from unshard.evaluate.server.attempts.merging import CheckpointGoneError, merge_in_process
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named, resolve_name
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.evaluators.work import Profile
@@ -270,7 +270,7 @@ class Service:
 
         Raises:
             UsageError: it, or a file of it, is outside the roots.
-            GoneError: it does not exist.
+            CheckpointGoneError: it does not exist.
             GivenUpError: the server ends.
             UnshardError: it cannot be merged.
         """
@@ -281,7 +281,7 @@ class Service:
                 hint=f"submit it, or: unshard merge {shlex.quote(str(path))} OUTPUT",
             )
         if not path.exists():
-            raise GoneError(f"{path} does not exist")
+            raise CheckpointGoneError(f"{path} does not exist")
         placed = place(Request(str(path), "", (), weights=weights))
         request, run = placed.request, placed.folder
         check_links(Path(request.checkpoint), run, self.config.roots)

@@ -14,7 +14,7 @@ from unshard.evaluate.credentials import without_password
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.endings import Absent, Failed, Lost, Outcome, OutOfMemory, Postponed
-from unshard.evaluate.server.evaluators.work import Measured
+from unshard.evaluate.server.evaluators.work import Scores
 from unshard.stores.remote_path import is_url
 
 _SHORT = 8
@@ -58,10 +58,10 @@ def tell_refusal(request: Request, why: str) -> None:
 
 def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
-    is_done, number = isinstance(outcome, Measured), f"attempt {job.attempts}"
+    is_done, number = isinstance(outcome, Scores), f"attempt {job.attempts}"
     how = "completed" if is_done else type(outcome).__name__.lower()
     match now.status, outcome:
-        case Status.COMPLETED, Measured(metrics):
+        case Status.COMPLETED, Scores(metrics):
             tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}", outcome=how)

@@ -15,9 +15,9 @@ from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.attempts.merging import (
+    CheckpointGoneError,
     CrashedError,
     GivenUpError,
-    GoneError,
     Merger,
     PassingError,
     ask_disk,
@@ -38,7 +38,7 @@ from unshard.evaluate.server.endings import (
     add_log,
     judge,
 )
-from unshard.evaluate.server.evaluators.work import Engine, Measured, Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile, Scores, WarmEngine
 from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.bounded_log import LOG_BYTES
@@ -96,13 +96,13 @@ class Attempt:
     gpus: tuple[str, ...]
     directory: Path
 
-    def make_work(self, model: Path) -> Work:
+    def make_work(self, model: Path) -> EvalInput:
         """Return the input of the evaluator."""
         output = self.directory / "output"
-        return Work(model, output, self.directory, self.job.request, self.profile)
+        return EvalInput(model, output, self.directory, self.job.request, self.profile)
 
 
-class Runner:
+class AttemptRunner:
     """Runs attempts; any number at once, each in a thread of its own.
 
     Args:
@@ -161,7 +161,7 @@ class Runner:
         """Return an outcome, or what an error means that ended the attempt."""
         try:
             return attempted()
-        except GoneError as error:
+        except CheckpointGoneError as error:
             root = self._pins.find_empty_root(job)
             why = f"the root {root} is empty, or not there: is it mounted?"
             return Postponed(why) if root else Expired(_name_submitted(error, job))
@@ -221,7 +221,7 @@ class Runner:
             may_retry=False,
         )
 
-    def _evaluate(self, attempt: Attempt, work: Work) -> Outcome:
+    def _evaluate(self, attempt: Attempt, work: EvalInput) -> Outcome:
         profile, directory = attempt.profile, str(attempt.directory)
         command, own, what = profile.command_line(work), profile.environment, ""
         merged, gpus = self._merger.merged(attempt.job.id), gpus_of(attempt.gpus) or ()
@@ -259,7 +259,9 @@ class Runner:
                 child.reap()
         return outcome
 
-    def _find_engine(self, attempt: Attempt, engine: Engine, work: Work) -> tuple[Path, bool]:
+    def _find_engine(
+        self, attempt: Attempt, engine: WarmEngine, work: EvalInput
+    ) -> tuple[Path, bool]:
         """Return the directory of the worker that runs the job, and whether it is new."""
         request = attempt.job.request
         key = engine_key(attempt.profile, request.arguments.model_args, work.model)
@@ -268,7 +270,7 @@ class Runner:
             raise GivenUpError("the engine of another job cannot be ended")
         return found
 
-    def _conclude(self, attempt: Attempt, work: Work, process: Process) -> Outcome:
+    def _conclude(self, attempt: Attempt, work: EvalInput, process: Process) -> Outcome:
         """Wait for a process, leave nothing of it behind, and judge what it did."""
         # The supervisor keeps to the timeout; this is for one that cannot. In a cluster's queue an
         # evaluator may wait before, for any time.
@@ -293,7 +295,7 @@ class Runner:
             return Cancelled() if halt is Halt.CANCELLED else Lost("the server was stopped")
         return self._judge_left(attempt, work)
 
-    def _judge_left(self, attempt: Attempt, work: Work) -> Outcome:
+    def _judge_left(self, attempt: Attempt, work: EvalInput) -> Outcome:
         """Judge what an attempt's processes, which are gone, have left."""
         done = read_exit(attempt.directory)
         if done is None and not has_begun(attempt.directory):
@@ -306,7 +308,7 @@ class Runner:
         outcome = self._judge_once(work, done)
         is_elsewhere = gpus_of(attempt.gpus) is None and done.returncode == 0
         deadline = time.monotonic() + (_VISIBLE_S if is_elsewhere else 0.0)
-        while not isinstance(outcome, Measured) and time.monotonic() < deadline:
+        while not isinstance(outcome, Scores) and time.monotonic() < deadline:
             if self._halt(attempt.job.id) is not None:
                 break
             time.sleep(_LOOK_S)
@@ -316,11 +318,11 @@ class Runner:
             used = read_use(gpus or ())
             return replace(outcome, error=f"{used}\n{outcome.error}".strip(), used=used)
         is_merged = work.model == self._merger.merged(attempt.job.id)
-        if is_merged or not isinstance(outcome, Measured):
+        if is_merged or not isinstance(outcome, Scores):
             return outcome
         return self._fail_if_rewritten(attempt) or outcome
 
-    def _judge_once(self, work: Work, done: Exit) -> Outcome:
+    def _judge_once(self, work: EvalInput, done: Exit) -> Outcome:
         # Results may take many times their size in memory, so they are read one after the other;
         # a job that waits for its turn is not counted as one that ended the server.
         with self._reading, _counted(work.directory) as fatal:
@@ -330,7 +332,7 @@ class Runner:
             return judge(work, done)
 
 
-def _write_launched(work: Work, command: Sequence[str]) -> list[str]:
+def _write_launched(work: EvalInput, command: Sequence[str]) -> list[str]:
     """Write the script that runs a command in the attempt's directory; return what launches it.
 
     A script, because launchers quote arguments, and start in directories, in ways of their own.

@@ -41,7 +41,7 @@ _PIN_QUOTA = "set pin_quota: {count: N} in server.yaml"
 _UNMERGED = "model"  # in the attempt's directory
 
 
-class GoneError(EvaluationError):
+class CheckpointGoneError(EvaluationError):
     """The checkpoint is not there any more."""
 
 
@@ -174,7 +174,7 @@ def merge_in_process(
     The process works in `directory`, and leaves its log and its answer there.
 
     Raises:
-        GoneError: the checkpoint is missing, or was removed during the merge.
+        CheckpointGoneError: the checkpoint is missing, or was removed during the merge.
         PassingError: it may be tried again.
         GivenUpError: `is_given_up`.
         CrashedError: its process made a mistake, or took longer than `timeout_s`.
@@ -249,7 +249,7 @@ def _judge(order: MergeOrder, directory: Path, returncode: int) -> Path:
     if answer["error"] is None:
         return Path(answer["model"])
     if answer["is_gone"]:
-        raise GoneError(
+        raise CheckpointGoneError(
             f"checkpoint {answer['checkpoint']} does not exist (removed, or the path is wrong)",
             hint=_hint_for_gone(source, order.pin),
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unshard import __version__
 from unshard.evaluate.jobs import Job
-from unshard.evaluate.server.evaluators.work import Work
+from unshard.evaluate.server.evaluators.work import EvalInput
 from unshard.evaluate.server.processes.launching import scrub
 from unshard.read.hub_files import RECORD_NAME
 
@@ -31,7 +31,7 @@ _PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def make_recipe(
-    job: Job, work: Work, command: Sequence[str], gpus: Sequence[str], merged: Path
+    job: Job, work: EvalInput, command: Sequence[str], gpus: Sequence[str], merged: Path
 ) -> tuple[str, str]:
     """Return a script, and the record of the model that it makes; either is empty if unknown.
 
@@ -79,7 +79,7 @@ def make_recipe(
     return "\n".join([*lines, ""]), ""
 
 
-def _describe(job: Job, work: Work) -> Iterator[str]:
+def _describe(job: Job, work: EvalInput) -> Iterator[str]:
     versions = [f"unshard {__version__}", *filter(None, [work.profile.versions])]
     step = "" if job.request.step is None else f", step {job.request.step}"
     yield f"Job {job.id}: run {job.request.run or '-'}{step}"
@@ -87,7 +87,7 @@ def _describe(job: Job, work: Work) -> Iterator[str]:
     yield f"It ran on {platform.node()} with {', '.join(versions)}."
 
 
-def _merge_command(work: Work) -> list[str]:
+def _merge_command(work: EvalInput) -> list[str]:
     request, config = work.request, work.profile.config
     weights = [] if request.weights == "model" else [f"--weights={request.weights}"]
     if config is None and not (work.model / "config.json").exists():
@@ -97,7 +97,7 @@ def _merge_command(work: Work) -> list[str]:
     return ["unshard", "merge", request.checkpoint, "model", "--no-extra-state", *weights]
 
 
-def _list_files(work: Work, command: Sequence[str]) -> Iterator[Path]:
+def _list_files(work: EvalInput, command: Sequence[str]) -> Iterator[Path]:
     """Yield the files in the attempt's directory that arguments of its command name."""
     for argument in command:
         path = Path(argument.rpartition("=")[2])
@@ -105,7 +105,7 @@ def _list_files(work: Work, command: Sequence[str]) -> Iterator[Path]:
             yield path
 
 
-def _list_variables(work: Work, gpus: Sequence[str]) -> Iterator[str]:
+def _list_variables(work: EvalInput, gpus: Sequence[str]) -> Iterator[str]:
     """Yield lines that set the variables that can matter; a secret is only named."""
     own = dict(work.profile.environment)
     found = {name: value for name, value in scrub(os.environ).items() if _TELLING.fullmatch(name)}

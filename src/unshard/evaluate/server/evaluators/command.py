@@ -30,7 +30,7 @@ from unshard.evaluate.server.evaluators.documents import (
     numbers_at,
     read_results,
 )
-from unshard.evaluate.server.evaluators.work import Measured, Profile, Work, started
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile, Scores, started
 from unshard.evaluate.server.roots import not_accepted
 from unshard.evaluate.values import expected, expects
 
@@ -141,7 +141,7 @@ class CommandProfile(Profile):
                 why = f"has no {{{name}}}" if name in OPTIONS else f"takes no {name}"
                 yield not_accepted(name, value, expected=f"nothing: the profile's command {why}")
 
-    def command_line(self, work: Work) -> list[str]:
+    def command_line(self, work: EvalInput) -> list[str]:
         """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
         request = work.request
         values = {
@@ -156,7 +156,7 @@ class CommandProfile(Profile):
         }
         return [fill(part, values) for part in self.command]
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         """Return the numbers of all tasks, whatever form the program chose."""
         tasks, file = work.request.tasks, self._find_results(work.output)
         document = read_results(work, file, returncode, expected=self.results)

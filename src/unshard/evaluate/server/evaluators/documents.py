@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 
 from unshard.evaluate.jobs import EvaluationError
-from unshard.evaluate.server.evaluators.work import Measured, TaskFacts, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores, TaskFacts
 from unshard.evaluate.values import LARGEST
 
 FACTS = frozenset({"versions", "n-shot", "n-samples", "higher_is_better"})
@@ -41,7 +41,7 @@ def find_newest(directory: Path, pattern: str) -> Path | None:
 
 
 def read_results(
-    work: Work, path: Path | None, returncode: int, *, expected: str
+    work: EvalInput, path: Path | None, returncode: int, *, expected: str
 ) -> dict[str, object]:
     """Read the JSON object that an evaluator, which ended with this code, wrote.
 
@@ -75,7 +75,7 @@ def read_results(
 
 def check_tasks(
     document: Mapping[str, object], tasks: Collection[str], *, program: str, file: Path | None
-) -> Measured:
+) -> Scores:
     """Return the numbers of a document that names every one of the tasks, with numbers.
 
     A group has numbers if it has its own or all of its tasks have.
@@ -98,7 +98,7 @@ def check_tasks(
     if metrics and not missing:
         directions = collect_directions(_mapping_at(document, "higher_is_better"), metrics)
         errors, facts = collect_errors(results, metrics), collect_facts(document, metrics)
-        return Measured(metrics, errors, directions, file, facts, evaluator_of(document))
+        return Scores(metrics, errors, directions, file, facts, evaluator_of(document))
     raise EvaluationError(
         f"{program}'s results have no finite number for: {', '.join(missing or tasks)}",
         expected=", ".join(tasks),

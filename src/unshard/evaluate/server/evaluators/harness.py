@@ -31,7 +31,7 @@ from unshard.evaluate.server.config.keys import (
 )
 from unshard.evaluate.server.evaluators.revision import installed_versions
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
-from unshard.evaluate.server.evaluators.work import Profile, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.roots import not_accepted
@@ -165,7 +165,7 @@ class HarnessKeys(Profile):
                     "equals sign, quotes, brackets and slashes, and not only dots",
                 )
 
-    def module_command(self, work: Work, module: str) -> list[str]:
+    def module_command(self, work: EvalInput, module: str) -> list[str]:
         """Return the command line that runs a module on all GPUs of the work.
 
         `accelerate launch` is left out for one process: it would start it without the variables
@@ -178,12 +178,12 @@ class HarnessKeys(Profile):
             start += ["--num_machines=1", "--main_process_port=0", "-m"]
         return [*start, module]
 
-    def model_args_of(self, work: Work, model: Path) -> dict[str, Scalar]:
+    def model_args_of(self, work: EvalInput, model: Path) -> dict[str, Scalar]:
         """Return the arguments of the model; the profile's win over the client's."""
         chosen = work.arguments.model_args
         return {**chosen, **self.model_args, self.checkpoint_key: str(model)}
 
-    def check_known(self, work: Work) -> None:
+    def check_known(self, work: EvalInput) -> None:
         """Raise if the evaluator's log says that it does not know a task that it was asked for.
 
         Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
@@ -216,6 +216,6 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def generation_args(work: Work) -> dict[str, Scalar]:
+def generation_args(work: EvalInput) -> dict[str, Scalar]:
     """Return the arguments of generation."""
     return parse_arguments(work.arguments.gen_kwargs or "", what="gen_kwargs")

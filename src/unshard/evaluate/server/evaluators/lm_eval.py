@@ -28,7 +28,7 @@ from unshard.evaluate.server.evaluators.documents import (
     replace_tags,
 )
 from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_args
-from unshard.evaluate.server.evaluators.work import Engine, Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores, WarmEngine
 from unshard.evaluate.values import expects
 
 DIRECT = "unshard.evaluate.server.evaluators.direct"
@@ -66,12 +66,12 @@ class LmEvalProfile(HarnessKeys):
         return (self.module, *of_shards, *of_engine)
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> WarmEngine | None:
         """The engine of vLLM, which takes one checkpoint after the other from shards."""
         if self.weights == "merged" or self.model != _VLLM:
             return None
         command = (self.interpreter, "-m", _WORKER, str(self.idle_timeout + _MARGIN_S))
-        return Engine(command, self.idle_timeout, self.environment)
+        return WarmEngine(command, self.idle_timeout, self.environment)
 
     def check(self, where: str) -> None:
         """Raise if shards cannot be read, an engine not be kept, or an argument not handed over."""
@@ -112,7 +112,7 @@ class LmEvalProfile(HarnessKeys):
                 "used by tensor_parallel_size",
             )
 
-    def command_line(self, work: Work) -> list[str]:
+    def command_line(self, work: EvalInput) -> list[str]:
         """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
 
         Where an engine is kept, the command hands them over to its worker, which is to be added.
@@ -149,7 +149,7 @@ class LmEvalProfile(HarnessKeys):
             *run,
         ]
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         """Return the numbers of all tasks and groups."""
         if returncode != 0:
             self.check_known(work)

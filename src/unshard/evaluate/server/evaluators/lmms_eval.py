@@ -18,7 +18,7 @@ from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYP
 from unshard.evaluate.server.config.keys import Folders, NonEmptyText, Texts
 from unshard.evaluate.server.evaluators.documents import check_tasks, find_newest, read_results
 from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_args
-from unshard.evaluate.server.evaluators.work import Measured, Work
+from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.roots import not_accepted
 
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -58,7 +58,7 @@ class LmmsEvalProfile(HarnessKeys):
             changed["model_args"] = {**self.model_args, "trust_remote_code": False}
         return self.model_copy(update=changed)
 
-    def command_line(self, work: Work) -> list[str]:
+    def command_line(self, work: EvalInput) -> list[str]:
         """Return the command; each option is one argument, so no value can become another option.
 
         lmms-eval appends the output to comma-separated arguments of its own, so it is checked, too.
@@ -101,7 +101,7 @@ class LmmsEvalProfile(HarnessKeys):
         if chosen.metadata:
             yield not_accepted("metadata", chosen.metadata, expected="nothing: lmms-eval has none")
 
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         """Return the numbers of all tasks and groups."""
         file = find_newest(work.output, "*_results.json")
         if file is None:

@@ -27,7 +27,7 @@ from unshard.evaluate.values import expects, whole
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EvalInput:
     """One attempt, as an evaluator sees it.
 
     Attributes:
@@ -78,7 +78,7 @@ class TaskFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Scores:
     """The finite numbers of results, by "task/metric" or "task/metric,filter".
 
     Attributes:
@@ -99,7 +99,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class WarmEngine:
     """A process that loads one checkpoint after another, and is kept between a profile's jobs.
 
     Attributes:
@@ -226,7 +226,7 @@ class Profile(BaseModel):
         return ()
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> WarmEngine | None:
         """The engine that is kept between its jobs; None: each job loads its model."""
         return None
 
@@ -352,14 +352,14 @@ class Profile(BaseModel):
         raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{found!r:.200}")
 
     @abstractmethod
-    def command_line(self, work: Work) -> list[str]:
+    def command_line(self, work: EvalInput) -> list[str]:
         """Return the arguments of its process, the interpreter first.
 
         May write files into the attempt's directory. An engine's worker is to be added.
         """
 
     @abstractmethod
-    def measured(self, work: Work, returncode: int) -> Measured:
+    def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         """Return the finite numbers that were measured.
 
         Raises:

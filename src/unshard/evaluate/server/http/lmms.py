@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Arguments, Job, Request, Status, WeightsName
-from unshard.evaluate.server.attempts.merging import GivenUpError, GoneError
+from unshard.evaluate.server.attempts.merging import CheckpointGoneError, GivenUpError
 from unshard.evaluate.server.health import UnhealthyError
 from unshard.evaluate.server.http.answers import (
     Asking,
@@ -253,7 +253,7 @@ async def merge(service: Served, asked: MergeRequest) -> MergeResponse:
             )
     except UsageError as error:
         raise HTTPException(400, str(error)) from error
-    except GoneError as error:
+    except CheckpointGoneError as error:
         raise HTTPException(404, str(error)) from error
     except GivenUpError as error:
         raise HTTPException(503, str(error)) from error

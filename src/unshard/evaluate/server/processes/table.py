@@ -30,7 +30,7 @@ _ROUNDS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _ProcessInfo:
     """One process, itself as psutil has it; `started` as in `Process`."""
 
     pid: int
@@ -70,7 +70,7 @@ def is_alive(process: Process) -> bool:
     )
 
 
-def list_members(process: Process) -> list[_Entry]:
+def list_members(process: Process) -> list[_ProcessInfo]:
     """Return all living processes of an attempt that can be found, except this one.
 
     A group without its leader may belong to another process that got the leader's number since.
@@ -101,7 +101,7 @@ def kill_group(process: Process, *, grace_s: float) -> bool:
     """
     seen: set[tuple[int, int]] = set()
 
-    def list_left() -> list[_Entry]:
+    def list_left() -> list[_ProcessInfo]:
         # A process that is ending loses its environment, and thus its mark, before it closes its
         # files and gives back its GPUs: what was found once is watched until it is gone.
         seen.update((one.pid, one.started) for one in list_members(process))
@@ -122,21 +122,21 @@ def kill_group(process: Process, *, grace_s: float) -> bool:
     return False
 
 
-def send(entries: Iterable[_Entry], number: signal.Signals) -> None:
+def send(entries: Iterable[_ProcessInfo], number: signal.Signals) -> None:
     """Send a signal to processes, except those that have ended or belong to another user."""
     for entry in entries:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(entry.pid, number)
 
 
-def _is_marked(entry: _Entry, process: Process) -> bool:
+def _is_marked(entry: _ProcessInfo, process: Process) -> bool:
     try:
         return bool(entry.itself.environ().get(MARK) == process.directory)
     except psutil.Error:  # it has ended, or is another user's
         return False
 
 
-def _entries(pids: Iterable[int]) -> Iterator[_Entry]:
+def _entries(pids: Iterable[int]) -> Iterator[_ProcessInfo]:
     """Yield those of the processes that exist, zombies too."""
     for pid in pids:
         with suppress(psutil.Error, ProcessLookupError, PermissionError):  # ended, or hidden
@@ -146,4 +146,4 @@ def _entries(pids: Iterable[int]) -> Iterator[_Entry]:
                 seconds: float = found.create_time() - psutil.boot_time()
                 started, is_zombie = round(seconds * _TICKS_PER_S), found.status() in _DEAD
                 group = os.getpgid(pid)
-                yield _Entry(pid, found.ppid(), group, started, is_zombie, found)
+                yield _ProcessInfo(pid, found.ppid(), group, started, is_zombie, found)

@@ -15,7 +15,7 @@ from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import CPU, GPU, Gpus, Slots, gpus_of
 from unshard.evaluate.server.processes.gpu_users import GpuUsers
-from unshard.evaluate.server.queue.choosing import Choice, Free, Waiting, choose
+from unshard.evaluate.server.queue.choosing import Free, NextJob, QueuedJob, choose
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
 
@@ -91,7 +91,7 @@ class Allotment:
         self._held: dict[str, tuple[float, str]] = {}
         self._users = GpuUsers()
 
-    def choose(self, now: float) -> Choice | None:
+    def choose(self, now: float) -> NextJob | None:
         """Return the job that begins next, if one can."""
         choice, wait_for_gpus = self._choose(now, frozenset())
         free = self._slots.free()
@@ -100,13 +100,13 @@ class Allotment:
         taken = self._users.ask(free)
         return self._choose(now, taken)[0] if taken else choice
 
-    def _choose(self, now: float, taken: frozenset[str]) -> tuple[Choice | None, bool]:
+    def _choose(self, now: float, taken: frozenset[str]) -> tuple[NextJob | None, bool]:
         """Return the job that begins next, and whether jobs wait for GPUs; others use `taken`."""
         others, wait_for_gpus = self._users.count if taken else 0, False
         needs = cache(partial(self._needs, others=others))  # of a long queue most are alike
         skipped, clock = 0, time.monotonic()
 
-        def read() -> Iterator[Waiting]:
+        def read() -> Iterator[QueuedJob]:
             nonlocal skipped, wait_for_gpus
             # Those that cannot begin do not count: the next look gets beyond them.
             for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
@@ -114,13 +114,13 @@ class Allotment:
                 skipped += count is None
                 pool = self._slots.pool(base_of(name), count or 0)
                 wait_for_gpus |= pool == GPU
-                yield Waiting(job_id, name, count if pool == GPU or count is None else 0, pool)
+                yield QueuedJob(job_id, name, count if pool == GPU or count is None else 0, pool)
 
         choice = choose(read(), self._free(taken), self._passed, self._pass_at_most)
         self._skipped = max(self._skipped, skipped)
         return choice, wait_for_gpus
 
-    def count(self, choice: Choice) -> None:
+    def count(self, choice: NextJob) -> None:
         """Count the jobs that the chosen one has passed, now that it begins."""
         self.forget(choice.job.job_id)
         for job_id in choice.passes:

@@ -13,7 +13,7 @@ from unshard.evaluate.server.gpus import CPU
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedJob:
     """A queued job that is due.
 
     Attributes:
@@ -47,7 +47,7 @@ class Free:
     pools: frozenset[str] = frozenset({CPU})
     engines: frozenset[tuple[str, int]] = frozenset()
 
-    def is_enough_for(self, job: Waiting) -> bool:
+    def is_enough_for(self, job: QueuedJob) -> bool:
         """Return whether a job can begin, at the latest when idle engines have ended."""
         if not job.gpus:
             return job.pool in self.pools
@@ -55,16 +55,16 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class NextJob:
     """The job that begins next, and those before it that need more GPUs than are free."""
 
-    job: Waiting
+    job: QueuedJob
     passes: tuple[str, ...] = ()
 
 
 def choose(
-    queue: Iterable[Waiting], free: Free, passed: Mapping[str, int], most: int
-) -> Choice | None:
+    queue: Iterable[QueuedJob], free: Free, passed: Mapping[str, int], most: int
+) -> NextJob | None:
     """Return the job that begins next; None if none can.
 
     Args:
@@ -84,7 +84,7 @@ def choose(
         if needs_gpus and is_held:
             continue
         if free.is_enough_for(job):
-            return Choice(job, tuple(waiting) if needs_gpus else ())
+            return NextJob(job, tuple(waiting) if needs_gpus else ())
         if needs_gpus:
             waiting.append(job.job_id)
             is_held = passed.get(job.job_id, 0) >= most

@@ -40,7 +40,7 @@ def running_on_result(store: Store, told: OnResult | None, work_dir: Path) -> It
     if told is None:
         yield
         return
-    follower = _Follower(store, told, work_dir)
+    follower = _ResultHook(store, told, work_dir)
     thread = threading.Thread(target=follower.run, name="on_result", daemon=True)
     thread.start()
     try:
@@ -51,7 +51,7 @@ def running_on_result(store: Store, told: OnResult | None, work_dir: Path) -> It
         thread.join(told.timeout + _MARGIN_S)
 
 
-class _Follower:
+class _ResultHook:
     """Runs the command for the ends of jobs, one after the other, until a deadline."""
 
     def __init__(self, store: Store, told: OnResult, work_dir: Path) -> None:

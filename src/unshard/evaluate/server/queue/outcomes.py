@@ -28,7 +28,7 @@ from unshard.evaluate.server.endings import (
     Postponed,
 )
 from unshard.evaluate.server.evaluators.profiles import profile_named
-from unshard.evaluate.server.evaluators.work import Measured, Profile
+from unshard.evaluate.server.evaluators.work import Profile, Scores
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
@@ -75,7 +75,7 @@ class Outcomes:
         If that is not possible, the job fails.
         """
         job_id = attempt.job.id
-        if not isinstance(outcome, Measured):
+        if not isinstance(outcome, Scores):
             self._merger.remove(job_id)
         for step in (
             lambda: self._write(attempt, outcome),
@@ -138,7 +138,7 @@ class Outcomes:
     def _write(self, attempt: Attempt, outcome: Outcome) -> None:
         job, store = attempt.job, self._store
         match outcome:
-            case Measured():
+            case Scores():
                 self._complete(attempt, outcome)
             case OutOfMemory(why, used) if used:
                 self._postpone(job.id, Cause.MEMORY, why)
@@ -171,7 +171,7 @@ class Outcomes:
     def _due_at(self, failures: int) -> float:
         return time.time() + backoff(failures, first_s=self._backoff_s, most_s=LONGEST_WAIT_S)
 
-    def _complete(self, attempt: Attempt, done: Measured) -> None:
+    def _complete(self, attempt: Attempt, done: Scores) -> None:
         """Record a job's results, and remove the directories of its other attempts."""
         job_id = attempt.job.id
         place = attempt.directory.parent

@@ -12,16 +12,16 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
-from unshard.evaluate.server.attempts.attempt import Attempt, Halt, Limits, Runner
+from unshard.evaluate.server.attempts.attempt import Attempt, AttemptRunner, Halt, Limits
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import Absent, Failed, Left, Outcome, Postponed
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
-from unshard.evaluate.server.evaluators.work import Measured, Profile
+from unshard.evaluate.server.evaluators.work import Profile, Scores
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
-from unshard.evaluate.server.queue.choosing import Choice
+from unshard.evaluate.server.queue.choosing import NextJob
 from unshard.evaluate.server.queue.job_files import JOBS
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.retention import Retention
@@ -29,7 +29,7 @@ from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
-from unshard.evaluate.server.warm.record import Worker
+from unshard.evaluate.server.warm.record import EngineWorker
 from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Scheduler:
             log_bytes=settings.limits.log_bytes,
             is_stopped=lambda: self._halt is not None,
         )
-        self._runner = Runner(
+        self._runner = AttemptRunner(
             store, self._merger, pins, self._engines, settings.limits, halt=self._halt_of
         )
         self._outcomes = Outcomes(
@@ -252,7 +252,7 @@ class Scheduler:
                 _log.exception("no job can be started; trying again")
             self._wake.wait(self._settings.limits.poll_s)
 
-    def _choose(self) -> Choice | None:
+    def _choose(self) -> NextJob | None:
         return None if self.is_draining else self._allotment.choose(time.time())
 
     def _sweep(self) -> None:
@@ -271,7 +271,7 @@ class Scheduler:
             return None
         return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
 
-    def _begin(self, choice: Choice) -> bool:
+    def _begin(self, choice: NextJob) -> bool:
         """Begin an attempt at a job; return whether another job may be looked at."""
         job = self._store.get(choice.job.job_id)
         if self._halt is not None or job is None:
@@ -319,7 +319,7 @@ class Scheduler:
 
         self._spawn(body, f"ending the engine on {describe_slots(gpus)}")
 
-    def _take_up_idle(self, worker: Worker) -> None:
+    def _take_up_idle(self, worker: EngineWorker) -> None:
         """Adopt an engine of an earlier server that no job uses, or end it."""
         gpus = worker.process.gpus
         has_slots = self._slots.adopt(gpus)
@@ -389,7 +389,7 @@ class Scheduler:
         try:
             self._outcomes.record(attempt, outcome)
         finally:
-            is_good = isinstance(outcome, Measured) and self._halt is None
+            is_good = isinstance(outcome, Scores) and self._halt is None
             is_kept = is_good and self._engines.rest(attempt.gpus)
             if not is_kept:
                 self._engines.end(attempt.gpus, lambda: self._slots.give_back(attempt.gpus))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from unshard.containers.json_file import is_text
-from unshard.evaluate.jobs import BASE_STEP, Job, Run, Status
+from unshard.evaluate.jobs import BASE_STEP, Job, Status, TrainingRun
 from unshard.evaluate.pins.files import time_written
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.runs import (
@@ -252,27 +252,27 @@ class RunRecords:
 
     connections: Connections
 
-    def get(self, run_id: str) -> Run | None:
+    def get(self, run_id: str) -> TrainingRun | None:
         """Return the run of an id."""
         return next(iter(self._list("WHERE id = ?", run_id)), None)
 
-    def at(self, directory: str) -> Run | None:
+    def at(self, directory: str) -> TrainingRun | None:
         """Return the run that was seen last in a directory."""
         return next(iter(self._list("WHERE directory = ? AND is_there", directory)), None)
 
-    def named(self, name: str) -> list[Run]:
+    def named(self, name: str) -> list[TrainingRun]:
         """Return the runs of a name, the first recorded first."""
         return self._list("WHERE name = ? ORDER BY number", name)
 
-    def called(self, text: str) -> list[Run]:
+    def called(self, text: str) -> list[TrainingRun]:
         """Return the runs that a text names; see `Filters`."""
         return self._list(f"WHERE id IN {IS_CALLED} ORDER BY number", text, text)
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[TrainingRun]:
         """Return every run, by label."""
         return self._list("ORDER BY label")
 
-    def _list(self, rest: str, *values: str) -> list[Run]:
+    def _list(self, rest: str, *values: str) -> list[TrainingRun]:
         return list(map(as_run, self.connections.rows(f"{RUNS} {rest}", *values)))
 
     def place_of(self, run_id: str) -> str:
@@ -291,7 +291,7 @@ class RunRecords:
 
     def record(
         self, run_id: str, name: str, directory: str, *, is_written: bool | None = None
-    ) -> Run:
+    ) -> TrainingRun:
         """Record the directory and name of a run, and whether its id is there; return it.
 
         None: the directory cannot be looked at, so the last record is kept.

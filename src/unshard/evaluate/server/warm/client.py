@@ -18,7 +18,7 @@ from pathlib import Path
 from unshard.evaluate.server.processes.bounded_log import last_lines, read_log
 from unshard.evaluate.server.processes.supervise import LOG_NAME, read_exit
 from unshard.evaluate.server.processes.table import is_alive
-from unshard.evaluate.server.warm.record import Worker, read_worker
+from unshard.evaluate.server.warm.record import EngineWorker, read_worker
 from unshard.evaluate.server.warm.worker import REPLACE, SOCKET_NAME
 
 _PAUSE_S = 0.1
@@ -85,7 +85,7 @@ def main() -> int:
     return code
 
 
-def _connect(connected: socket.socket, worker: Worker) -> bool:
+def _connect(connected: socket.socket, worker: EngineWorker) -> bool:
     """Connect to a worker as soon as it listens; return whether it lives that long."""
     with chdir(worker.process.directory):  # the path of a socket has 107 bytes at most
         while True:
@@ -117,7 +117,7 @@ def _wait(connected: socket.socket, job: bytes, log: _Log) -> int | None:
     return int(json.loads(answer)["returncode"])
 
 
-def _end_as(worker: Worker) -> int:
+def _end_as(worker: EngineWorker) -> int:
     """Return the exit code of a worker that ended by itself; end as killed if it was killed."""
     place = Path(worker.process.directory)
     while is_alive(worker.process) and read_exit(place) is None:

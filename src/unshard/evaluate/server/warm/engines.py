@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
-from unshard.evaluate.server.evaluators.work import Engine, Profile
+from unshard.evaluate.server.evaluators.work import Profile, WarmEngine
 from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
 from unshard.evaluate.server.processes.launching import (
     Child,
@@ -27,16 +27,16 @@ from unshard.evaluate.server.processes.launching import (
 )
 from unshard.evaluate.server.processes.supervise import Order
 from unshard.evaluate.server.processes.table import is_alive, kill_group
-from unshard.evaluate.server.warm.record import Worker, read_worker, write_worker
+from unshard.evaluate.server.warm.record import EngineWorker, read_worker, write_worker
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _WorkerState:
     """A worker; `child` if this server started it; `idle_since` unless it is in use or ends."""
 
-    worker: Worker
+    worker: EngineWorker
     child: Child | None = None
     idle_since: float | None = None
     is_ending: bool = False
@@ -64,10 +64,10 @@ class Engines:
         self._grace_s = grace_s
         self._log_bytes = log_bytes
         self._is_stopped = is_stopped
-        self._kept: dict[Gpus, _Kept] = {}
+        self._kept: dict[Gpus, _WorkerState] = {}
         self._lock = threading.Lock()
 
-    def find(self) -> dict[Gpus, Worker]:
+    def find(self) -> dict[Gpus, EngineWorker]:
         """Return the workers that an earlier server left, which count as in use for now."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for place in self._directory.iterdir():
@@ -78,7 +78,7 @@ class Engines:
             ):
                 shutil.rmtree(place, ignore_errors=True)
             else:
-                self._kept[worker.process.gpus] = _Kept(worker)
+                self._kept[worker.process.gpus] = _WorkerState(worker)
         return {gpus: one.worker for gpus, one in self._kept.items()}
 
     def take(self, profile: str, count: int) -> Gpus | None:
@@ -150,7 +150,9 @@ class Engines:
                 self._kept[gpus] = replace(self._kept[gpus], idle_since=None, is_ending=True)
         return found
 
-    def ready(self, gpus: Gpus, name: str, engine: Engine, key: str) -> tuple[Path, bool] | None:
+    def ready(
+        self, gpus: Gpus, name: str, engine: WarmEngine, key: str
+    ) -> tuple[Path, bool] | None:
         """Return the directory of a worker for a job on these GPUs, and whether it is new.
 
         A worker with another engine is ended first. None: the server stops, and it cannot be ended.
@@ -160,12 +162,12 @@ class Engines:
             return Path(one.worker.process.directory), False
         return (self._start(gpus, name, engine, key), True) if self.end(gpus) else None
 
-    def _start(self, gpus: Gpus, name: str, engine: Engine, key: str) -> Path:
+    def _start(self, gpus: Gpus, name: str, engine: WarmEngine, key: str) -> Path:
         place = self._directory / secrets.token_hex(8)
         place.mkdir(mode=0o700, parents=True)
         child = start_supervisor(gpus=gpus, directory=place)
         try:
-            worker = Worker(child.process, name, key, engine.idle_s)
+            worker = EngineWorker(child.process, name, key, engine.idle_s)
             write_worker(worker)
         except BaseException:
             child.reap()  # without an order: nothing runs that is not recorded
@@ -178,7 +180,7 @@ class Engines:
             Order(command, environment, str(place), math.inf, self._grace_s, self._log_bytes)
         )
         with self._lock:
-            self._kept[gpus] = _Kept(worker, child)
+            self._kept[gpus] = _WorkerState(worker, child)
         return place
 
     def end(self, gpus: Gpus, then: Callable[[], None] = lambda: None) -> bool:

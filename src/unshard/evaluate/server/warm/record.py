@@ -11,7 +11,7 @@ _NAME = "worker.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class EngineWorker:
     """A process that keeps an engine.
 
     Attributes:
@@ -27,7 +27,7 @@ class Worker:
     idle_s: float
 
 
-def write_worker(worker: Worker) -> None:
+def write_worker(worker: EngineWorker) -> None:
     """Record a worker in its directory.
 
     Raises:
@@ -36,12 +36,12 @@ def write_worker(worker: Worker) -> None:
     write_whole(Path(worker.process.directory) / _NAME, json.dumps(asdict(worker)).encode())
 
 
-def read_worker(directory: Path) -> Worker | None:
+def read_worker(directory: Path) -> EngineWorker | None:
     """Return the worker of a directory; None if none was recorded: then none has run."""
     try:
         fields = json.loads((directory / _NAME).read_bytes())
         process = fields.pop("process")
         gpus = tuple(process.pop("gpus"))
-        return Worker(Process(**process, gpus=gpus), **fields)
+        return EngineWorker(Process(**process, gpus=gpus), **fields)
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -142,7 +142,7 @@ def _code_of(run: Callable[[], None], directory: Path) -> int:
     return 0
 
 
-class _Kept:
+class _EngineFactory:
     """What lm-eval calls to make an engine: makes one, then gives the same one new weights."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ def _swap_in(engine: "Engine", checkpoint: str, own: "EngineKeywords") -> None:
 
 
 def _run_lm_eval() -> Evaluate:
-    kept = _Kept()
+    kept = _EngineFactory()
 
     def evaluate(arguments: list[str]) -> None:
         from lm_eval.__main__ import cli_evaluate
