@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _refuse_empty(arguments: list[str]) -> None:
-    """Refuse an empty argument (an unset variable): as a path, it would be the current directory."""
+    """Refuse an empty argument (an unset variable), which as a path is the current directory."""
     for before, argument in pairwise(["unshard", *arguments]):
         if argument == "" or _EMPTY_VALUE.fullmatch(argument):
             option = before if before.startswith("-") and not argument else argument

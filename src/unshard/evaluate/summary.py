@@ -102,6 +102,7 @@ def _value(result: Result | None, *, with_step: bool = False) -> str | None:
 
 
 def _difference(heading: str, difference: Difference | None) -> dict[str, str | None]:
-    value = difference and write_number(difference.value, 4, sign="+")
-    stderrs = difference and difference.stderrs
-    return {heading: value, "in stderrs": None if stderrs is None else f"{stderrs:+.1f}"}
+    if difference is None:
+        return {heading: None, "in stderrs": None}
+    stderrs = None if difference.stderrs is None else f"{difference.stderrs:+.1f}"
+    return {heading: write_number(difference.value, 4, sign="+"), "in stderrs": stderrs}
