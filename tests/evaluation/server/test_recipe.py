@@ -13,6 +13,7 @@ from evaluation.running import request, scheduler, script_profile, wait_for
 from evaluation.runs import checkpoint
 from unshard.evaluate.jobs import Job, Request, Status
 from unshard.evaluate.server.attempts.recipe import make_recipe
+from unshard.evaluate.server.attempts.redaction import LEFT_OUT, redact, redact_command
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.work import EvalInput
 from unshard.evaluate.server.store.overview import recipe_of
@@ -83,5 +84,54 @@ def test_the_files_of_a_command_are_in_its_script(tmp_path: Path) -> None:
         for line in ("pretrained: ./model", "output_path: ./output/results.json", "- b"):
             assert line in script
         assert "max_length: 512" in script
+        ran = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=False)
+        assert (ran.returncode, LEFT_OUT in ran.stderr) == (2, True)
         assert script.endswith("-m lm_eval run --config=./job.yaml\n")
         assert ("without a merge" in script) is (weights == "direct")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "add_bos_token: false\nmax_gen_tokens: 512\neos_token_id: 2",
+        "pad_token: <pad>\nbos_token: '[CLS]'",
+        "system_instruction: \"The secret: say 'yes' and the password: please\"",
+        "pretrained=./model,dtype=float32",
+        "hf_transformers_model",
+        "until=secret",
+    ],
+)
+def test_what_is_not_a_secret_stays(text: str) -> None:
+    assert redact(text) == text
+    assert [*redact_command(["--add_bos_token", "False", text])][-1] == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"api_key: {SECRET}\nmax_length: 512",
+        f"  hf-token: '{SECRET} with blanks'",
+        f'{{"limit": 1, "password": "{SECRET}, \\" and more"}}',
+        f"pretrained=./model,token={SECRET},dtype=float32",
+        f"--api-key={SECRET}",
+        f"OPENAI_API_KEY={SECRET}",
+        f"Authorization: Bearer {SECRET}",
+        f"https://user:{SECRET}@host/path?limit=1",
+        f"https://host/path?limit=1&access_token={SECRET}",
+        f"a path of sk-{SECRET} within",
+    ],
+)
+def test_a_secret_is_left_out(text: str) -> None:
+    shown = redact(text)
+    assert SECRET not in shown
+    assert LEFT_OUT in shown
+    assert [
+        word for word in ("limit", "512", "dtype=float32") if word in text and word not in shown
+    ] == []
+
+
+def test_a_value_after_the_option_of_a_secret_is_left_out() -> None:
+    command = ["run", "--hf-token", SECRET, "--password", SECRET, "--token", "--x", SECRET]
+    assert [*redact_command(command)] == [
+        one if i in (0, 1, 3, 5, 6, 7) else LEFT_OUT for i, one in enumerate(command)
+    ]

@@ -1,7 +1,7 @@
 """How to do an attempt again without the server: a script, made when the attempt begins.
 
 It merges the checkpoint, writes the files that the evaluator's command reads, and runs the command
-in an empty directory. Secrets are not in it.
+in an empty directory. It stops at once if a secret was left out of its command or files.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from unshard import __version__
 from unshard.evaluate.jobs import Job
+from unshard.evaluate.server.attempts.redaction import LEFT_OUT, redact, redact_command
 from unshard.evaluate.server.evaluators.work import EvalInput
 from unshard.evaluate.server.processes.launching import scrub
 from unshard.read.hub_files import RECORD_NAME
@@ -23,11 +24,6 @@ _MOST = 1 << 16  # characters of a file
 _END = "END_OF_UNSHARD_FILE"
 # Variables of the server's own environment that can change what an evaluator does.
 _TELLING = re.compile(r"(?:HF|TRANSFORMERS|CUDA|TORCH|VLLM|NCCL|OMP|TOKENIZERS|LMMS?)_.*")
-_SECRET = re.compile(
-    r"""((?:api_?key|secret|passw(?:or)?d|credentials?|_token)["']?\s*[=:]\s*)[^\s,"']+""",
-    re.IGNORECASE,
-)
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def make_recipe(
@@ -52,7 +48,8 @@ def make_recipe(
             work.directory.mkdir()
         command, is_merged = profile.command_line(work), True
     if work.profile.launch:
-        notes.append(f"The server put before its command: {shlex.join(work.profile.launch)}")
+        launch = shlex.join(redact_command(work.profile.launch))
+        notes.append(f"The server put before its command: {launch}")
     places = {str(work.model): "./model"} if is_merged else {}
     places |= {job.pin: request.checkpoint} if job.pin else {}  # it will be removed
     places |= {str(work.output): "./output", str(work.directory): "."}
@@ -60,7 +57,7 @@ def make_recipe(
     def here(text: str) -> str:
         for place, name in places.items():
             text = text.replace(place, name)
-        return _SECRET.sub(r"\1...", _PASSWORD.sub("...", text))
+        return text
 
     about = [*_describe(job, work), *notes]
     lines = ["#!/bin/sh", *(f"# {' '.join(one.split())}" for one in about), "set -e"]
@@ -69,11 +66,14 @@ def make_recipe(
     lines.append("mkdir output")
     for path in _list_files(work, command):
         with suppress(OSError, UnicodeDecodeError):
-            text = here(path.read_text(encoding="utf-8")[:_MOST]).rstrip("\n")
+            text = redact(here(path.read_text(encoding="utf-8")[:_MOST])).rstrip("\n")
             name = shlex.quote(here(str(path)))
             lines += [f"cat > {name} <<'{_END}'", text, _END]
     lines += _list_variables(work, gpus)
-    lines.append(f"exec {shlex.join(map(here, command))}")
+    lines.append(f"exec {shlex.join(redact_command([*map(here, command)]))}")
+    if any(LEFT_OUT in line for line in lines):  # run with another value, it would mislead
+        stop = f"echo 'Replace {LEFT_OUT} in this script, then remove this line.' >&2; exit 2"
+        lines.insert(lines.index("set -e"), stop)
     with suppress(OSError), (work.model / RECORD_NAME).open(errors="replace") as file:
         return "\n".join([*lines, ""]), file.read(_MOST)
     return "\n".join([*lines, ""]), ""
@@ -114,7 +114,7 @@ def _list_variables(work: EvalInput, gpus: Sequence[str]) -> Iterator[str]:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     plain = scrub(found)
     for name, value in found.items():
-        if name in plain:
-            yield f"export {name}={shlex.quote(_PASSWORD.sub('...', value))}"
+        if name in plain and redact(value) == value:
+            yield f"export {name}={shlex.quote(value)}"
         else:
             yield f"export {name}  # set it: it may be a secret"
