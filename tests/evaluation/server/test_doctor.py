@@ -1,8 +1,11 @@
 """`unshard eval doctor`: what is wrong is found before the server is started."""
 
+import importlib.util
 import json
 import shutil
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -156,3 +159,22 @@ def test_jobs_that_would_wait_for_the_configuration_are_told(server: Live) -> No
             store.cancel(job.id)
     store.close()
     assert examined(server)["jobs that wait"]["text"] == "1 job, which can begin"
+
+
+def test_one_of_the_harnesses_is_enough_if_no_profile_is_configured(server: Live) -> None:
+    """A new user has installed lm-eval alone, and configured nothing."""
+    config = load(server)
+    del config["profiles"]
+    save(server, config)
+    there = [importlib.util.find_spec(name) is not None for name in ("lm_eval", "lmms_eval")]
+    found = examined(server, code=0 if any(there) else 1)
+    assert ("is not installed" in str(found["profile lmms-eval (lmms-eval)"]["text"])) != there[1]
+    assert found["profile command (command)"]["is_fine"]
+
+
+def test_a_database_of_a_later_version_is_told(server: Live) -> None:
+    server.work.mkdir(exist_ok=True)
+    with closing(sqlite3.connect(server.work / "jobs.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    (text,) = wrong(examined(server, code=1)).values()
+    assert "made by a later version of unshard" in text

@@ -173,6 +173,24 @@ def test_places_are_exchanged_within_a_run_only(
         store.connection.execute(f"DELETE FROM {table}")  # noqa: S608
 
 
+def test_new_runs_do_not_keep_a_run_from_its_turn(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+
+        def submit(run: str, step: int) -> None:
+            store.submit(Request(f"/{run}/{step}", "script", ("task",), step, run), pin=None)
+
+        for step in range(9):
+            submit("big", step)
+        began = []
+        for number in range(8):
+            submit(f"new-{number}", 0)  # as one ends, the next is there
+            ((first, _, _),) = store.due(2e9, 1)
+            job = store.claim(2e9, first)
+            assert job is not None
+            began.append(job.request.run.partition("-")[0])
+        assert began == ["big", "new"] * 4
+
+
 def test_runs_take_turns(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
 
@@ -195,7 +213,9 @@ def test_runs_take_turns(tmp_path: Path) -> None:
         for begun in turns[:2]:
             store.claim(2e9, jobs[begun])
         submitted = names[submit("d", 0)] = ("d", 0)
-        assert waiting() == [("c", 0), submitted, ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+        # A new run is behind those that wait, each of which has one turn before it.
+        turns = [("c", 0), ("a", 1), ("b", 1), submitted, ("a", 2), ("b", 2)]
+        assert waiting() == turns
         store.cancel(jobs["c", 0])
         store.claim(2e9, jobs["b", 1])
-        assert waiting() == [submitted, ("a", 1), ("b", 2), ("a", 2)]
+        assert waiting() == [("a", 1), submitted, ("b", 2), ("a", 2)]

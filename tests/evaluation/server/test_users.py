@@ -16,6 +16,7 @@ from unshard.evaluate.jobs import Status
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.http.users import Role
+from unshard.evaluate.server.server_yaml import is_root_path
 
 NAMES = {"vera": "viewer", "alice": "owner", "bob": "owner", "oscar": "operator"}
 SAFE = {"GET", "HEAD"}
@@ -201,6 +202,48 @@ def test_a_file_of_users_that_cannot_be_read_is_not_shown(tmp_path: Path, line: 
         rules_for("127.0.0.1", file)
     assert "secret" not in str(caught.value)
     assert "short" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"alice owmer {token_of('alice')}", "line 1 is not a user"),
+        ("# name  role      token\n", "no line but comments"),
+        (f"# users\nvera viewer {token_of('vera')}\nbob admin {token_of('bob')}", "line 3"),
+        (f"vera viewer {token_of('a')}\nVera owner {token_of('b')}", "the same name"),
+    ],
+)
+def test_a_mistake_in_a_file_of_users_makes_nobody_an_operator(
+    tmp_path: Path, text: str, found: str
+) -> None:
+    with pytest.raises(UsageError, match=found):
+        rules_for("127.0.0.1", token_file(tmp_path, text))
+
+
+def test_cookies_of_other_programs_do_not_end_a_session(
+    served: Still, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = served.client.post("/view/log-in", json={"token": "not-the-token-of-anyone"})
+    assert wrong.status_code == 401
+    assert "testclient tried to log in with a wrong token" in caplog.text
+    body = {"token": token_of("vera")}
+    cookie = served.client.post("/view/log-in", json=body).headers["set-cookie"].partition(";")[0]
+    for others in ('prefs={"a":1}', "x", "=;;y=(e)", 'q="'):
+        served.client.headers["Cookie"] = f"{others}; {cookie}"
+        assert served.client.get("/api/v1/jobs").status_code == 200, others
+
+
+def test_no_redirect_follows_the_host_of_a_request(served: Still) -> None:
+    for address in ("/view/queue/", "/view/log-in/", "/api/v1/jobs/"):
+        headers = bearer("vera", Host="evil.example")
+        answer = served.client.get(address, headers=headers, follow_redirects=False)
+        assert (answer.status_code, answer.headers.get("location")) == (404, None)
+
+
+@pytest.mark.parametrize("path", ["/a/../b", "/.", "/view", "/view/eval", "/api", "eval", "/a//b"])
+def test_a_path_that_a_proxy_cannot_have_the_server_at_is_refused(path: str) -> None:
+    assert not is_root_path(path)
+    assert all(map(is_root_path, ("", "/group/eval", "/views", "/.eval")))
 
 
 def test_a_refusal_says_what_to_configure(served: Still, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,6 +22,7 @@ from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.evaluators.installed import versions_of
+from unshard.evaluate.server.evaluators.profiles import default_profiles
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
@@ -30,6 +31,7 @@ from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.queue.allotment import find_work
 from unshard.evaluate.server.serve import DATABASE, ServeOptions, configure, make_service, slots_of
 from unshard.evaluate.server.server_yaml import ServerConfig
+from unshard.evaluate.server.store.schema import check_version
 from unshard.evaluate.server.store.statements import as_request
 from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
@@ -87,10 +89,16 @@ def examine(given: ServeOptions, trial: Trial | None = None) -> Iterator[Finding
     if config.on_result is not None:
         yield _look_at_command(config.on_result)
     with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
-        for name, profile in profiles.items():
-            yield (found := _look_at_profile(name, profile, Path(directory)))
-            if found.is_fine and trial and name in trial.tasks:
-                yield _try_out(config, name, trial, Path(directory, name))
+        work = Path(directory)
+        findings = {name: _look_at_profile(name, one, work) for name, one in profiles.items()}
+        works = [name for name, finding in findings.items() if finding.is_fine]
+        # Without `profiles` in the configuration there is one of each harness; one is enough.
+        is_default = profiles == default_profiles(config.gpus)
+        is_enough = is_default and not {"lm-eval", "lmms-eval"}.isdisjoint(works)
+        for name, finding in findings.items():
+            yield replace(finding, is_fine=True) if is_enough else finding
+            if name in works and trial and name in trial.tasks:
+                yield _try_out(config, name, trial, work / name)
     for name in sorted(trial.tasks.keys() - profiles.keys()) if trial else ():
         text = f"there is no such profile; there are: {', '.join(profiles)}"
         yield Finding(f"trial of {name}", is_fine=False, text=text)
@@ -160,7 +168,11 @@ def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:
+            check_version(connection, database)
             rows = connection.execute(_WAITING).fetchall()
+    except UnshardError as error:
+        yield Finding(f"database {database}", is_fine=False, text=str(error))
+        return
     except sqlite3.Error as error:
         yield Finding("jobs that wait", is_fine=False, text=f"{database}: cannot be read: {error}")
         return

@@ -15,6 +15,8 @@ from unshard.stores.remote_path import RemotePath, is_url, path_of
 _LONGEST_PATH = 4096
 _INNER = 2  # how deep a checkpoint may be below its step: global_step_10/actor
 
+_EXPECTED = "an absolute path of printable characters, or s3://bucket/folder without `..` and `%`"
+
 
 def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     """Return a checkpoint's path without symbolic links, if it is below one of the roots.
@@ -31,7 +33,7 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     """
     is_address = is_url(path)
     if not (path.startswith("/") or is_address) or _is_odd(path):
-        raise not_accepted("checkpoint", path, expected="an absolute path, or s3://bucket/folder")
+        raise not_accepted("checkpoint", path, expected=_EXPECTED)
     try:
         resolved = path_of(path).resolve()
         if not is_address:

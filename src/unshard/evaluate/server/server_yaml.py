@@ -64,7 +64,9 @@ def _without_limit_of_bytes(quota: object) -> object:
 
 def is_root_path(text: str) -> bool:
     """Return whether a text can be the path of the server behind a proxy; an empty one is none."""
-    return re.fullmatch(r"(/[A-Za-z0-9_.~-]+)*", text) is not None
+    # `/view` and the like begin the server's own addresses, so one could not tell them apart.
+    names = r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~-]+)*"
+    return re.fullmatch(rf"(?!/(?:view|api|health|queue|metrics)(?:/|$)){names}", text) is not None
 
 
 def _or_default(value: object, info: ValidationInfo) -> object:

@@ -39,6 +39,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         description="Evaluate checkpoints while training continues.",
         version=__version__,
         docs_url=None,
+        redirect_slashes=False,  # to the Host of the request, without the path of a proxy
         redoc_url=None,
         servers=[{"url": rules.root}] if rules.root else None,
     )

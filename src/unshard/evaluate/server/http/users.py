@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from unshard.errors import UsageError
@@ -59,24 +58,28 @@ def read_users(file: Path, *, what: str) -> tuple[User, ...]:
         UsageError: it cannot be read, or used. The error shows no token.
     """
     text = read_text(file, what=what)
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    if (len(lines) == 1 and not _is_user(lines[0])) or not lines:
+    lines = {
+        number: line.split()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    # One line of three words is a user, whose role may be misspelt: not the token of an operator.
+    if len(text.splitlines()) < 2 and all(len(line) != 3 for line in lines.values()) and lines:
         check_token(text, what=what)
         users = [User(token=text)]
     else:
-        lines = [line for line in lines if not line[0].startswith("#")]
-        wrong = [number for number, line in enumerate(lines, start=1) if not _is_user(line)]
+        wrong = [number for number, line in lines.items() if not _is_user(line)]
         if wrong or not lines:
             roles = "|".join(Role)
             raise UsageError(
-                f"{what}: not a token, nor users",
+                f"{what}: neither a token nor users",
                 expected=f"one token, or NAME {roles} TOKEN on each line",
-                found=f"several lines; user {wrong[0]} cannot be read" if wrong else "comments",
+                found=f"line {wrong[0]} is not a user" if wrong else "no line but comments",
             )
-        users = [User(name, Role(role), token) for name, role, token in lines]
+        users = [User(name, Role(role), token) for name, role, token in lines.values()]
     if any(len(user.token) < _SHORTEST for user in users):
         raise UsageError(f"{what}: a token has at least {_SHORTEST} ASCII characters")
-    for values in ([user.name for user in users], [user.token for user in users]):
+    for values in ([user.name.casefold() for user in users], [user.token for user in users]):
         if len(set(values)) < len(values):
             raise UsageError(f"{what}: two users have the same name or token")
     return tuple(users)
@@ -122,13 +125,11 @@ def make_session(token: str) -> str:
 
 def shows_session(token: str, cookies: str) -> bool:
     """Return whether the header `Cookie` has a valid session."""
-    try:
-        found = SimpleCookie(cookies).get(cookie_name(token))
-    except CookieError:
-        return False
-    if found is None:
-        return False
-    end, _, code = found.value.partition(".")
+    # Not by `http.cookies`, which stops at a value that it does not expect: other programs of this
+    # host set cookies, too, and browsers send them all.
+    pairs = (cookie.strip().partition("=") for cookie in cookies.split(";"))
+    values = {name: value for name, _, value in pairs}
+    end, _, code = values.get(cookie_name(token), "").partition(".")
     is_time = end.isascii() and end.isdecimal() and len(end) < 16
     is_ours = hmac.compare_digest(code.encode(), _code(token, end).encode())
     return is_ours and is_time and time.time() < int(end)

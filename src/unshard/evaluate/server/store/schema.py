@@ -252,10 +252,10 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
     Raises:
         UsageError: a later version of unshard wrote it, or the copy cannot be made.
     """
-    if _checked_version(connection, path) == LATEST:
+    if check_version(connection, path) == LATEST:
         return
     with writing(connection):
-        began_with = _checked_version(connection, path)  # another process may have been first
+        began_with = check_version(connection, path)  # another process may have been first
         if 0 < began_with < LATEST:
             _back_up(path, began_with)
         for change in _MIGRATIONS[began_with:]:
@@ -286,7 +286,12 @@ def _version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def _checked_version(connection: sqlite3.Connection, path: Path) -> int:
+def check_version(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the version of a database's tables.
+
+    Raises:
+        UsageError: a later version of unshard made them.
+    """
     version = _version(connection)
     if not 0 <= version <= LATEST:
         raise UsageError(

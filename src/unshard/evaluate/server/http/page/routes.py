@@ -3,6 +3,7 @@
 Logging in with the server's token, and out, is here, too.
 """
 
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,8 @@ from unshard.evaluate.server.store.overview import (
     recipe_of,
     results_of,
 )
+
+_log = logging.getLogger(__name__)
 
 router = APIRouter(include_in_schema=False)
 
@@ -272,7 +275,9 @@ async def log_in(connection: HTTPConnection, shown: Shown) -> Response:
         raise HTTPException(400, "this server needs no token")
     user = user_with(rules.users, shown.token.strip())
     if user is None:
-        raise HTTPException(401, "this token is not the server's")
+        address = connection.client.host if connection.client else "-"
+        _log.warning("%s tried to log in with a wrong token", address)
+        raise HTTPException(401, "wrong token")
     response = await log_out(connection)
     # The origin of a browser's POST says how it reaches the server, also through a proxy.
     is_secure = connection.headers.get("origin", "").startswith("https://")
