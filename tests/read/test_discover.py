@@ -130,7 +130,7 @@ def test_training_state_is_not_taken_for_the_checkpoint_around_it(lmms: Path, fo
     for path in (checkpoint / folder, *([file] if "optim" in folder else [])):
         with pytest.raises(UsageError, match="is training state, not weights") as refused:
             discover(path, Choice())
-        assert refused.value.hint == f"give the checkpoint itself: {checkpoint}"
+        assert refused.value.hint == f"pass the checkpoint itself: {checkpoint}"
 
 
 def test_a_run_may_be_called_like_training_state(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_directory_above_the_runs_names_them(verl: Path, tmp_path: Path) -> No
     (tmp_path / "notes").mkdir()
     with pytest.raises(UnknownFormatError) as refused:
         discover(tmp_path, Choice())
-    assert refused.value.hint == f"give one of the runs below it: {tmp_path / 'other'}, {verl}"
+    assert refused.value.hint == f"pass one of the runs below it: {tmp_path / 'other'}, {verl}"
 
 
 NOT_A_MODEL = (
@@ -159,7 +159,7 @@ def test_what_is_not_a_model_is_not_offered_as_one(tmp_path: Path) -> None:
         discover(tmp_path, Choice())
     assert not refused.value.hint
     (tmp_path / "model_42.pt").write_bytes(b"x")
-    with pytest.raises(UnknownFormatError, match=r"give the file itself: .*model_42\.pt"):
+    with pytest.raises(UnknownFormatError, match=r"pass the file itself: .*model_42\.pt"):
         discover(tmp_path, Choice())
 
 
@@ -274,7 +274,7 @@ def test_a_symbolic_link_to_a_checkpoint_means_the_checkpoint(verl: Path, tmp_pa
 @pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "latest"])
 def test_a_file_that_states_the_latest_step_is_not_a_checkpoint(verl: Path, name: str) -> None:
     (verl / name).write_text("9")  # and 10 is there, too
-    with pytest.raises(UsageError, match=f"{name}: states which step is the latest"):
+    with pytest.raises(UsageError, match=f"{name}: is a marker of the latest step"):
         discover(verl / name, Choice())
 
 

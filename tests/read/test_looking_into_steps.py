@@ -242,7 +242,7 @@ def test_a_run_and_weights_apart_from_it_need_a_choice(tmp_path: Path) -> None:
         taken(tmp_path)
     assert refused.value.found.startswith("a (")
     assert "b (" in refused.value.found
-    assert refused.value.hint == f"give one of them: {steps[1]}, {apart}"
+    assert refused.value.hint == f"pass one of them: {steps[1]}, {apart}"
     assert taken(tmp_path, Choice(role="b")) == apart
     assert taken(tmp_path, Choice(step=5)) == steps[0]
     assert taken(tmp_path / "a") == steps[1]
@@ -254,7 +254,7 @@ def test_several_runs_are_listed_with_weights_apart_from_them(tmp_path: Path) ->
     with pytest.raises(UnknownFormatError, match=r"2 runs .*, and other weights in 1") as refused:
         taken(tmp_path)
     listed = ", ".join(str(tmp_path / name) for name in "acb")
-    assert refused.value.hint == f"give one of them: {listed}"
+    assert refused.value.hint == f"pass one of them: {listed}"
 
 
 def test_a_whole_model_apart_from_a_run_is_not_another_checkpoint(tmp_path: Path) -> None:

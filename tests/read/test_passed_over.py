@@ -116,7 +116,7 @@ def test_two_full_models_of_accelerate_are_not_one(tmp_path: Path) -> None:
 
 def test_a_file_of_another_name_is_offered(tmp_path: Path) -> None:
     torch.save(some_tensors(), tmp_path / "my_model.pth")
-    with pytest.raises(UnknownFormatError, match=r"give the file itself: .*my_model\.pth"):
+    with pytest.raises(UnknownFormatError, match=r"pass the file itself: .*my_model\.pth"):
         unshard.merge(tmp_path, tmp_path / "out")
 
 

@@ -1,8 +1,8 @@
-"""Which sets of weights and which steps are where in a tree, whatever its folders are called.
+"""Finds the sets of weights and the steps in a tree, whatever its folders are called.
 
 Only names and places count; no file is opened. A search ends at the step directories of a run,
 which are searched one by one, and at a bound that keeps a mistaken path (a home directory) cheap.
-It follows no links: they lead to what is found anyway (`last`), or to what belongs to another run.
+It follows no links: they lead to folders that are found anyway (`last`), or to another run.
 """
 
 import re
@@ -32,13 +32,13 @@ from unshard.read.step_names import (
 from unshard.read.tree import Tree
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
-"""Of files that may be a checkpoint of their own, which may also have none."""
+"""Suffixes of files that may be a checkpoint of their own; such a file may also have none."""
 DEPTH = 4
-"""How many levels of folders are searched."""
+"""Levels of folders that are searched."""
 ENTRIES = 10_000
-"""How many directory entries are looked at, but for those of step directories."""
+"""Directory entries that are searched, not counting those of step directories."""
 
-_TRAINER = "trainer"  # where prime-rl has the model; files of this name are training state
+_TRAINER = "trainer"  # prime-rl's folder of the model; files of this name are training state
 _MODEL_DIR, _EMA_DIR = "pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0"
 _RANK_FILE = "model_world_size_"
 _FSDP_FOLDER = re.compile(r"pytorch_(?:ema_)?model_fsdp_\d+")
@@ -46,13 +46,13 @@ _FOLDERS = ("model", "model_and_optim", "sharded")
 _EMA = re.compile(r"(?:.*[-_])?ema(?:[-_].*)?", re.IGNORECASE)
 # Files that are a checkpoint by their name alone: of Lightning, nanoGPT, litgpt.
 _ALONE = re.compile(r".*\.ckpt|(?:ckpt|checkpoint|lit_model)\.pth?")
-_ARCHIVE = ".tar"  # of a step, not a checkpoint that a trainer saved
+_ARCHIVE = ".tar"  # an archive of a step, not a checkpoint that a trainer saved
 
 
 def formats() -> Iterator[Format]:
     """Yield all formats, in the order in which a directory is searched for them.
 
-    Rank files are the most, so the others are imported where there are none.
+    Rank files are the most common, so the other formats are imported only if there are none.
     """
     yield RANK_FILES
     from unshard.read.dcp.reader import DCP
@@ -67,16 +67,16 @@ def formats() -> Iterator[Format]:
 
 
 @dataclass(slots=True)
-class Below:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
         sets: directories that hold weights, each with its format; those nearer to the top first.
         runs: directories that hold step directories, each with its steps, the highest first.
-        folders: all that were searched, in order.
-        closed: the errors of those that may not be read.
-        stopped: what the search did not look at; empty if it saw all.
-        is_cut: whether there may be others next to what was found: there are too many entries.
+        folders: all folders that were searched, in order.
+        closed: the errors of folders that may not be read.
+        stopped: why the search ended early; empty if it saw everything.
+        is_cut: whether it ended at the bound of entries, so that other runs may exist.
     """
 
     sets: list[tuple[Path, Format]] = field(default_factory=list)
@@ -87,9 +87,9 @@ class Below:
     is_cut: bool = False
 
 
-def search(tree: Tree, place: Path) -> Below:
+def search(tree: Tree, place: Path) -> SearchResult:
     """Return the weights and the step directories at and below a directory."""
-    below = Below()
+    below = SearchResult()
     entries = 0
     level = [place]
     for depth in range(DEPTH + 1):
@@ -101,7 +101,7 @@ def search(tree: Tree, place: Path) -> Below:
                     below.stopped = f"the search ended after {ENTRIES:,} directory entries"
                     below.is_cut = True
                     return below
-                following += _look_into(tree, folder, below, is_top=folder == place)
+                following += _search_folder(tree, folder, below, is_top=folder == place)
             except PermissionError as error:
                 below.closed.append(error)
         if depth == DEPTH and following:
@@ -110,23 +110,23 @@ def search(tree: Tree, place: Path) -> Below:
     return below
 
 
-def _look_into(tree: Tree, folder: Path, below: Below, *, is_top: bool) -> list[Path]:
-    """Add what is in a folder to what was found; return the folders in it to be searched."""
+def _search_folder(tree: Tree, folder: Path, below: SearchResult, *, is_top: bool) -> list[Path]:
+    """Add a folder's weights and steps to the result; return its subfolders to search."""
     inner = list(_folders_to_search(tree, folder))
     form = format_in(tree, folder, sharded=True) or format_in(tree, folder, sharded=False)
     below.folders.append(folder)
-    is_made_by_us = not is_top and RECORD_NAME in tree.inside(folder)
-    if form is not None and not is_made_by_us:
+    is_our_output = not is_top and RECORD_NAME in tree.inside(folder)
+    if form is not None and not is_our_output:
         below.sets.append((folder, form))
-    if is_made_by_us or (form is not None and form.sharded):
-        return []  # what is deeper belongs to these weights
+    if is_our_output or (form is not None and form.sharded):
+        return []  # deeper folders belong to these weights
     steps = steps_in(tree, folder)
     if not is_top:
-        steps = [one for one in steps if not tree.is_file(one[1] / RECORD_NAME)]
+        steps = [(step, path) for step, path in steps if not tree.is_file(path / RECORD_NAME)]
     if steps:
         below.runs[folder] = steps
-    taken = {path for _, path in steps}
-    return [one for one in inner if one not in taken]
+    step_dirs = {path for _, path in steps}
+    return [path for path in inner if path not in step_dirs]
 
 
 def format_in(tree: Tree, folder: Path, *, sharded: bool) -> Format | None:
@@ -149,42 +149,39 @@ def steps_in(tree: Tree, run: Path) -> list[tuple[int, Path]]:
     """Return the step directories of a run, the highest step first; of one step, the last save.
 
     Without directories whose names count training, those of an in-house name that hold sharded
-    weights are its steps, and those of the same name that may not be read.
+    weights are its steps, and also folders of the same name that may not be read.
     """
     folders = without_converted(path for path in tree.inside(run).values() if tree.is_dir(path))
-    folders = [one for one in folders if not _is_merged(tree, one)]
-    found = [(step, one) for one in folders if (step := step_of(one.name)) is not None]
-    if not found and step_of_parents(run, sharded=False) is None:  # else a step's own parts
-        loose = [(step, one) for one in folders if (step := loose_step_of(one.name)) is not None]
-        held = {one: _holds_shards(tree, one) for _, one in loose}
-        names = {family(one.name) for one in held if held[one]}
-        found = [
-            (step, one)
-            for step, one in loose
-            if held[one] or (held[one] is None and family(one.name) in names)
+    folders = [path for path in folders if not _is_merged(tree, path)]
+    steps = [(step, path) for path in folders if (step := step_of(path.name)) is not None]
+    if not steps and step_of_parents(run, sharded=False) is None:  # else a step's own parts
+        loose = [(step, path) for path in folders if (step := loose_step_of(path.name)) is not None]
+        have_shards = {path: _holds_shards(tree, path) for _, path in loose}
+        names = {family(path.name) for path, has_shards in have_shards.items() if has_shards}
+        steps = [
+            (step, path)
+            for step, path in loose
+            if have_shards[path] or (have_shards[path] is None and family(path.name) in names)
         ]
-    return sorted(found, key=lambda one: (one[0], version_of(one[1].name), one[1]), reverse=True)
+    return sorted(steps, key=lambda at: (at[0], version_of(at[1].name), at[1]), reverse=True)
 
 
 def _is_merged(tree: Tree, folder: Path) -> bool:
-    """Return whether lmms-engine merged a folder from rank files that are all there, too."""
+    """Return whether lmms-engine merged a folder from rank files that are still complete."""
     shards = tree.inside(folder.parent).get(f"{folder.name}-fsdp")
     if shards is None or step_of(shards.name) is None:
         return False
-    with suppress(OSError):  # closed: the error is that of the rank files
-        names = {one for one in tree.inside(shards / _MODEL_DIR) if one.startswith(_RANK_FILE)}
-        world = len(names)
-        return bool(names) and names == {f"{_RANK_FILE}{world}_rank_{n}.pt" for n in range(world)}
-    return False
+    names: set[str] = set()
+    with suppress(OSError):  # closed: reading the rank files raises the error
+        names = {name for name in tree.inside(shards / _MODEL_DIR) if name.startswith(_RANK_FILE)}
+    world = len(names)
+    return bool(names) and names == {f"{_RANK_FILE}{world}_rank_{n}.pt" for n in range(world)}
 
 
 def _holds_shards(tree: Tree, folder: Path) -> bool | None:
-    """Return whether there are sharded weights in a folder, or one level below it.
-
-    None of one that may not be read.
-    """
+    """Return whether a folder, or one level below it, has sharded weights; None if it is closed."""
     try:
-        inner = [one for one in _folders_to_search(tree, folder) if step_of(one.name) is None]
+        inner = [path for path in _folders_to_search(tree, folder) if step_of(path.name) is None]
         return any(format_in(tree, place, sharded=True) for place in (folder, *inner))
     except PermissionError:
         return None
@@ -196,22 +193,22 @@ def sets_at(tree: Tree, place: Path, *, sharded: bool) -> list[Location]:
     if here is not None:
         return [location_of(tree, place, place, here)]
     names = filter(_FSDP_FOLDER.fullmatch, tree.inside(place))
-    found: list[Location] = []
+    sets: list[Location] = []
     for folder in (place / name for name in (*ROLES, *sorted(names, reverse=True), *_FOLDERS)):
         form = format_in(tree, folder, sharded=sharded)
         if form is None and sharded and folder.name == _EMA_DIR and tree.is_dir(folder):
-            # lmms-engine leaves the folder empty if nothing was averaged: `choose` says so.
+            # lmms-engine leaves the folder empty if nothing was averaged; `choose` reports that.
             form = RANK_FILES if sets_at(tree, place / _MODEL_DIR, sharded=True) else None
         if form is not None:
-            found.append(location_of(tree, folder, place, form))
-    tag = step_of_tag(tree, place) if sharded and not found else None
+            sets.append(location_of(tree, folder, place, form))
+    tag = step_of_tag(tree, place) if sharded and not sets else None
     if tag is not None and (form := format_in(tree, tag, sharded=True)) is not None:
-        found.append(location_of(tree, tag, place, form))
-    return found
+        sets.append(location_of(tree, tag, place, form))
+    return sets
 
 
 def location_of(tree: Tree, folder: Path, place: Path, form: Format) -> Location:
-    """Return where weights are that were found from a place, at or above their folder."""
+    """Return the location of weights in a folder at or below the place that was searched."""
     named = step_of_parents(folder, sharded=form.sharded)
     is_inner = folder.name in ROLES or _FSDP_FOLDER.fullmatch(folder.name)
     above = step_of(folder.parent.name)
@@ -229,14 +226,14 @@ def location_of(tree: Tree, folder: Path, place: Path, form: Format) -> Location
 
 
 def sets_within(tree: Tree, step_dir: Path) -> list[Location]:
-    """Return all sets of weights at any depth of a step directory, the sharded if there are any."""
+    """Return all sets of weights at any depth of a step directory; of each role, sharded first."""
     below = search(tree, step_dir)
-    found = [location_of(tree, folder, step_dir, form) for folder, form in below.sets]
+    sets = [location_of(tree, folder, step_dir, form) for folder, form in below.sets]
     for steps in below.runs.values():
-        found += sets_at(tree, steps[0][1], sharded=True)
-    sharded = {at.role for at in found if at.format.sharded}
-    kept = [at for at in found if at.format.sharded or at.role not in sharded]
-    return kept or [at for folder in below.folders for at in _file_in(tree, folder)]
+        sets += sets_at(tree, steps[0][1], sharded=True)
+    sharded = {at.role for at in sets if at.format.sharded}
+    sets = [at for at in sets if at.format.sharded or at.role not in sharded]
+    return sets or [at for folder in below.folders for at in _file_in(tree, folder)]
 
 
 def is_checkpoint_file(tree: Tree, path: Path) -> bool:
@@ -245,11 +242,11 @@ def is_checkpoint_file(tree: Tree, path: Path) -> bool:
         return False
     if path.suffix and is_state(path.name.partition(".")[0]):
         return False
-    return not any(one.claims(tree, path) for one in formats())
+    return not any(form.claims(tree, path) for form in formats())
 
 
-def alone(tree: Tree, file: Path) -> Location:
-    """Return where a file is that is a checkpoint of its own."""
+def single_file(tree: Tree, file: Path) -> Location:
+    """Return the location of a file that is a checkpoint of its own."""
     from unshard.read.whole_files.reader import WHOLE_FILES
 
     location = location_of(tree, file.parent, file.parent, WHOLE_FILES)
@@ -261,24 +258,24 @@ def _file_in(tree: Tree, folder: Path) -> list[Location]:
     """Return the one file of a folder that is a checkpoint by its name, if there is one."""
     named = (path for name, path in tree.inside(folder).items() if _ALONE.fullmatch(name))
     files = [path for path in named if is_checkpoint_file(tree, path)]
-    return [alone(tree, files[0])] if len(files) == 1 else []
+    return [single_file(tree, files[0])] if len(files) == 1 else []
 
 
 def numbered_files(tree: Tree, run: Path, step: int | None) -> list[Location]:
     """Return the files of a run that are one step each, as MMEngine and Fabric write them."""
-    found = [
-        alone(tree, path)
+    files = [
+        single_file(tree, path)
         for path in tree.inside(run).values()
         if step_of_file(path) is not None
         and path.suffix not in ("", _ARCHIVE)
         and is_checkpoint_file(tree, path)
     ]
-    kept = [at for at in found if step in (None, at.step)]
-    return sorted(kept, key=lambda at: (at.step or 0, version_of(at.place.name)), reverse=True)
+    files = [at for at in files if step in (None, at.step)]
+    return sorted(files, key=lambda at: (at.step or 0, version_of(at.place.name)), reverse=True)
 
 
 def at_same_step(location: Location, weights: Weights) -> Location | None:
-    """Return where the step directory has its EMA or its regular weights, if it has them."""
+    """Return the EMA or the regular weights of a location's step directory, if it has them."""
     folder = location.step_dir / (_EMA_DIR if weights == "ema" else _MODEL_DIR)
     form = format_in(Tree(), folder, sharded=True)
     if form is None:

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a path means, whatever level of its tree the path points to.
+"""Finds the checkpoint of a path, at whatever level of its tree the path is.
 
 A *step directory* (`global_step_10`, `checkpoint-10`) has one checkpoint, of one set of weights or
 several: those of roles (verl, SkyRL), or of an average (lmms-engine). A *run directory* has several
@@ -18,18 +18,18 @@ from pathlib import Path
 
 from unshard.errors import UnknownFormatError, UsageError
 from unshard.read.finding.candidates import (
-    Below,
-    alone,
+    SearchResult,
     is_checkpoint_file,
     location_of,
     numbered_files,
     search,
     sets_at,
     sets_within,
+    single_file,
     steps_in,
 )
 from unshard.read.finding.markers import MARKERS
-from unshard.read.finding.ranking import DEFAULT_ROLES, Run, choose, sets_near
+from unshard.read.finding.ranking import DEFAULT_ROLES, RunDirectory, choose, sets_near
 from unshard.read.format import Choice, Location, blaming, role_in
 from unshard.read.hub_files import PIPELINE_INDEX
 from unshard.read.step_names import is_state, step_of_parents
@@ -37,7 +37,7 @@ from unshard.read.tree import LONGEST_TEXT, Tree
 
 _RUN_FOLDERS = ("checkpoint", "checkpoints", "outputs")
 _UPWARD = 3
-_TRIED = 3  # the highest steps of a run, of which one holds weights
+_TRIED = 3  # the highest steps of a run, one of which must hold weights
 
 
 def discover(path: Path, choice: Choice, tree: Tree | None = None) -> list[Location]:
@@ -52,17 +52,16 @@ def discover(path: Path, choice: Choice, tree: Tree | None = None) -> list[Locat
 def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Location]:
     """Yield the checkpoints that `path` may mean, the highest step first; there is at least one.
 
-    No step is looked into before it is needed, but as far as the choice of the first depends on it:
-    of a long run one step is read, and what is wrong with an older one does not matter.
+    Lazy: steps are inspected in order and only on demand, so one step of a long run is read, and
+    errors in older steps are not raised.
 
     Raises:
-        UnknownFormatError: nothing there is a checkpoint; says what was looked for and what is
-            there.
+        UnknownFormatError: there is no checkpoint; the message has the expected names and those
+            that are there.
         IncompleteError: the directory of the weights asked for is empty.
         CorruptError: a directory cannot be read.
-        UsageError: the choice contradicts the path; the path is training state, or
-            states the latest step; or there are
-            several sets of weights or several runs, and nothing says which is meant.
+        UsageError: the choice contradicts the path; the path is training state, or a marker of the
+            latest step; or several sets of weights or several runs match.
     """
     tree = tree or Tree()
     with blaming(path):
@@ -70,13 +69,13 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
         if not is_file and not tree.is_dir(path):
             if tree.exists(path):
                 raise UnknownFormatError(f"{path}: is not a regular file")
-            from unshard.read.finding.near_misses import no_such
+            from unshard.read.finding.diagnosis import no_such
 
             raise no_such(path)
         if is_file and path.name in MARKERS and tree.size(path) <= LONGEST_TEXT:
             raise UsageError(
-                f"{path}: states which step is the latest, and is not a checkpoint",
-                hint=f"give the directory, {path.parent}, or the one of a step",
+                f"{path}: is a marker of the latest step, not a checkpoint",
+                hint=f"pass {path.parent} or a step directory",
             )
         start = tree.resolve(path.parent) / path.name if is_file else tree.resolve(path)
         if not is_file and PIPELINE_INDEX in tree.inside(start):
@@ -85,19 +84,19 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
             start = component_of(start) if is_pipeline(start / PIPELINE_INDEX) else start
         place = start.parent if is_file else start
         if is_checkpoint_file(tree, start):
-            yield choose(tree, start, [alone(tree, start)], choice, start=start)
+            yield choose(tree, start, [single_file(tree, start)], choice, start=start)
             return
         steps = _nearest(tree, place, start, choice)
         first = next(steps, None)
         if first is None:
-            run, found = _below(tree, place, choice)
+            run, sets = _below(tree, place, choice)
             if run is not None:
-                steps = _or_apart(tree, place, find(run, choice, tree), found, choice)
+                steps = _or_apart(tree, place, find(run, choice, tree), sets, choice)
             else:
-                steps = iter(found or _around(tree, start, choice))
+                steps = iter(sets or _around(tree, start, choice))
             first = next(steps, None)
         if first is None:
-            from unshard.read.finding.near_misses import nothing_found
+            from unshard.read.finding.diagnosis import nothing_found
 
             raise nothing_found(tree, path, choice.step)
         yield first
@@ -106,27 +105,27 @@ def find(path: Path, choice: Choice, tree: Tree | None = None) -> Iterator[Locat
 
 def _nearest(tree: Tree, place: Path, start: Path, choice: Choice) -> Iterator[Location]:
     """Yield the weights at a place, or in its folders of known names, or those of its steps."""
-    found = sets_near(tree, place, choice, sharded=True)
-    steps = iter(()) if found else Run(tree, place, choice).steps()
+    sets = sets_near(tree, place, choice, sharded=True)
+    steps = iter(()) if sets else RunDirectory(tree, place, choice).steps()
     first = next(steps, None)
-    if not found and (first is None or not first.format.sharded):
-        found = sets_near(tree, place, choice, sharded=False)
+    if not sets and (first is None or not first.format.sharded):
+        sets = sets_near(tree, place, choice, sharded=False)
         steps, ahead = tee(steps)
-        if found and any(at.format.sharded for at in ahead):
-            found = []
-    if found:
-        if start != place:  # the reader takes the set of files that the named one belongs to
-            found = [replace(at, file=start) if at.weights_dir == place else at for at in found]
-        yield choose(tree, place, found, choice, start=place)
+        if sets and any(at.format.sharded for at in ahead):
+            sets = []
+    if sets:
+        if start != place:  # the reader takes the set of files that contains this file
+            sets = [replace(at, file=start) if at.weights_dir == place else at for at in sets]
+        yield choose(tree, place, sets, choice, start=place)
     elif first is not None:
         yield first
         yield from steps
 
 
 def _below(tree: Tree, place: Path, choice: Choice) -> tuple[Path | None, list[Location]]:
-    """Return the run below a place that is meant, and the sets apart from it.
+    """Return the run below a place, and the sets apart from it.
 
-    Without a run, None, and what is meant of the sets or the files of steps below the place.
+    Without one run, return None, and the chosen set or the files of steps below the place.
     """
     for name in _RUN_FOLDERS:
         if tree.is_dir(place / name):
@@ -138,36 +137,38 @@ def _below(tree: Tree, place: Path, choice: Choice) -> tuple[Path | None, list[L
         if any(sets_within(tree, at) for _, at in steps[:_TRIED])
     ]
     if runs:
-        meant = runs if len(runs) == 1 else _runs_of_role(place, runs, choice)
-        if runs == [place] or len(meant) != 1 or below.is_cut:  # others may not have been seen
+        chosen = runs if len(runs) == 1 else _runs_of_role(place, runs, choice)
+        if runs == [place] or len(chosen) != 1 or below.is_cut:  # a cut search may miss others
             return None, []
-        return meant[0], _apart(tree, place, meant[0], below, choice)
+        return chosen[0], _apart(tree, place, chosen[0], below, choice)
     files = [numbered_files(tree, folder, choice.step) for folder in below.folders]
-    numbered = [found for found in files if found]
+    numbered = [steps for steps in files if steps]
     if len(numbered) == 1 and not below.sets:
         return None, numbered[0]
-    found = [] if below.sets else [found[0] for found in numbered]
-    found = found or sets_within(tree, place)
-    return None, [choose(tree, place, found, choice, start=place)] if found else []
+    sets = [] if below.sets else [steps[0] for steps in numbered]
+    sets = sets or sets_within(tree, place)
+    return None, [choose(tree, place, sets, choice, start=place)] if sets else []
 
 
-def _apart(tree: Tree, place: Path, run: Path, below: Below, choice: Choice) -> list[Location]:
-    """Return the sharded sets below a place that are not in the one run there."""
-    found = [
+def _apart(
+    tree: Tree, place: Path, run: Path, below: SearchResult, choice: Choice
+) -> list[Location]:
+    """Return the sharded sets below a place that are outside its one run."""
+    sets = [
         location_of(tree, folder, place, form)
         for folder, form in below.sets
         if form.sharded and not folder.is_relative_to(run)
     ]
-    return [at for at in found if choice.step in (None, at.step)]
+    return [at for at in sets if choice.step in (None, at.step)]
 
 
 def _or_apart(
     tree: Tree, place: Path, steps: Iterator[Location], apart: list[Location], choice: Choice
 ) -> Iterator[Location]:
-    """Yield the steps of the one run below a place, or the set next to it that is meant."""
-    named = [at for at in apart if choice.role is not None and at.is_called(choice.role)]
-    if named:
-        yield choose(tree, place, named, choice, start=place)
+    """Yield the steps of the one run below a place, or the chosen set next to it."""
+    of_role = [at for at in apart if choice.role is not None and at.is_called(choice.role)]
+    if of_role:
+        yield choose(tree, place, of_role, choice, start=place)
         return
     first = next(steps)
     chosen = choose(tree, place, [first, *apart], choice, start=place) if apart else first
@@ -177,47 +178,47 @@ def _or_apart(
 
 
 def _runs_of_role(place: Path, runs: list[Path], choice: Choice) -> list[Path]:
-    """Return the runs of the role that is meant, where each run is of one (ROLL)."""
+    """Return the runs of the chosen role, if each run has one role (ROLL)."""
     roles = {run: role_in(run.relative_to(place).parts) for run in runs}
-    known = set() if None in roles.values() else set(roles.values())
-    wanted = choice.role or next((role for role in DEFAULT_ROLES if role in known), None)
-    return [run for run, role in roles.items() if role == wanted and role in known]
+    known_roles = set() if None in roles.values() else set(roles.values())
+    wanted = choice.role or next((role for role in DEFAULT_ROLES if role in known_roles), None)
+    return [run for run, role in roles.items() if role == wanted and role in known_roles]
 
 
 def _around(tree: Tree, start: Path, choice: Choice) -> list[Location]:
-    """Return the checkpoint that a path is inside of, next to its weights."""
+    """Return the checkpoint around a path that is inside of it, next to its weights."""
     place = start.parent if tree.is_file(start) else start
     named = step_of_parents(place, sharded=False)
     for above in list(place.parents)[:_UPWARD]:
-        found = sets_at(tree, above, sharded=True)
-        if not found and named is not None and above == named[0]:
-            found = sets_within(tree, above)
-        if found:
+        sets = sets_at(tree, above, sharded=True)
+        if not sets and named is not None and above == named[0]:
+            sets = sets_within(tree, above)
+        if sets:
             inner = above / start.relative_to(above).parts[0]
             if tree.is_dir(inner) and is_state(inner.name):
                 raise UsageError(
                     f"{start} is training state, not weights",
-                    hint=f"give the checkpoint itself: {above}",
+                    hint=f"pass the checkpoint itself: {above}",
                 )
-            inside = [at for at in found if start.is_relative_to(at.weights_dir)]
-            inside = inside or [at for at in found if at.weights_dir.is_relative_to(inner)]
-            return [choose(tree, above, inside or found, choice, start=start)]
+            inside = [at for at in sets if start.is_relative_to(at.weights_dir)]
+            inside = inside or [at for at in sets if at.weights_dir.is_relative_to(inner)]
+            return [choose(tree, above, inside or sets, choice, start=start)]
     return []
 
 
 def all_steps(run: Path, choice: Choice) -> list[Location]:
     """Return the checkpoints of all steps of a run, the lowest step first.
 
-    Of a path that is one checkpoint, or is inside one, there are none. A final model in the run's
-    own directory is not a step.
+    Empty if `run` is, or is inside, a single checkpoint. A final model in the run's own directory
+    is not a step.
 
     Raises:
         CheckpointError: see `discover`.
     """
     with blaming(run):
         tree, place = Tree(), run.resolve()
-        found = [one for one in discover(run, choice, tree) if place in one.step_dir.parents]
-        return (found or list(Run(tree, place, choice).steps()))[::-1]
+        steps = [at for at in discover(run, choice, tree) if place in at.step_dir.parents]
+        return (steps or list(RunDirectory(tree, place, choice).steps()))[::-1]
 
 
 def step_folders(run: Path) -> dict[int, Path]:
@@ -230,5 +231,5 @@ def step_folders(run: Path) -> dict[int, Path]:
 
 
 def step_numbers(run: Path) -> list[int]:
-    """Return the steps of which a run has directories, even empty ones, the lowest first."""
+    """Return the steps that have a directory in a run, even an empty one, the lowest first."""
     return list(step_folders(run))

@@ -1,8 +1,8 @@
-"""What trainers leave next to their weights: which step is the latest, and who wrote them.
+"""Markers that trainers leave next to their weights: the latest step, and the writer.
 
-A marker of the latest step is believed only where it agrees with what is there: it may be left by
-an earlier run, or name a step that was removed. What the tree does not show of the writer, the
-format itself may: else it is "unknown".
+A marker of the latest step counts only if it agrees with the tree: an earlier run may have left it,
+or its step may have been removed. If the tree does not show the writer, the format itself may; else
+it is "unknown".
 
 Sources: the trainers in `tests/trainers`.
 """
@@ -28,7 +28,7 @@ MARKERS = (
     "latest_checkpoint.txt",  # cosmos-predict
     "last_checkpoint",  # MMEngine
 )
-"""The names of files that state the latest step."""
+"""The names of files that contain the latest step."""
 _LINKS = ("last", "latest", "hf-latest")  # lerobot, xtuner
 _TAG = "latest"  # DeepSpeed
 _TRAINER_STATE = "trainer_state.json"
@@ -37,7 +37,7 @@ _FIRST, _SECOND = "pytorch_model", re.compile(r"pytorch_model_\d+")
 
 
 class Marker(NamedTuple):
-    """A file or a link of a run that states its latest step; None for one without a number."""
+    """A file or a link of a run for its latest step; the step is None if it has no number."""
 
     name: str
     step: int | None
@@ -45,19 +45,19 @@ class Marker(NamedTuple):
 
 def find_markers(run: Path) -> list[Marker]:
     """Return the markers in a run's directory."""
-    tree, found = Tree(), list[Marker]()
-    for path in (run / name for name in (*MARKERS, *(one for one in _LINKS if one not in MARKERS))):
+    tree, markers = Tree(), list[Marker]()
+    for path in (run / name for name in dict.fromkeys((*MARKERS, *_LINKS))):
         with suppress(OSError):  # unreadable, or just removed
             if path.is_symlink() and path.name in _LINKS:
                 step = step_of(path.readlink().name)
-                found += [] if step is None else [Marker(path.name, step)]
+                markers += [] if step is None else [Marker(path.name, step)]
             elif (text := tree.text(path)) is not None:
-                found.append(Marker(path.name, _stated(text.strip())))
-    return found
+                markers.append(Marker(path.name, _step_in(text.strip())))
+    return markers
 
 
 def stated_tag(place: Path, tree: Tree | None = None) -> str | None:
-    """Return the folder of a place that its file `latest` names: DeepSpeed's tag."""
+    """Return DeepSpeed's tag of a place: the name of the folder in its file `latest`."""
     tree, path = tree or Tree(), place / _TAG
     tag = (tree.text(path) or "").strip()
     is_name = tag and "\ufffd" not in tag and Path(tag).name == tag
@@ -68,9 +68,9 @@ def step_of_tag(tree: Tree, place: Path) -> Path | None:
     """Return the folder of the tag that is the checkpoint of a place; None if it may be several.
 
     A trainer's step (`checkpoint-10`) has one tag, whatever its name; a run has one per step. So a
-    tag whose name states a step is the place's own only if that is a step, too. Where `latest` does
-    not say which it is, a trainer's step has that of the highest step: its weights are what the
-    training goes on from, and those of a whole model next to it are not.
+    tag whose name has a step is the place's own only if the place is a step, too. Without `latest`,
+    a trainer's step has the tag of the highest step: training resumes from its weights, not from
+    those of a whole model next to it.
     """
     tag = stated_tag(place, tree)
     step = step_of(place.name)
@@ -78,19 +78,19 @@ def step_of_tag(tree: Tree, place: Path) -> Path | None:
     if tag is None or not tree.is_dir(place / tag):
         return _highest_tag(tree, place) if is_trainers else None
     if _SECOND.fullmatch(tag) and tree.is_dir(place / _FIRST):
-        return None  # accelerate names the tag of each model, and the last one stays
+        return None  # accelerate's `latest` has the tag of the last model it saved, of several
     if is_trainers or step_of(tag) is None:
         return place / tag
-    tags = without_converted(one for one in tree.inside(place).values() if tree.is_dir(one))
-    is_only = sum(step_of(one.name) is not None for one in tags) == 1
+    tags = without_converted(path for path in tree.inside(place).values() if tree.is_dir(path))
+    is_only = sum(step_of(path.name) is not None for path in tags) == 1
     return place / tag if step is not None and is_only else None
 
 
 def _highest_tag(tree: Tree, place: Path) -> Path | None:
-    """Return the folder of DeepSpeed's files with the highest step; None if that is not one."""
+    """Return the folder of DeepSpeed's files with the highest step; None if several have it."""
     inside = tree.inside(place).values()
-    folders = without_converted(one for one in inside if tree.is_dir(one) and _is_zero(tree, one))
-    steps = [-1 if (step := step_of(one.name)) is None else step for one in folders]
+    folders = without_converted(p for p in inside if tree.is_dir(p) and _is_zero(tree, p))
+    steps = [-1 if (step := step_of(folder.name)) is None else step for folder in folders]
     highest = max(steps, default=-1)
     return folders[steps.index(highest)] if steps.count(highest) == 1 else None
 
@@ -103,8 +103,8 @@ def _is_zero(tree: Tree, folder: Path) -> bool:
     return False
 
 
-def _stated(text: str) -> int | None:
-    """Return the step that a text, or the path in it, states; None if it may be several."""
+def _step_in(text: str) -> int | None:
+    """Return the step in a text, or in the path in it; None if there may be several."""
     name = text.rpartition("/")[2]  # MMEngine writes the whole path of a file
     if not name.isascii():
         return None
@@ -113,24 +113,24 @@ def _stated(text: str) -> int | None:
 
 
 def run_of(location: Location) -> Path:
-    """Return the directory in which a trainer puts its markers: that of the steps."""
+    """Return the directory in which a trainer puts its markers, next to the steps."""
     is_file = location.place != location.weights_dir
     return location.weights_dir if is_file else location.step_dir.parent
 
 
 def notes_of(location: Location, *, is_chosen: bool) -> list[str]:
-    """Return, for the user, which markers name another step or tag than the one that was taken.
+    """Return notes about markers that disagree with the step or tag of a location.
 
-    If the step `is_chosen`, those of the run do not matter.
+    If the user chose the step (`is_chosen`), those of the run do not matter.
     """
     tree, run, place, tag = Tree(), run_of(location), location.step_dir, location.weights_dir
     is_trainers = step_of(place.name) is not None and tree.is_file(place / _TRAINER_STATE)
     notes = []
     if is_trainers and tag.parent == place and _is_zero(tree, tag):
-        stated = stated_tag(place, tree)
-        why = "is missing" if stated is None else f"names {stated}, which is not there"
-        if stated != tag.name:
-            notes = [f"{place / _TAG} {why}: {tag.name} was taken, the highest there"]
+        latest = stated_tag(place, tree)
+        why = "is missing" if latest is None else f"has {latest}, which does not exist"
+        if latest != tag.name:
+            notes = [f"{place / _TAG} {why}: {tag.name}, the highest step, was taken"]
     return notes + [
         f"{run / name} names step {step}, but step {location.step} was taken: the highest there "
         "that is complete"
@@ -140,16 +140,16 @@ def notes_of(location: Location, *, is_chosen: bool) -> list[str]:
 
 
 class _Signs(NamedTuple):
-    """What shows a writer: what is in which folders, and how those of the weights are called."""
+    """The signs of a writer in the tree around the weights."""
 
     writer: str
-    there: tuple[str, ...] = ()  # FOLDERS/PATTERNS: in one of these folders, what fits one of these
+    files: tuple[str, ...] = ()  # FOLDERS/PATTERNS: one of these folders has one of these files
     inner: str = ".*"  # the folders between the step and the weights
     step: str = ".*"
     also: Callable[[Location], bool] = lambda _: True
 
 
-# The first that holds; each needs more than a name that another trainer might use.
+# The first match counts; each needs more than a name that another trainer might use.
 _WRITERS = (
     _Signs("lerobot", ("weights|above/train_config.json",), r"(.*/)?pretrained_model(/.*)?"),
     _Signs("NeMo-RL", ("step/training_info.json",)),
@@ -167,7 +167,7 @@ _WRITERS = (
     _Signs(
         "xtuner",
         inner="weights",
-        also=lambda at: any((one / ".xtuner").is_file() for one in at.step_dir.parents[:_UPWARD]),
+        also=lambda at: any((p / ".xtuner").is_file() for p in at.step_dir.parents[:_UPWARD]),
     ),
     _Signs("finetrainers", step="finetrainers_step_.*"),
     _Signs("AReaL", step=r"epoch\d+epochstep\d+globalstep\d+"),
@@ -187,7 +187,7 @@ _WRITERS = (
 
 
 def writer_by_tree(location: Location) -> str | None:
-    """Return the trainer that the tree around the weights shows, or None.
+    """Return the trainer that wrote the weights, by the tree around them, or None.
 
     Raises:
         FileNotFoundError: the weights have just been removed.
@@ -202,19 +202,17 @@ def writer_by_tree(location: Location) -> str | None:
         folder = folders.get(where)
         return [] if folder is None or not folder.is_dir() else [at.name for at in folder.iterdir()]
 
-    def is_there(sign: str) -> bool:
+    def exists(sign: str) -> bool:
         where, _, names = sign.partition("/")
         patterns = names.split("|")
-        return any(fnmatch.filter(inside(at), one) for at in where.split("|") for one in patterns)
+        return any(fnmatch.filter(inside(at), glob) for at in where.split("|") for glob in patterns)
 
-    return next(
-        (
-            one.writer
-            for one in _WRITERS
-            if re.fullmatch(one.inner, inner, re.DOTALL)
-            and re.fullmatch(one.step, step.name, re.DOTALL)
-            and one.also(location)
-            and all(map(is_there, one.there))
-        ),
-        None,
+    matching = (
+        signs.writer
+        for signs in _WRITERS
+        if re.fullmatch(signs.inner, inner, re.DOTALL)
+        and re.fullmatch(signs.step, step.name, re.DOTALL)
+        and signs.also(location)
+        and all(map(exists, signs.files))
     )
+    return next(matching, None)

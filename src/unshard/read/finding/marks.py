@@ -1,6 +1,6 @@
-"""The marks by which trainers show that a checkpoint is complete, or that it is not yet.
+"""Completion marks, by which trainers show whether a checkpoint is complete.
 
-What the weights themselves must have is known by their format (`Format.missing`).
+The files of the weights themselves are checked by their format (`Format.missing`).
 """
 
 import re
@@ -24,7 +24,7 @@ from unshard.stores.remote_path import RemotePath
 _LMMS_ENGINE = ("pytorch_model_fsdp_0", "pytorch_ema_model_fsdp_0")
 _LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt", "last")
 _COMPLETE = ("CHECKPOINT_COMPLETE", "COMPLETED", "ok")  # LLaMA-Factory, open-instruct, Fast-LLM
-_MOST_OTHERS = 4  # steps of the run that show whether its trainer leaves such a file
+_MOST_OTHERS = 4  # steps of the run that are searched for such a file
 _OLMO = ".metadata.json"
 _TRAINER_STATE = "trainer_state.json"
 _CONTENTS = "ckpt_contents.json"
@@ -32,22 +32,22 @@ _LAST = (
     *(".metadata", "metadata.json", "latest", _TRAINER_STATE, _OLMO, _CONTENTS, "meta.pt"),
     *_COMPLETE,
 )
-_COPIED_NS = 600 * 10**9  # by then no save goes on: in a copy, a mark may be among its weights
+_COPIED_NS = 600 * 10**9  # a save takes less: older files are a copy, with times in any order
 _AUTOMODEL = re.compile(r"epoch_\d+_step_\d+")
 
 
 def _tag(location: Location) -> str | None:
-    """DeepSpeed writes `latest` when all ranks have written their files of a tag.
+    """DeepSpeed writes `latest` after all ranks have written their files of a tag.
 
-    In a trainer's own step other files follow it.
+    In a trainer's own step, other files are written after it.
     """
     if not location.format.tagged:
         return None
     tag = stated_tag(location.weights_dir.parent)
-    stated, step = step_of(tag or ""), location.step
+    latest, step = step_of(tag or ""), location.step
     if tag is None:
         return "latest is missing"
-    if tag != location.weights_dir.name and (stated is None or step is None or stated < step):
+    if tag != location.weights_dir.name and (latest is None or step is None or latest < step):
         return f"latest has {tag}"
     return None if (location.step_dir / _TRAINER_STATE).is_file() else ""
 
@@ -59,7 +59,7 @@ def _latest_step(location: Location) -> str | None:
             continue
         if latest.step is None or latest.step < step:
             return f"{latest.name} has {'nothing' if latest.step is None else latest.step}"
-        if latest.step in _steps_of(run):  # else an earlier run's
+        if latest.step in _steps_of(run):  # else an earlier run left it
             return ""
     return None
 
@@ -92,11 +92,11 @@ def _olmo(location: Location) -> str | None:
 
 
 def _contents(location: Location) -> str | None:
-    """Verl's Megatron manager (0.9.0) lists a role's contents when all ranks have written them."""
+    """Verl's Megatron manager (0.9.0) lists a role's contents after all ranks have written them."""
     *_, above, name = location.weights_dir.parts
     is_listed = above == "model" and name in ("dist_ckpt", "huggingface")
-    is_there = (location.weights_dir.parent.parent / _CONTENTS).is_file()
-    return f"{_CONTENTS} is missing" if is_listed and not is_there else None
+    has_list = (location.weights_dir.parent.parent / _CONTENTS).is_file()
+    return f"{_CONTENTS} is missing" if is_listed and not has_list else None
 
 
 def _automodel(location: Location) -> str | None:
@@ -110,7 +110,7 @@ def _automodel(location: Location) -> str | None:
 
 
 def unfinished_lmms(location: Location) -> str | None:
-    """Return which file is missing that lmms-engine writes after the weights."""
+    """Return the missing file among those that lmms-engine writes after the weights."""
     folder, loader = location.weights_dir, location.step_dir / "dataloader_state"
     if (folder / DELTA).is_file():
         return "it is a delta, not a model"
@@ -121,29 +121,30 @@ def unfinished_lmms(location: Location) -> str | None:
             return why
     is_lmms = bool(worlds) and folder.name in _LMMS_ENGINE
     is_begun = is_lmms and not (location.step_dir / "config.json").is_file()
-    return "config.json is missing" if is_begun else None  # the last that it writes
+    return "config.json is missing" if is_begun else None  # lmms-engine writes it last
 
 
 def half_saved(location: Location, former: Stamps) -> str | None:
-    """Return what shows that a step on a disk is being saved again, or removed; None if nothing.
+    """Return a sign that a step on a disk is being saved again, or removed; None without any.
 
-    `former` are its stamps when it was complete before, if it was. A file that is as it was then is
-    of another save than those that changed, unless a mark is as new as they are: it is left of a
-    save by more ranks. Without `former`, weights from before and after the last mark tell.
+    `former` are its stamps when it was last complete, if it was. A file that has not changed since
+    then belongs to another save than the changed files, unless a mark is as new as these: then it
+    is left over from a save by more ranks. Without `former`, weights both older and newer than the
+    last mark are a sign.
     """
     now = {} if isinstance(location.path, RemotePath) else stamps_of(location)
-    left = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
+    unchanged = sorted(name for name, stamp in now.items() if former.get(name) == stamp)
     if not now or now == former:
         return None
-    if len(left) == len(now):
+    if len(unchanged) == len(now):
         return f"{min(former.keys() - now.keys())} was removed"
     times = [written for _, written in now.values()]
     marks = _times_of_marks(location)
     last = max(marks, key=lambda path: marks[path], default=None)
     if last is not None and marks[last] >= max(times):
         return None
-    if left:
-        return f"{left[0]} is as it was before the step was saved again"
+    if unchanged:
+        return f"{unchanged[0]} is as it was before the step was saved again"
     is_copied = abs(time_ns() - max(times)) > _COPIED_NS
     if last is None or is_copied or (not former and marks[last] < min(times)):
         return None
@@ -151,7 +152,7 @@ def half_saved(location: Location, former: Stamps) -> str | None:
 
 
 def _times_of_marks(location: Location) -> dict[Path, int]:
-    """Return when each mark of a step, or of its run, was written, in ns."""
+    """Return the mtime of each mark of a step, or of its run, in ns."""
     run, times = run_of(location), dict[Path, int]()
     inside = [at / name for at in (location.weights_dir, location.step_dir) for name in _LAST]
     for path in (*inside, *(run / name for name in ("latest", *_LATEST))):
@@ -169,14 +170,14 @@ MARKS: tuple[Callable[[Location], str | None], ...] = (
     _trainer_state,  # transformers
     _olmo,
 )
-"""Each returns why a checkpoint is not complete, "" if it is; None if it does not show this.
+"""Each returns why a checkpoint is not complete, "" if it is; None if it cannot tell.
 
-The first that shows it decides.
+The first that can tell decides.
 """
 
 
 def _steps_of(run: Path) -> dict[int, str]:
-    """Return the names of a run's steps by number; of a folder in a store no time is known."""
+    """Return the names of a run's steps by number; cached by mtime, which stores do not have."""
     if isinstance(run, RemotePath):
         return _list_steps.__wrapped__(run, 0)
     return _list_steps(run, run.stat().st_mtime_ns)
@@ -184,7 +185,7 @@ def _steps_of(run: Path) -> dict[int, str]:
 
 @lru_cache(maxsize=8)
 def _list_steps(run: Path, changed: int) -> dict[int, str]:
-    """List a run's directory, which was last `changed` then, in ns."""
+    """List a run's directory; `changed` is its mtime in ns, as a key of the cache."""
     del changed
-    found = {step_of(path.name): path.name for path in run.iterdir()}
-    return {step: name for step, name in found.items() if step is not None}
+    steps = {step_of(path.name): path.name for path in run.iterdir()}
+    return {step: name for step, name in steps.items() if step is not None}

@@ -1,6 +1,6 @@
-"""Which version of a checkpoint is there: a step may be saved again.
+"""Tells versions of a checkpoint apart: a step may be saved again.
 
-Hard links, permissions, and files that are added next to the weights make no other version.
+Hard links, permissions, and files that are added next to the weights do not make a new version.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ NO_WEIGHTS = re.compile(
 """The names of files of training state next to the weights."""
 
 Stamps = Mapping[str, Sequence[int]]
-"""Size of each file, and mtime in ns or, in an object store, a number made of its ETag, by name."""
+"""Per file name: size, and mtime in ns or, in an object store, a number made of its ETag."""
 
 
 def has_weights(name: str) -> bool:
@@ -30,12 +30,12 @@ def has_weights(name: str) -> bool:
 
 
 def number_of(etag: str | None) -> int:
-    """Return a number that JSON keeps as it is."""
+    """Return a number for an ETag, small enough that JSON keeps it exactly."""
     return int(hashlib.sha256((etag or "").encode()).hexdigest()[:13], 16)
 
 
 def stamps_of(location: Location) -> Stamps:
-    """Return the stamps of the files directly in the directories of the weights, or of its one.
+    """Return the stamps of the files directly in the directories of the weights, or of its file.
 
     Raises:
         OSError: it has vanished.
@@ -43,8 +43,8 @@ def stamps_of(location: Location) -> Stamps:
     """
     if location.place != location.weights_dir:
         return {location.place.name: _stamp_of(location.place)}
-    inside = [path for root in location.roots for path in root.iterdir()]
-    return {one.name: _stamp_of(one) for one in inside if has_weights(one.name) and one.is_file()}
+    paths = [path for root in location.roots for path in root.iterdir()]
+    return {p.name: _stamp_of(p) for p in paths if has_weights(p.name) and p.is_file()}
 
 
 def _stamp_of(path: Path) -> list[int]:
@@ -54,6 +54,6 @@ def _stamp_of(path: Path) -> list[int]:
 
 
 def fingerprint(stamps: Stamps) -> str:
-    """Return what distinguishes a checkpoint from another of the same step and name; "" of none."""
-    named = sorted((PurePosixPath(name).name, *of) for name, of in stamps.items())
+    """Return an id of a version of a step; "" without stamps."""
+    named = sorted((PurePosixPath(name).name, *stamp) for name, stamp in stamps.items())
     return hashlib.sha256(repr(named).encode()).hexdigest()[:16] if named else ""

@@ -1,7 +1,7 @@
-"""Say what a directory without a checkpoint holds, and what to do with it.
+"""Describes a directory without a checkpoint, and advises on it.
 
-Told by names alone, the nearest miss first: what a step lacks, then what other tools read, then
-what is not a model.
+Goes by names alone, the nearest miss first: missing parts of a step, then formats of other tools,
+then files that are not a model.
 """
 
 import re
@@ -18,19 +18,19 @@ from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
 
 _LISTED = 12
-_SHOWN = 6
+_MOST_KINDS = 6
 _MOST_PATHS = 10_000
 _ONE_RANK = r"(?:.*[_.-])?rank[_-]?\d+[_.-].*"
 
 
-# What a name means, by a pattern or a function of it; the nearest miss first.
+# The meaning of a name, by a pattern or a function of it; the nearest miss first.
 _SIGNS: dict[str | Callable[[str], bool], str] = {
-    is_unfinished: "a save that was not finished: the trainer renames it when it is",
+    is_unfinished: "an unfinished save, which the trainer renames when it is complete",
     r"latest_checkpointed_iteration\.txt|latest_ckpt_global_step\.txt|latest": "a marker of the "
     "latest step, without the step's directory",
-    r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "what DeepSpeed leaves next to its "
+    r"zero_to_fp32\.py|zero_to_torch\.py|latest_universal": "files that DeepSpeed puts next to its "
     "tags (global_stepN), without a tag",
-    r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; give this file as "
+    r"adapter_model\.(?:safetensors|bin)": "a LoRA adapter without its model; pass this file as "
     "the path",
     r".*\.gguf": "a GGUF model, which llama.cpp reads; it is whole already",
     r"consolidated(?:\.\d+)?\.(?:pth|safetensors)": "a model in its maker's format (Llama, "
@@ -39,9 +39,8 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
     "(JAX), which Orbax reads",
     r"checkpoint_metadata\.json|model_config\.json": "a nanotron checkpoint, which nanotron's "
     "converter reads",
-    r"rank_\d+\.safetensors": "a Fast-LLM checkpoint; what Fast-LLM exports to Hugging Face can "
-    "be merged",
-    rf"{_ONE_RANK}|(?:pp|tp|sdp|dp)_\d+.*": "files of single ranks, under names that are not known",
+    r"rank_\d+\.safetensors": "a Fast-LLM checkpoint; its export to Hugging Face can be merged",
+    rf"{_ONE_RANK}|(?:pp|tp|sdp|dp)_\d+.*": "files of single ranks, under unknown names",
     r".*\.(?:h5|ckpt\.index|data-\d+-of-\d+)": "a TensorFlow checkpoint",
     r".*\.(?:onnx|engine|plan|mlmodel)": "an exported model, not a checkpoint",
     lambda name: is_state(name.partition(".")[0]) or is_state(name): "training state (optimizer, "
@@ -53,7 +52,7 @@ _SIGNS: dict[str | Callable[[str], bool], str] = {
 
 
 def no_such(path: Path) -> UnshardError:
-    """Return the error about a path that does not exist; perhaps it means an average of steps."""
+    """Return the error about a path that does not exist, or that is the name of an average."""
     if (average := named_average(path)) is not None:
         run, last, schedule = average
         how = f"⟦--last {last}⟧" + (f" and ⟦--schedule {schedule}⟧" if schedule else "")
@@ -69,26 +68,23 @@ def no_such(path: Path) -> UnshardError:
 
 
 def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatError:
-    """Return the error that says what was looked for, and what is there instead.
+    """Return the error about a path without a checkpoint: the names expected, and those there.
 
-    Args:
-        tree: what is there.
-        path: what was given.
-        wanted: the step that was asked for.
+    `wanted` is the step that the user asked for.
     """
     folder = path if tree.is_dir(path) else path.parent
     below = search(tree, folder)
     runs = sorted({folder.joinpath(*run.relative_to(folder).parts[:1]) for run in below.runs})
     if len(runs) > 1:
         sharded = [place for place, form in below.sets if form.sharded]
-        apart = [one for one in sharded if not any(map(one.is_relative_to, runs))]
+        apart = [place for place in sharded if not any(map(place.is_relative_to, runs))]
         return _several_runs(path, runs, apart)
     steps = [place for run in below.runs.values() for step, place in run if wanted in (None, step)]
     nearest = steps[0] if steps else folder
-    there = [name + ("/" if tree.is_dir(at) else "") for name, at in tree.inside(nearest).items()]
-    seen = [*_seen(tree, nearest), *_not_followed(tree, nearest)]
-    seen += [f"{error.filename}: cannot be read: {error.strerror}" for error in below.closed[:1]]
-    seen += [below.stopped] if below.stopped else []
+    names = [name + ("/" if tree.is_dir(at) else "") for name, at in tree.inside(nearest).items()]
+    notes = [*_kinds(tree, nearest), *_links_elsewhere(tree, nearest)]
+    notes += [f"{error.filename}: cannot be read: {error.strerror}" for error in below.closed[:1]]
+    notes += [below.stopped] if below.stopped else []
     return UnknownFormatError(
         f"{nearest if steps else path}: no checkpoint found",
         expected="model_world_size_W_rank_R.pt (verl, lmms-engine), .metadata and *.distcp (torch "
@@ -96,68 +92,67 @@ def nothing_found(tree: Tree, path: Path, wanted: int | None) -> UnknownFormatEr
         "(accelerate, HF Trainer), zero_pp_rank_R_mp_rank_00_optim_states.pt (DeepSpeed), "
         f"shard-*-model-*.safetensors or model.safetensors, here or up to {DEPTH} levels below, "
         "in step directories (global_step_N, checkpoint-N, step-N) or without them",
-        found="\n            ".join([listed(there, _LISTED) or "an empty directory", *seen]),
-        hint=_what_to_give(tree, folder) or why_unlisted(folder),
+        found="\n            ".join([listed(names, _LISTED) or "an empty directory", *notes]),
+        hint=_file_to_pass(tree, folder) or why_unlisted(folder),
     )
 
 
 def _several_runs(path: Path, runs: list[Path], apart: list[Path]) -> UnknownFormatError:
-    given = [str(place) for place in (*runs, *apart)]
+    paths = [str(place) for place in (*runs, *apart)]
     other = f", and other weights in {counted(len(apart), 'folder')}" if apart else ""
-    which = "them" if apart else "the runs below it"
     return UnknownFormatError(
-        f"{path}: no checkpoint found, but {len(runs)} runs that have some{other}",
-        hint=f"give one of {which}: {listed(given, _LISTED)}",
+        f"{path}: no checkpoint found, but {len(runs)} runs with checkpoints{other}",
+        hint=f"pass one of {'them' if apart else 'the runs below it'}: {listed(paths, _LISTED)}",
     )
 
 
-def _seen(tree: Tree, folder: Path) -> list[str]:
-    """Return what the names at and below a folder mean, each with the first that means it."""
-    found: dict[str, Path] = {}
+def _kinds(tree: Tree, folder: Path) -> list[str]:
+    """Return the meanings of names at and below a folder, each with the first path of it."""
+    firsts: dict[str, Path] = {}
     for path in _paths(tree, folder)[: _MOST_PATHS + 1]:
-        kind = next((what for sign, what in _SIGNS.items() if _is_meant(sign, path.name)), None)
-        if kind is not None and not any(one.claims(tree, path) for one in formats()):
-            found.setdefault(kind, path)
-    kinds = [kind for kind in _SIGNS.values() if kind in found]
-    return [f"{found[kind].relative_to(folder)}: {kind}" for kind in kinds[:_SHOWN]]
+        kind = next((kind for sign, kind in _SIGNS.items() if _fits(sign, path.name)), None)
+        if kind is not None and not any(form.claims(tree, path) for form in formats()):
+            firsts.setdefault(kind, path)
+    kinds = [kind for kind in _SIGNS.values() if kind in firsts]
+    return [f"{firsts[kind].relative_to(folder)}: {kind}" for kind in kinds[:_MOST_KINDS]]
 
 
-def _is_meant(sign: str | Callable[[str], bool], name: str) -> bool:
+def _fits(sign: str | Callable[[str], bool], name: str) -> bool:
     return sign(name) if callable(sign) else re.fullmatch(sign, name) is not None
 
 
-def _not_followed(tree: Tree, folder: Path) -> list[str]:
+def _links_elsewhere(tree: Tree, folder: Path) -> list[str]:
     """Return the links to directories elsewhere, which a search does not follow."""
     inside = tree.inside(folder).items()
     links = {name: tree.resolve(at) for name, at in inside if tree.is_link(at) and tree.is_dir(at)}
     away = [(name, to) for name, to in links.items() if not to.is_relative_to(folder)]
     return [
-        f"{name}: a link to {to}, which is not searched; give that path if you mean it"
-        for name, to in away[:_SHOWN]
+        f"{name}: a link to {to}, which is not searched; pass that path if you mean it"
+        for name, to in away[:_MOST_KINDS]
     ]
 
 
 def _paths(tree: Tree, folder: Path) -> list[Path]:
-    """Return what is in a folder and the levels below that are searched, the nearest first."""
-    found: list[Path] = []
+    """Return the paths in a folder and in the levels below that are searched, nearest first."""
+    paths: list[Path] = []
     level = [folder]
     for _ in range(DEPTH):
         inside: list[Path] = []
         for place in level:
             with suppress(PermissionError):
                 inside += tree.inside(place).values()
-        found += inside
-        level = [one for one in inside if tree.is_dir(one) and not tree.is_link(one)]
-        if len(found) > _MOST_PATHS:
+        paths += inside
+        level = [path for path in inside if tree.is_dir(path) and not tree.is_link(path)]
+        if len(paths) > _MOST_PATHS:
             break
-    return found
+    return paths
 
 
-def _what_to_give(tree: Tree, folder: Path) -> str:
-    """Return which file of a directory without a checkpoint may be the one that is meant."""
+def _file_to_pass(tree: Tree, folder: Path) -> str:
+    """Return advice about a file that may be the checkpoint, in a directory without one."""
     for name, path in tree.inside(folder).items():
         stem = name.partition(".")[0]
         is_other = is_state(stem) or stem == "adapter_model" or re.fullmatch(_ONE_RANK, name)
         if path.suffix.lower() in WEIGHT_SUFFIXES and not is_other and tree.is_file(path):
-            return f"give the file itself: {path}"
+            return f"pass the file itself: {path}"
     return ""
