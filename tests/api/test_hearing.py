@@ -151,7 +151,7 @@ def test_the_merger_refuses_an_incomplete_newest_step(
     error = refused.value
     assert error.subject.startswith(f"the newest checkpoint, {run / 'checkpoint-1000'}, is not c")
     assert ("rank 1" if newest == "incomplete" else "no weights") in error.subject
-    assert error.hint == f"to merge an older one, give its directory: {run / 'checkpoint-500'}"
+    assert error.hint == f"to merge an older step, pass its directory: {run / 'checkpoint-500'}"
     assert not (tmp_path / "out").exists()
 
 

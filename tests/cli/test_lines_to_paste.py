@@ -331,7 +331,7 @@ ROWS = [
         ],
     ),
     Row("if you want the ", lambda top: roles(top, "critic")),
-    Row("to merge the newest that is whole: ⟦+--step ", newest_is_a_delta),
+    Row("to merge the newest whole step: ⟦+--step ", newest_is_a_delta),
     Row("choose with ⟦+--role ", lambda top: roles(top, "ref", "reward")),
     Row("fuse the adapter: ⟦+--lora fuse⟧", biased),
     Row("the same merge with ⟦+--resume⟧ goes on", merging(floats, "--resume"), failing_at_last),
@@ -395,7 +395,7 @@ NOT_PASTED = {
     "keep the tensors as they were trained: ⟦+--names training⟧": PARSES,
     "to get those of its files: ⟦+--base MODEL⟧": PARSES,
     "first: ⟦+--dtype bfloat16⟧ ⟦+--names training⟧": PARSES,
-    "give the config of the model that was trained: ⟦+--config FILE|DIR⟧": PARSES,
+    "pass the config of the model that was trained: ⟦+--config FILE|DIR⟧": PARSES,
     "copy it here from the node that wrote it, or name that node's directory: ": PARSES,
 }
 

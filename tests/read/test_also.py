@@ -252,7 +252,7 @@ class TestFilesIn:
 
     def test_what_has_such_a_name_and_is_not_a_file_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "0.x").mkdir()
-        with pytest.raises(IncompleteError, match=r"0\.x: is not a file"):
+        with pytest.raises(IncompleteError, match=r"0\.x: not a regular file"):
             files_in([tmp_path], bool)
 
     def test_of_equal_files_the_first_is_given(self, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     layout = made.plan.layout
     files = counted(len(layout.files), "file")
     would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, chosen, would_write + found.whose_config, notes)
+    return _describe(found, chosen, would_write + found.config_source, notes)
 
 
 def plan_merge(

@@ -1,7 +1,7 @@
 """The base model that a checkpoint was trained from: names, dtypes, files, config, weights.
 
-A directory, or the id of a model on the Hugging Face hub. Of a hub model the cache is used first;
-what it lacks is downloaded: JSON, tokenizer and code always, weights only if they are needed. The
+A directory, or the id of a model on the Hugging Face hub. For a hub model the cache is used first;
+missing JSON, tokenizer and code files are downloaded always, weights only if they are needed. The
 dtypes and shapes of weights that are not local are read from the headers of their files.
 """
 
@@ -30,16 +30,16 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Base:
-    """What a base model says of the tensors that were trained from it.
+    """A base model, and its tensors.
 
     Attributes:
-        name: as the user gave it.
-        files: the file of every tensor, by name: its weight map; plain names.
+        name: as the user wrote it.
+        files: the weight map: tensor -> file name.
         dtypes: dtypes by name, as far as known.
         shapes: shapes by name, elements, as far as known.
         companions: config, tokenizer and the like.
-        tensors: where the weights are, if they are available locally.
-        states: its files as they were when they were opened first.
+        tensors: the weights, if they are available locally.
+        states: the states of its files when they were first opened.
     """
 
     name: str
@@ -51,26 +51,26 @@ class Base:
     states: FileStates = field(default_factory=FileStates)
 
     def note_of(self, trained: ModelConfig | None) -> str:
-        """Return which components of a pipeline stay that may be meant, for people; "" for none.
+        """Return a note about components of a pipeline that stay but may have been trained, or "".
 
         Raises:
-            ConversionError: what was trained is of another class than what it would replace.
+            ConversionError: the checkpoint's model is of another class than the component.
         """
         own, folder = self.companions.model, self.companions.folder.rstrip("/")
-        classes = [one and one.fields.get("_class_name") for one in (trained, own)]
+        classes = [config and config.fields.get("_class_name") for config in (trained, own)]
         if trained is not None and classes[0] != classes[1]:
             raise ConversionError(
                 f"{self.name}: its {folder} is a {classes[1]}, and the checkpoint a {classes[0]}",
-                hint="give the folder of its component as the base; only a transformer or unet is "
+                hint="pass the folder of its component as the base; only a transformer or unet is "
                 "put into a pipeline",
             )
-        others = {one.partition("/")[0] for one in self.companions.files}
-        stay = sorted(one for one in others if one.startswith(f"{folder}_"))
+        folders = {name.partition("/")[0] for name in self.companions.files}
+        stay = sorted(name for name in folders if name.startswith(f"{folder}_"))
         return f"{folder} is replaced; {', '.join(stay)} stays that of {self.name}" if stay else ""
 
 
 def read_base(spec: str, *, needs_weights: bool = False) -> Base:
-    """Return the base model that a path or a hub id ("Qwen/Qwen3-8B") means.
+    """Return the base model of a path or a hub id ("Qwen/Qwen3-8B").
 
     Raises:
         ConversionError: there is no such model, or the hub cannot be reached.
@@ -101,16 +101,16 @@ def _read_base(spec: str, states: FileStates, *, needs_weights: bool) -> Base:
             return _with_weights(spec, directory, companions)
         except IncompleteError:
             if needs_weights or is_local:
-                raise  # else: what is in the cache of the hub may be a part
+                raise  # else the cache of the hub may have a part of the weights
     # The names are in the headers of the files on the hub, or else in the index.
-    if not is_local and (found := _from_headers(spec, companions)) is not None:
-        return found
+    if not is_local and (base := _from_headers(spec, companions)) is not None:
+        return base
     indices = [directory / name for name in INDEX_NAMES if (directory / name).is_file()]
     if not indices:
         raise ConversionError(
             f"⟦--base {shlex.quote(spec)}⟧: has neither weights nor {INDEX_NAME}",
             found=str(directory),
-            hint="give a directory with a whole Hugging Face model",
+            hint="pass a directory with a whole Hugging Face model",
         )
     return Base(spec, weight_map(indices[0]), {}, {}, companions)
 
@@ -120,7 +120,7 @@ def _in_pipeline(spec: str, directory: Path, states: FileStates, *, is_local: bo
     if not is_local:
         raise ConversionError(
             f"⟦--base {shlex.quote(spec)}⟧: a pipeline, which is copied as a whole",
-            hint="download it with hf download, and give its directory",
+            hint="download it with hf download, and pass its directory",
         )
     component = component_of(directory)
     own = companions_in(component)
@@ -131,7 +131,7 @@ def _in_pipeline(spec: str, directory: Path, states: FileStates, *, is_local: bo
 
 
 def local_base(name: str, directory: Path) -> Base:
-    """Return what a directory has of a base model: its weights only if they are whole."""
+    """Return the base model in a directory; its weights only if they are whole."""
     with noting(FileStates()) as states:
         companions = companions_in(directory)
         base = Base(name, {}, {}, {}, companions, states=states)
@@ -142,7 +142,7 @@ def local_base(name: str, directory: Path) -> Base:
 
 
 def _is_path(spec: str) -> bool:
-    """Return whether a name is meant as a path: the hub is not asked for a mistyped directory."""
+    """Return whether a name looks like a path: the hub is not asked for a mistyped directory."""
     parent = Path(spec).parent
     return (
         not spec
@@ -156,7 +156,7 @@ def _is_path(spec: str) -> bool:
 
 
 def _holds_weights(directory: Path) -> bool:
-    """Return whether weights are there, not an index alone."""
+    """Return whether a directory has weights, not only an index."""
     suffixes = (".safetensors", ".bin")
     named = any(path.name.endswith(suffixes) for path in directory.iterdir())
     return named and WHOLE_FILES.holds(Tree(), directory)
@@ -176,10 +176,10 @@ def _with_weights(spec: str, directory: Path, companions: Companions) -> Base:
 
 
 def _from_hub(spec: str, *, needs_weights: bool) -> Path:
-    """Return the snapshot of a hub model: from the cache if it has all that is needed."""
+    """Return the snapshot of a hub model: from the cache if it has all files that are needed."""
     from huggingface_hub import snapshot_download
 
-    wanted = [*_SMALL, *_WEIGHTS] if needs_weights else _SMALL
+    patterns = [*_SMALL, *_WEIGHTS] if needs_weights else _SMALL
     try:
         cached = Path(snapshot_download(spec, local_files_only=True))
     except (OSError, ValueError):
@@ -191,7 +191,7 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
         if _holds_weights(cached) or not (needs_weights or is_partial):
             return cached
     try:
-        return Path(snapshot_download(spec, allow_patterns=wanted))
+        return Path(snapshot_download(spec, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
         if cached is not None and not needs_weights:
             return cached
@@ -199,21 +199,21 @@ def _from_hub(spec: str, *, needs_weights: bool) -> Path:
             f"⟦--base {shlex.quote(spec)}⟧: is not a directory here, and not available from the "
             "Hugging Face hub",
             found=str(error).strip().split("\n", maxsplit=1)[0],
-            hint="check the id, log in with `hf auth login`, or give a directory",
+            hint="check the id, log in with `hf auth login`, or pass a directory",
         ) from error
 
 
 def _from_headers(spec: str, companions: Companions) -> Base | None:
-    """Return what the headers of a hub model's files state; None if they cannot be reached."""
+    """Return a base model from the headers of its files on the hub; None if unavailable."""
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
     try:
-        found = get_safetensors_metadata(spec)
+        metadata = get_safetensors_metadata(spec)
     except (OSError, ValueError, NotASafetensorsRepoError, SafetensorsParsingError):
         return None
-    files = found.files_metadata.values()
-    stated = {name: one for file in files for name, one in file.tensors.items()}
-    dtypes = {name: BY_CODE[one.dtype] for name, one in stated.items() if one.dtype in BY_CODE}
-    shapes = {name: tuple(one.shape) for name, one in stated.items()}
-    return Base(spec, file_names(spec, found.weight_map), dtypes, shapes, companions)
+    files = metadata.files_metadata.values()
+    tensors = {name: info for file in files for name, info in file.tensors.items()}
+    dtypes = {name: BY_CODE[one.dtype] for name, one in tensors.items() if one.dtype in BY_CODE}
+    shapes = {name: tuple(info.shape) for name, info in tensors.items()}
+    return Base(spec, file_names(spec, metadata.weight_map), dtypes, shapes, companions)

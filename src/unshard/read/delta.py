@@ -1,8 +1,8 @@
-"""A delta: what changed since another version of a model, as the XOR of their bytes.
+"""A delta: the changes since another version of a model, as the XOR of their bytes.
 
 Its files have, for each tensor that changed, the XOR of all its bytes, row-major, as one zstd frame
-in a tensor of uint8, and in their metadata the Adler-32 of the bytes that it becomes. Ours have
-those of all others in the index, where ModelExpress and SGLang do not look.
+in a tensor of uint8, and in their metadata the Adler-32 of the resulting bytes. Ours also have the
+checksums of all other tensors, in the index, where ModelExpress and SGLang do not look.
 
 Source: ModelExpress 0.7.0, `modelexpress_rl.train.methods.canonical_delta` and
 `modelexpress_rl.inference.receiver`; SGLang's `weight_sync.local_checkpoint`.
@@ -28,14 +28,14 @@ _VERSION = re.compile(r"weight_v(\d{6,18})")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """What changed in a version.
+    """A delta between two versions.
 
     Attributes:
         path: its directory.
-        version, base_version: what it makes, and of what.
+        version, base_version: the versions after and before.
         frames: of the tensors that changed, by name.
-        checksums: what tensors become, by name.
-        is_ours: whether these are all tensors of the model.
+        checksums: of tensors after the change, by name.
+        is_ours: whether the checksums are those of all tensors of the model.
     """
 
     path: Path
@@ -61,7 +61,7 @@ def _fields(directory: Path, name: str) -> JsonFields:
 
 
 def is_delta(directory: Path) -> bool:
-    """Return whether a directory has a delta, and not a model."""
+    """Return whether a directory contains a delta, not a model."""
     return "delta_encoding" in _fields(directory, INDEX_NAME).inside("metadata").fields
 
 
@@ -75,58 +75,61 @@ def read_delta(directory: Path) -> Delta:
     """
     directory = directory.parent if directory.name == INDEX_NAME else directory
     index = _fields(directory, INDEX_NAME)
-    stated, others = index.inside("metadata"), index.inside("unchanged")
-    version, base_version = stated.text("version"), stated.text("base_version")
-    if "delta_encoding" not in stated.fields or not version or base_version is None:
-        what = "is not a delta that unshard, ModelExpress or slime makes"
-        what = what if directory.exists() else "no such file or directory"
-        raise UsageError(f"{directory}: {what}")
+    metadata, others = index.inside("metadata"), index.inside("unchanged")
+    version, base_version = metadata.text("version"), metadata.text("base_version")
+    if "delta_encoding" not in metadata.fields or not version or base_version is None:
+        problem = "is not a delta of unshard, ModelExpress or slime"
+        problem = problem if directory.exists() else "no such file or directory"
+        raise UsageError(f"{directory}: {problem}")
     for key, form in _FORM.items():
-        if (found := stated.fields.get(key)) != form:
-            what = f"{index.path}: a delta of another form, which only its own engines apply"
-            raise NotMergeableError(what, expected=f"{key} {form}", found=shown(found))
+        if (found := metadata.fields.get(key)) != form:
+            raise NotMergeableError(
+                f"{index.path}: a delta of another form, which only its own engines apply",
+                expected=f"{key} {form}",
+                found=shown(found),
+            )
     files = file_names(str(index.path), index.inside("weight_map").fields)
-    if any(isinstance(one, float) and not isfinite(one) for one in stated.fields.values()):
+    if any(isinstance(value, float) and not isfinite(value) for value in metadata.fields.values()):
         raise CorruptError(f"{index.path}: a number of its metadata is not finite")
     checksums = {name: others.text(name) or "" for name in others.fields}
     frames: dict[str, ByteRange] = {}
     for path in sorted({directory / file for file in files.values()}):
         header = read_header(path)
-        for one in header.entries:
-            size = one.end - one.begin
-            if one.dtype.name != "uint8" or one.name in frames:
-                what = "is there twice" if one.name in frames else "is no frame, which is of uint8"
-                raise CorruptError(f"{path}: tensor {one.name}: {what}")
-            frames[one.name] = ByteRange(path, header.data_start + one.begin, size)
-            checksums[one.name] = header.metadata.get(one.name, "")
+        for entry in header.entries:
+            if entry.dtype.name != "uint8" or entry.name in frames:
+                problem = "is there twice" if entry.name in frames else "is not a frame of uint8"
+                raise CorruptError(f"{path}: tensor {entry.name}: {problem}")
+            size = entry.end - entry.begin
+            frames[entry.name] = ByteRange(path, header.data_start + entry.begin, size)
+            checksums[entry.name] = header.metadata.get(entry.name, "")
     if {name: frame.path.name for name, frame in frames.items()} != files:
-        raise CorruptError(f"{directory}: the tensors of its files are not those of its index")
+        raise CorruptError(f"{directory}: its files have other tensors than its index")
     is_ours = "unchanged" in index.fields
     return Delta(directory, version, base_version, frames, checksums, is_ours)
 
 
 def versions_in(archive: Path) -> list[tuple[int, int, Path]]:
     """Return the complete versions of an archive: number, step of training, and directory."""
-    matches = [(_VERSION.fullmatch(one.name), one) for one in archive.iterdir()]
-    found = [(int(match[1]), source_of(one)[1], one) for match, one in matches if match]
-    return sorted((number, step, one) for number, step, one in found if step is not None)
+    matches = [(_VERSION.fullmatch(path.name), path) for path in archive.iterdir()]
+    versions = [(int(match[1]), source_of(path)[1], path) for match, path in matches if match]
+    return sorted((number, step, path) for number, step, path in versions if step is not None)
 
 
 def source_of(version: Path) -> tuple[str | None, int | None]:
-    """Return name and step of what an output was made from, by its record; None if unknown."""
+    """Return name and step of the source of an output, from its record; None if unknown."""
     source = _fields(version, RECORD_NAME).inside("source")
     return source.text("name"), source.count("step")
 
 
 def checksums_in(version: Path) -> Mapping[str, str]:
-    """Return the Adler-32 of all tensors of a version; those of a whole model are read."""
+    """Return the Adler-32 of all tensors of a version; a whole model is read for it."""
     if is_delta(version):
         return read_delta(version).checksums
-    headers = [read_header(one) for one in version.iterdir() if one.suffix == ".safetensors"]
+    headers = [read_header(path) for path in version.iterdir() if path.suffix == ".safetensors"]
     return {
-        one.name: _checksum(header.path, header.data_start + one.begin, one.end - one.begin)
+        entry.name: _checksum(header.path, header.data_start + entry.begin, entry.end - entry.begin)
         for header in headers
-        for one in header.entries
+        for entry in header.entries
     }
 
 
@@ -134,6 +137,6 @@ def _checksum(path: Path, offset: int, size: int) -> str:
     checksum = 1
     with path.open("rb") as file:
         file.seek(offset)
-        for left in range(size, 0, -_BLOCK):
-            checksum = zlib.adler32(file.read(min(left, _BLOCK)), checksum)
+        for remaining in range(size, 0, -_BLOCK):
+            checksum = zlib.adler32(file.read(min(remaining, _BLOCK)), checksum)
     return f"{checksum:08x}"

@@ -1,9 +1,9 @@
-"""What every reader takes and gives: a place, the user's options, and what was found there.
+"""The interface of all readers: a location and options in, a catalog out.
 
 A reader is a module with one `Format`. It reads names, pickles and headers, never weights, and
-returns where every chunk of every tensor is. What all formats share (names of wrappers, the check
-for holes, companions) is done by `open` afterwards. One format is here that is recognised and
-refused: only its own tool can read it.
+returns the place of every chunk of every tensor. Steps that all formats share (names of wrappers,
+the check for holes, companions) follow in `open`. One format here is recognised and refused: only
+its own tool can read it.
 """
 
 import re
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from unshard.read.optimizer_state import SavedState
 
 _COMPARED = 1 << 20
-
 _NUMBERED = re.compile(r"pytorch_model_fsdp_([1-9]\d*)")
 _FILE_SUFFIX = re.compile(r"(?<=.)\.(?:ckpt|pt|pth|bin|safetensors)$")
 _FAIRSEQ2 = re.compile(r"sdp_\d+\.pt")
 
-# Folders of a step, and whose weights they have: `policy` is what SkyRL and NeMo-RL call the actor.
+# Folders of a step, and the role of their weights; SkyRL and NeMo-RL call the actor `policy`.
 ROLES = {"actor": "actor", "policy": "actor", "critic": "critic"}
-# The same of folders that are looked for by a search only: of ROLL, OpenRLHF, open-instruct.
+# The same for folders that only a search finds: of ROLL, OpenRLHF, open-instruct.
 _MORE_ROLES = {
     "_actor": "actor",
     "actor_train": "actor",
@@ -55,13 +54,13 @@ EVERY_ROLE = "all"
 
 
 class Choice(NamedTuple):
-    """What the user chose in addition to the path; None for no preference.
+    """The user's choice in addition to the path; None for no preference.
 
     Attributes:
         step: the training step.
         role: "actor", "critic", or the name of any folder that holds one of several sets.
         weights: "model" or "ema"; of DeepSpeed also "module", those in the dtype of training.
-        pass_over: whether a step that is not complete may be passed over for an older one.
+        pass_over: whether an incomplete step may be passed over for an older one.
     """
 
     step: int | None = None
@@ -74,8 +73,8 @@ class PassedOver(NamedTuple):
     """A step that was not taken.
 
     Attributes:
-        step: its number, where the directory's name says it.
-        reason: why, without the path of the run.
+        step: its number, if the directory's name has it.
+        reason: without the path of the run.
     """
 
     step: int | None
@@ -92,7 +91,7 @@ class ReadOptions:
         ep_size: size of the expert parallelism that the files do not record.
         allowed_globals: tensor subclasses to read as the plain tensors they store.
         shapes: shapes of tensors that are known from elsewhere (the base model), by name.
-        config_file: the config.json that was found for the checkpoint, to be read once.
+        config_file: the config.json of the checkpoint, to be read once.
         selects: whether the output has a part of the tensors: only that part must be mergeable.
     """
 
@@ -107,17 +106,16 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where one set of weights is.
+    """The place of one set of weights.
 
     Attributes:
         weights_dir: the directory that holds the weight files.
         step_dir: the checkpoint's own directory; `weights_dir` itself or above it.
-        step: training step, where the step directory's name says it.
-        role: whose weights they are, where a folder says so ("actor", "critic", "ref"), else None.
+        step: training step, if the step directory's name has it.
+        role: of the weights, if a folder's name has it ("actor", "critic", "ref"), else None.
         weights: "model", "ema" or "module".
-        format: how the weights are stored there.
-        file: the one file that is meant, where the path names a file and the directory may hold
-            other weights.
+        format: of the weights.
+        file: the chosen file, if the path is a file; the directory may hold other weights.
         empty: higher steps of the run, which have no weights and were passed over.
         also: directories that hold more files of the same checkpoint (of other nodes).
         others: the other sets of weights of the step, if every role was asked for.
@@ -140,7 +138,7 @@ class Location:
         return (self.weights_dir, *self.also)
 
     def is_called(self, role: Role) -> bool:
-        """Return whether a role, or the name of a folder of the step, means these weights."""
+        """Return whether these weights have this role, or are in a folder of this name."""
         return role == self.role or role in self.weights_dir.relative_to(self.step_dir).parts
 
     @property
@@ -151,12 +149,12 @@ class Location:
 
     @property
     def path(self) -> Path:
-        """What to give to mean this checkpoint again: its directory, or its one file."""
+        """The path to pass for this checkpoint: its directory, or its one file."""
         return self.step_dir if self.place == self.weights_dir else self.place
 
     @property
     def title(self) -> str:
-        """Which weights these are, for people: path, step, role, model or EMA."""
+        """The weights for people: path, step, role, model or EMA."""
         step = "" if self.step is None else f"step {self.step}, "
         role = "" if self.role is None else f"{self.role}, "
         kind = "EMA" if self.weights == "ema" else self.weights
@@ -166,9 +164,9 @@ class Location:
     def default_output(self) -> Path:
         """`merged/<step directory>[-ROLE][-WEIGHTS]` next to the step directory.
 
-        Neither an actor nor model weights are named. A file that is a checkpoint of its own has its
-        output next to it; a second model of one step has its number in the name. A directory that
-        is called like a file (Lightning's `….ckpt`) gives it its name without the suffix.
+        An actor and model weights are left out. A file that is a checkpoint of its own has its
+        output next to it; a second model of one step has its number in the name. A suffix of a file
+        (Lightning's `….ckpt`) is removed from the directory's name.
         """
         suffix = "" if self.role in (None, "actor") else f"-{self.role}"
         suffix += "" if self.weights == "model" else f"-{self.weights}"
@@ -180,11 +178,11 @@ class Location:
 
 
 def _nothing(*_: object) -> None:
-    """Return None, as a format that has no such thing."""
+    """Return None; the default of a format without such a feature."""
 
 
 def unfinished_file(location: Location) -> str | None:
-    """Return which file of a checkpoint is missing or not finished, in any format."""
+    """Return a message about a missing or unfinished file of a checkpoint, in any format."""
     from unshard.read.unfinished import why_folder_unfinished, why_unfinished
 
     if location.path.is_file():
@@ -193,7 +191,7 @@ def unfinished_file(location: Location) -> str | None:
 
 
 class ReshardFormat(Enum):
-    """Who loads what a reshard writes: `dcp` is for `dcp.load`, `accelerate` for `load_state`."""
+    """The formats of `reshard`: `dcp` is loaded by `dcp.load`, `accelerate` by `load_state`."""
 
     VERL = "verl"
     LMMS = "lmms"
@@ -202,7 +200,7 @@ class ReshardFormat(Enum):
 
     @property
     def is_dcp(self) -> bool:
-        """Whether the files are those of torch.distributed.checkpoint, and not of ranks."""
+        """Whether the files are those of torch.distributed.checkpoint, not of ranks."""
         return self in {ReshardFormat.DCP, ReshardFormat.ACCELERATE}
 
 
@@ -212,23 +210,22 @@ class Format(NamedTuple):
     Attributes:
         name: for people: "FSDP rank files".
         holds: returns whether a directory of a tree has files of this format, by their names.
-        read: reads them. Of the catalog, `read.open` sets what the location says: `roots`, `format`
-            and `step`.
+        read: reads them; `read.open` sets `roots`, `format` and `step` of the catalog.
         claims: returns whether a file, by its name, is a part of such a set, not a checkpoint.
         sharded: whether ranks have parts; they are preferred to whole weights next to them.
-        weights: which sets of weights a checkpoint may have.
-        tagged: whether a directory is a tag of DeepSpeed's, and the file `latest` next to it has
-            the last complete one.
-        missing: returns which file is missing or not finished, while a trainer may be writing;
-            None if none is.
-        optimizer: reads the state of the optimizer of a checkpoint of so many ranks; None without.
-        scheduler: reads the state of the scheduler that is among the weights; None without.
-        frozen: returns which parameters it stores whole, because they are not trained; None if
-            nothing in the files shows it.
-        reshard_format: returns the format of `reshard` that a checkpoint is in; None if in another.
+        weights: the possible sets of weights of a checkpoint.
+        tagged: whether a directory is a tag of DeepSpeed's; the file `latest` next to it has the
+            last complete tag.
+        missing: returns a message about a missing or unfinished file, while a trainer may be
+            writing; None if there is none.
+        optimizer: reads the optimizer's state of a checkpoint of so many ranks, if there is one.
+        scheduler: reads the state of the scheduler that is stored with the weights, if any.
+        frozen: returns the parameters that are stored whole because they are not trained; None if
+            the files do not show it.
+        reshard_format: returns the format of `reshard` of a checkpoint; None if it has another.
         reshards_to: the formats of `reshard` whose trainers load tensors by the names that it has.
 
-    `read` raises a `CheckpointError` for everything that is wrong with the files.
+    `read` raises a `CheckpointError` for every problem with the files.
     """
 
     name: str
@@ -250,19 +247,19 @@ class Format(NamedTuple):
 
 
 def role_in(folders: Sequence[str]) -> Role | None:
-    """Return the role that the name of the first folder with a known name states."""
+    """Return the role of the first folder whose name has one."""
     known = ROLES | _MORE_ROLES
     return next((known[name] for name in folders if name in known), None)
 
 
-def has_file(is_meant: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
-    """Return a function that returns whether a directory has a file whose name is meant."""
-    return lambda tree, directory: any(map(is_meant, tree.inside(directory)))
+def has_file(matches: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
+    """Return a function that returns whether a directory has a file whose name matches."""
+    return lambda tree, directory: any(map(matches, tree.inside(directory)))
 
 
-def by_name(is_meant: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
-    """Return a function that returns whether a file's name is meant."""
-    return lambda _, path: is_meant(path.name)
+def by_name(matches: Callable[[str], bool]) -> Callable[[Tree, Path], bool]:
+    """Return a function that returns whether a file's name matches."""
+    return lambda _, path: matches(path.name)
 
 
 @contextmanager
@@ -282,27 +279,25 @@ def shortened(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
-def files_in(roots: Sequence[Path], is_meant: Callable[[str], bool]) -> list[Path]:
-    """Return the files of these names in all directories, by name.
+def files_in(roots: Sequence[Path], matches: Callable[[str], bool]) -> list[Path]:
+    """Return the files with matching names in all directories, by name.
 
     A file that several directories hold is taken from the first, if it is the same everywhere.
 
     Raises:
         CorruptError: two directories hold different files of one name.
-        IncompleteError: one of these names is not a file.
+        IncompleteError: a matching name is not a file.
     """
     names: set[str] = set()
     for root in roots:
         for path in root.iterdir():
-            if not is_meant(path.name):
+            if not matches(path.name):
                 continue
             if not path.is_file():
-                raise IncompleteError(
-                    f"{path}: is not a file", hint="is it a link to a file that no longer exists?"
-                )
+                raise IncompleteError(f"{path}: not a regular file (broken link?)")
             names.add(path.name)
-    found = (find_file(roots, name) for name in sorted(names))
-    return [path for path in found if path is not None]
+    files = (find_file(roots, name) for name in sorted(names))
+    return [path for path in files if path is not None]
 
 
 def _have_same_bytes(first: Path, second: Path) -> bool:
@@ -320,19 +315,19 @@ def find_file(roots: Sequence[Path], name: str) -> Path | None:
     Raises:
         CorruptError: two directories hold different files of that name.
     """
-    there = [root / name for root in roots if (root / name).is_file()]
-    for other in there[1:]:
-        if not (there[0].samefile(other) or _have_same_bytes(there[0], other)):
+    paths = [root / name for root in roots if (root / name).is_file()]
+    for other in paths[1:]:
+        if not (paths[0].samefile(other) or _have_same_bytes(paths[0], other)):
             raise CorruptError(
-                f"{other}: differs from {there[0]}, which has the same name",
+                f"{other}: differs from {paths[0]}, which has the same name",
                 expected="directories that each hold other ranks' files of one checkpoint",
                 hint="are these two steps, or two runs?",
             )
-    return there[0] if there else None
+    return paths[0] if paths else None
 
 
 def _holds_fairseq2(tree: Tree, directory: Path) -> bool:
-    """A step of fairseq2 without `hg/`, its export to Hugging Face, which can be merged."""
+    """Return whether a directory is a step of fairseq2 without `hg/`, its export that we read."""
     is_step = any(tree.glob(directory, "model/pp_*/tp_*/sdp_*.pt"))
     return is_step and not tree.is_dir(directory / "hg")
 
@@ -342,7 +337,7 @@ def _refuse_fairseq2(location: Location, _: ReadOptions) -> Catalog:
         f"{location.weights_dir}: a fairseq2 checkpoint",
         expected="a checkpoint of the FSDP family, or fairseq2's export in the folder hg",
         found="files per pipeline, tensor and data parallel rank (model/pp_*/tp_*/sdp_*.pt)",
-        hint="have fairseq2 export the step to Hugging Face, or give a step that has the folder hg",
+        hint="export the step to Hugging Face with fairseq2, or pass a step with the folder hg",
     )
 
 

@@ -1,7 +1,7 @@
-"""What whole and sharded Hugging Face files share: JSON next to weights, tensors in safetensors.
+"""Shared parts of whole and sharded Hugging Face files: JSON next to weights, safetensors headers.
 
-Everything here is checked before it is used, whatever wrote it: sizes fit 64-bit integers, an index
-names files of its own directory.
+Everything is checked before it is used: sizes fit 64-bit integers, and an index contains names of
+files in its own directory.
 """
 
 import re
@@ -15,26 +15,26 @@ from unshard.errors import CorruptError
 INDEX_NAME = "model.safetensors.index.json"
 INDEX_NAMES = (INDEX_NAME, "diffusion_pytorch_model.safetensors.index.json")
 PIPELINE_INDEX = "model_index.json"
-"""Names the components of a pipeline of diffusers."""
+"""The list of components of a diffusers pipeline."""
 MODULES = "modules.json"
-"""Lists the modules of a model of sentence-transformers."""
+"""The list of modules of a sentence-transformers model."""
 RECORD_NAME = "unshard.json"
-"""What a merge records next to the weights that it made: see `write.record`."""
+"""The record of a merge next to its weights: see `write.record`."""
 
 MAX_INTEGER = (1 << 63) - 1
 """The largest size or offset that a column of chunks can hold."""
 
 _LONGEST_NAME = 255
-"""In bytes: of a file, on every file system that Linux has."""
+"""In bytes: the limit of file names on Linux file systems."""
 _MAX_DIMENSIONS = 32
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 _DIGITS = re.compile(r"([0-9]+)")
 
 
 def weight_map(path: Path, index: Mapping[str, object] | None = None) -> dict[str, str]:
-    """Return what an index says: tensor name -> file name. A CorruptError if it is malformed.
+    """Return an index: tensor name -> file name. A CorruptError if it is malformed.
 
-    `index` is its JSON object, where that was read before.
+    `index` is its JSON object, if that was read before.
     """
     whole = json_object(path) if index is None else index
     fields = JsonFields(path, whole).inside("weight_map").fields
@@ -44,8 +44,8 @@ def weight_map(path: Path, index: Mapping[str, object] | None = None) -> dict[st
 
 
 def file_names(index: str, fields: Mapping[str, object]) -> dict[str, str]:
-    """Check that an index states file names: output files are named after them."""
-    found: dict[str, str] = {}
+    """Return the file names of an index, checked: output files are named after them."""
+    files: dict[str, str] = {}
     for name, file in fields.items():
         is_name = isinstance(file, str) and "\0" not in file and "/" not in file
         if not is_name or file in ("", ".", "..") or len(str(file).encode()) > _LONGEST_NAME:
@@ -53,12 +53,12 @@ def file_names(index: str, fields: Mapping[str, object]) -> dict[str, str]:
                 f"{index}: tensor {name!r}: its file is not a name in the same directory",
                 found=shown(file),
             )
-        found[name] = str(file)
-    return found
+        files[name] = str(file)
+    return files
 
 
 def read_header(path: Path) -> SafetensorsFile:
-    """Return what a safetensors file's header states; one that cannot be read is corrupt."""
+    """Read a safetensors file's header; a file that cannot be read is corrupt."""
     try:
         return read_safetensors(path)
     except OSError as error:
@@ -66,9 +66,9 @@ def read_header(path: Path) -> SafetensorsFile:
 
 
 def saved_offsets(file: SafetensorsFile) -> Mapping[str, object] | None:
-    """Return where the pieces in a file of torch's HuggingFaceStorageWriter start, by tensor name.
+    """Return the offsets of the pieces in a file of torch's HuggingFaceStorageWriter, by tensor.
 
-    Each is what the file states, not checked yet. None for a file that says nothing of pieces.
+    They are not checked. None for a file without pieces.
     """
     text = file.metadata.get(_SHARDING_INFO)
     if text is None:
@@ -81,7 +81,7 @@ def saved_offsets(file: SafetensorsFile) -> Mapping[str, object] | None:
 
 
 def size_problem(path: Path, entry: HeaderEntry) -> CorruptError | None:
-    """Return what is wrong with a tensor's sizes, though they fit its bytes; None if nothing is."""
+    """Return the error of a tensor with impossible sizes, even if they fit its bytes; or None."""
     if len(entry.shape) <= _MAX_DIMENSIONS and max(entry.shape, default=0) <= MAX_INTEGER:
         return None
     return CorruptError(
@@ -94,8 +94,8 @@ def size_problem(path: Path, entry: HeaderEntry) -> CorruptError | None:
 def natural_order(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
     """Return a key that sorts names as people do: `layers.9` before `layers.10`.
 
-    Text and numbers take turns, so like is compared with like; names that differ in leading zeros
-    only are ordered by the name itself.
+    Text and numbers alternate, so equal types are compared; names that differ only in leading zeros
+    are ordered by the name itself.
     """
     parts: list[str | tuple[int, str]] = []
     for place, part in enumerate(_DIGITS.split(name)):

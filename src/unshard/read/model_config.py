@@ -1,7 +1,7 @@
-"""A model's config.json: its fields, and what they say that several stages need to know.
+"""A model's config.json: its fields, and their meaning for several stages.
 
-What a config inside another one is, which of the two decides, and what a field that is left out
-means is decided here only. Families that read fields of their own do so where they are listed.
+Resolves nested configs, precedence and defaults. Families that read their own fields do so where
+they are listed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ TIED_BY_DEFAULT = frozenset(
     vaultgemma whisper xglm xlm-roberta zamba zamba2
     """.split()
 )
-"""Model types whose config means tied weights without stating it; a test asks transformers."""
+"""Model types whose weights are tied by default; a test compares them with transformers."""
 
 _NOTHING: Fields = MappingProxyType({})
 _TIE = "tie_word_embeddings"
@@ -37,9 +37,9 @@ class Library(NamedTuple):
     """The library that a config was written for, and that loads the model.
 
     Attributes:
-        name: what Python imports; "" where nothing in the config says.
+        name: of the Python package; "" if unknown.
         weights: the stem of its files of weights.
-        loads: whether it loads what a merge writes; None: that could not be tried.
+        loads: whether it loads our outputs; None if that could not be tried.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Library(NamedTuple):
 
 TRANSFORMERS = Library("transformers")
 SENTENCES = Library("sentence_transformers")
-_LIBRARIES = (  # the fields that name one; the first that a config has all of
+_LIBRARIES = (  # by fields: the first row whose fields a config has
     (("model_type",), TRANSFORMERS),
     (("architectures",), TRANSFORMERS),
     (("transformers_version",), TRANSFORMERS),
@@ -66,12 +66,12 @@ TYPES_OF_LMMS_ENGINE = frozenset(
     "aero aero_realtime bagel dream_dllm llada_dllm llavaonevision1_5 nanovlm qwen3_dllm "
     "rae_siglip sit wanvideo".split()
 )
-"""Model types that transformers knows only after `import lmms_engine`; a test asks it."""
+"""Model types that transformers has only after `import lmms_engine`; a test compares them."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelConfig:
-    """The fields of a config.json, and the file they were read from, where it was a file."""
+    """The fields of a config.json, and the file that they were read from, if it was a file."""
 
     fields: Fields
     path: Path = Path("config.json")
@@ -90,23 +90,23 @@ class ModelConfig:
         if isinstance(name, str) and "_diffusers_version" in self.fields:
             is_model = not name.endswith(("Pipeline", "Scheduler"))
             return _DIFFUSERS if is_model else NO_LIBRARY
-        found = (one for marks, one in _LIBRARIES if all(mark in self.fields for mark in marks))
-        return next(found, NO_LIBRARY)
+        matching = (library for keys, library in _LIBRARIES if self.fields.keys() >= {*keys})
+        return next(matching, NO_LIBRARY)
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The model types of this config and of those inside it; "" where none is stated."""
-        return tuple(str(one.get("model_type", "")) for one in self.nested)
+        """The model types of this config and of those inside it; "" for a config without one."""
+        return tuple(str(fields.get("model_type", "")) for fields in self.nested)
 
     @property
     def text(self) -> Fields:
-        """The config of the text model inside; without one, no fields."""
-        found = self.fields.get("text_config")
-        return found if isinstance(found, dict) else {}
+        """The config of the text model inside; empty without one."""
+        text = self.fields.get("text_config")
+        return text if isinstance(text, dict) else {}
 
     @property
     def dtype(self) -> str | None:
-        """The dtype that the config names, or else that of its text model; None if none."""
+        """The dtype of the config, or else of its text model; None if neither has one."""
         for fields in (self.fields, self.text):
             for key in _DTYPES:
                 value = fields.get(key)
@@ -116,34 +116,34 @@ class ModelConfig:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the config says, or else its text model's, that head and embedding are one."""
-        stated = self.fields.get(_TIE, self.text.get(_TIE))
-        if stated is None:
+        """Whether head and embedding are one tensor: by the config, or else its text model's."""
+        tie = self.fields.get(_TIE, self.text.get(_TIE))
+        if tie is None:
             types = {self.fields.get("model_type"), self.text.get("model_type")}
             return bool(types & TIED_BY_DEFAULT)
-        return stated is True
+        return tie is True
 
     @property
     def may_be_tied(self) -> bool:
-        """Whether the config or its text model's, each by itself, says that they are one.
+        """Whether the config or its text model's, each by itself, ties head and embedding.
 
         Versions of transformers differ in which of the two counts.
         """
         for fields in (self.fields, self.text):
-            stated = fields.get(_TIE)
-            if stated is True or (stated is None and fields.get("model_type") in TIED_BY_DEFAULT):
+            tie = fields.get(_TIE)
+            if tie is True or (tie is None and fields.get("model_type") in TIED_BY_DEFAULT):
                 return True
         return False
 
     def untied(self) -> "ModelConfig":
-        """Return the config with its ties undone, also where a nested config states them."""
+        """Return the config without ties, also in the config of the text model."""
         return self.changed({_TIE: False}, {_TIE: False} if _TIE in self.text else {})
 
-    def with_vocabulary(self, stated: int, rows: int) -> "ModelConfig":
-        """Return the config with another size of the vocabulary wherever it states this one."""
+    def with_vocabulary(self, size: int, rows: int) -> "ModelConfig":
+        """Return the config with `rows` in place of this size of the vocabulary."""
         key = "vocab_size"
-        own = {key: rows} if self.fields.get(key) == stated else {}
-        return self.changed(own, {key: rows} if self.text.get(key) == stated else {})
+        own = {key: rows} if self.fields.get(key) == size else {}
+        return self.changed(own, {key: rows} if self.text.get(key) == size else {})
 
     def changed(self, fields: Fields, text: Fields = _NOTHING) -> "ModelConfig":
         """Return the config with other fields of its own, and of the text model inside."""
@@ -153,9 +153,9 @@ class ModelConfig:
     def as_written(self, dtype: str | None) -> "ModelConfig":
         """Return a config that is true of the output.
 
-        The dtype keys, also of nested configs that have one, name that of the weights, if it is
-        given; `architectures` loses the `FSDP` that FSDP2 puts before class names. The config of
-        another library stays as it is: none of them states a dtype.
+        If a dtype is given, it replaces those of the config and of nested configs; `architectures`
+        loses the `FSDP` that FSDP2 puts before class names. The config of another library is
+        unchanged: none of them has a dtype.
         """
         if self.library.name not in OF_TRANSFORMERS and self.library.name:
             return self
@@ -163,7 +163,8 @@ class ModelConfig:
         architectures = fields.get("architectures")
         if isinstance(architectures, list):
             fields["architectures"] = [
-                one.removeprefix("FSDP") if isinstance(one, str) else one for one in architectures
+                name.removeprefix("FSDP") if isinstance(name, str) else name
+                for name in architectures
             ]
         if dtype is not None:
             if self.library.name and not any(key in fields for key in _DTYPES):
@@ -179,25 +180,25 @@ def read_config(path: Path) -> ModelConfig:
     """Read a model's config.json.
 
     Raises:
-        CorruptError: it is not a JSON object, or the type or the classes of the model, or of one
-            nested in it, are not text.
+        CorruptError: it is not a JSON object, or the type or the classes of the model, or of a
+            nested model, are not text.
     """
     fields = json_object(path)
     whole = JsonFields(path, fields)
     nested = [key for key, value in fields.items() if isinstance(value, dict)]
-    for one in (whole, *(whole.inside(key) for key in nested if key.endswith("_config"))):
-        one.text("model_type")
-        one.names("architectures")
+    for config in (whole, *(whole.inside(key) for key in nested if key.endswith("_config"))):
+        config.text("model_type")
+        config.names("architectures")
     return ModelConfig(fields, path)
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config.json, read once for all that have this object.
+    """A config.json, read once for all users of this object.
 
     Attributes:
         path: the file.
-        made: what is known without reading it, where it is another file that describes the model.
+        made: the config, if the file is of another form and need not be read.
     """
 
     path: Path
@@ -205,12 +206,12 @@ class ConfigFile:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """What the file says, read at its first use: see `read_config`."""
+        """The config, read at its first use: see `read_config`."""
         return read_config(self.path) if self.made is None else self.made
 
 
 def config_at(path: Path, known: ConfigFile | None) -> ModelConfig | None:
-    """Return what a config.json says, from `known` if that is the file; None if it is damaged."""
+    """Return the config at a path, from `known` if that is its file; None if it is damaged."""
     file = known if known is not None and known.path == path else ConfigFile(path)
     try:
         return file.model

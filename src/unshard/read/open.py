@@ -1,4 +1,4 @@
-"""From a path to a checked catalog: the one entrance to this room."""
+"""From a path to a checked catalog: the only entry point of this room."""
 
 import shlex
 from collections.abc import Sequence
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A checkpoint that was read: where it is, what it holds, and what belongs to it.
+    """A checkpoint that was read: where it is, its contents, and its other files.
 
     Attributes:
-        location, catalog: where, and what.
+        location, catalog: the place, and the tensors.
         companions: config, tokenizer and the like; completed by those of the base model.
-        base: the model that it was trained from, if one was named.
-        config_of: the base model that a file of the trainer names, if its config is used.
+        base: the model that it was trained from, if known.
+        config_of: the base model in a file of the trainer, if its config is used.
         passed_over: higher steps of the run, or other steps of an average, that are not complete.
-        own_config: the config.json of the checkpoint itself, if the user named another one.
-        optimizer: the state of its optimizer, if that was asked for.
-        adapter: the LoRA adapter in a file next to its weights, if that was asked for.
-        states: its files as they were when they were opened first.
+        own_config: the config.json of the checkpoint itself, if the user chose another one.
+        optimizer: the state of its optimizer, if requested.
+        adapter: the LoRA adapter in a file next to its weights, if requested.
+        states: the states of its files when they were first opened.
     """
 
     location: Location
@@ -70,7 +70,7 @@ class Checkpoint:
     @property
     def catalogs(self) -> tuple[Catalog, ...]:
         """The tensors of the model, and those of the optimizer's state and of the adapter."""
-        others = (one.catalog for one in (self.optimizer, self.adapter) if one is not None)
+        others = (part.catalog for part in (self.optimizer, self.adapter) if part is not None)
         return (self.catalog, *others)
 
     @property
@@ -79,8 +79,8 @@ class Checkpoint:
         return self.companions.model
 
     @property
-    def whose_config(self) -> str:
-        """Where the config is from, for people: empty if the user or the checkpoint gives it."""
+    def config_source(self) -> str:
+        """The source of the config, for people; empty if the user or the checkpoint has it."""
         if self.config_of is None:
             return ""
         part, model = "config of" if self.base is None else "base", self.config_of
@@ -88,15 +88,15 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """Which weights these are, whose config, and what was passed over, for people."""
-        passed = (f"; passed over step {one.step}: {one.reason}" for one in self.passed_over)
-        return self.location.title + self.whose_config + "".join(passed)
+        """The weights, the source of the config, and steps that were passed over, for people."""
+        passed = (f"; passed over step {step}: {reason}" for step, reason in self.passed_over)
+        return self.location.title + self.config_source + "".join(passed)
 
 
 def open_latest(
     path: Path, choice: Choice, options: ReadOptions, also: Sequence[Path] = ()
 ) -> Checkpoint:
-    """Read the checkpoint that a path means: of several, the highest complete step.
+    """Read the checkpoint of a path; of several steps, the highest complete one.
 
     `also` are directories of other nodes, with more files of the same checkpoint.
 
@@ -115,18 +115,18 @@ def open_latest(
             except (CheckpointError, FileNotFoundError) as error:
                 if not location.path.exists():
                     continue  # a trainer has just removed it
-                why = _why_incomplete(error)
-                if why is None:
+                reason = _why_incomplete(error)
+                if reason is None:
                     raise
-                is_passed = choice.pass_over or isinstance(why, DeltaError)
+                is_passed = choice.pass_over or isinstance(reason, DeltaError)
                 older = None if is_passed else next(locations, None)
                 if older is not None:
-                    raise _not_the_newest(location.step_dir, older, why.subject) from error
-                passed.append((location, why))
+                    raise _not_the_newest(location.step_dir, older, reason.subject) from error
+                passed.append((location, reason))
             else:
-                for delta in (one for _, one in passed if isinstance(one, DeltaError)):
-                    if not delta.hint.startswith("make it"):  # as of an archive
-                        delta.hint = f"to merge the newest that is whole: ⟦+--step {location.step}⟧"
+                for delta in (error for _, error in passed if isinstance(error, DeltaError)):
+                    if not delta.hint.startswith("make it"):  # the hint about an archive
+                        delta.hint = f"to merge the newest whole step: ⟦+--step {location.step}⟧"
                     raise delta
                 is_chosen = choice.step is not None or path.resolve() not in location.path.parents
                 noted = _with_notes(checkpoint, notes_of(location, is_chosen=is_chosen))
@@ -138,7 +138,7 @@ def open_latest(
 
 
 def _why_incomplete(error: CheckpointError | FileNotFoundError) -> IncompleteError | None:
-    """Return why a step is not complete; None if something else is wrong with it."""
+    """Return the reason why a step is incomplete; None if something else is wrong with it."""
     if isinstance(error, IncompleteError):
         return error
     missing = error if isinstance(error, FileNotFoundError) else error.__cause__
@@ -152,7 +152,7 @@ def _why_incomplete(error: CheckpointError | FileNotFoundError) -> IncompleteErr
 def _not_the_newest(newest: Path, older: Location, why: str) -> IncompleteError:
     return IncompleteError(
         f"the newest checkpoint, {newest}, is not complete: {why}",
-        hint=f"to merge an older one, give its directory: {older.step_dir}",
+        hint=f"to merge an older step, pass its directory: {older.step_dir}",
     )
 
 
@@ -161,13 +161,14 @@ def passing_over(
     empty: Sequence[Path],
     incomplete: Sequence[tuple[Location, IncompleteError]],
 ) -> Checkpoint:
-    """Return a checkpoint with the steps that were passed over: no weights, or not all of them."""
+    """Return a checkpoint with notes about steps that were passed over."""
     passed = [PassedOver(step_of(path.name), "it has no weights") for path in empty]
     for at, error in incomplete:
-        what = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")  # the step is named
-        passed.append(PassedOver(at.step, what))
+        # The title has the step already.
+        subject = error.subject.splitlines()[0].replace(f"{at.step_dir}/", "")
+        passed.append(PassedOver(at.step, subject))
     notes = [f"passed over {path}: it has no weights" for path in empty]
-    texts = [unadvised(error.text) for _, error in incomplete]  # it need not be merged
+    texts = [unadvised(error.text) for _, error in incomplete]  # the step need not be merged
     notes += ["passed over an incomplete step: " + text for text in texts]
     noted = _with_notes(checkpoint, notes)
     return replace(noted, passed_over=(*checkpoint.passed_over, *passed))
@@ -194,23 +195,22 @@ def open_whole(path: Path, options: ReadOptions) -> Checkpoint:
             start = component_of(start) if is_pipeline(start / PIPELINE_INDEX) else start
         place = start.parent if start.is_file() else start
         if not start.exists() or not (start.is_file() or WHOLE_FILES.holds(Tree(), start)):
-            what = "has no whole weights" if start.exists() else "no such file or directory"
-            raise UnknownFormatError(f"{path}: {what}", expected="model.safetensors")
+            problem = "has no whole weights" if start.exists() else "no such file or directory"
+            raise UnknownFormatError(f"{path}: {problem}", expected="model.safetensors")
         file = start if start.is_file() else None
         location = Location(place, place, None, None, "model", WHOLE_FILES, file)
         return _read(location, options)
 
 
 def _part_in(other: Path, location: Location) -> Path:
-    """Return where another node's directory has files of the same checkpoint."""
-    found = discover(other, Choice(None, location.role, location.weights))
-    same = [at for at in found if at.step == location.step] or [
-        at for at in found if len(found) == 1
-    ]
+    """Return the folder in another node's directory that has files of the same checkpoint."""
+    locations = discover(other, Choice(None, location.role, location.weights))
+    same = [at for at in locations if at.step == location.step]
+    same = same or (locations if len(locations) == 1 else [])
     if not same:
         raise IncompleteError(
-            f"{other} has no step {location.step}, which was found in {location.weights_dir}",
-            found=f"steps {', '.join(str(at.step) for at in found)}",
+            f"{other} has no step {location.step}, unlike {location.weights_dir}",
+            found=f"steps {', '.join(str(at.step) for at in locations)}",
         )
     if (same[0].format, same[0].step) != (location.format, location.step):
         raise UsageError(
@@ -223,7 +223,7 @@ def _part_in(other: Path, location: Location) -> Path:
 
 def _read(location: Location, options: ReadOptions) -> Checkpoint:
     with noting(FileStates()) as states:
-        # Before the weights: two readers use the config, and it is read once.
+        # Before the weights: two readers use the config, which is read once.
         companions = find_companions(location, options.config)
         companions.note(states)
         options = replace(options, config_file=companions.config_file)
@@ -231,7 +231,7 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
         if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
             catalog = _completed(catalog, _weights(regular, options))
         check_coverage(catalog)
-        later = catalog.weight_files  # of a file of compressed items nothing has been read
+        later = catalog.weight_files  # files of compressed items have not been opened yet
         if lora_names(catalog.tensors):
             later |= set(filter(None, adapter_files(location)))
         for path in later:
@@ -241,49 +241,46 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
 
 
 def _weights(location: Location, options: ReadOptions) -> Catalog:
-    """Read one set of weights, and take wrappers out of the names of its tensors."""
-    found = location.format.read(location, options)
-    if not found.tensors:
+    """Read one set of weights, and remove wrappers from the names of its tensors."""
+    catalog = location.format.read(location, options)
+    if not catalog.tensors:
         raise NotMergeableError(
             f"{location.file or location.weights_dir}: has no model weights",
-            found=", ".join(one.fqn for one in found.skipped[:8]) or "nothing",
-            hint="if this is a part of a checkpoint (its optimizer), give the directory above it",
+            found=", ".join(skipped.fqn for skipped in catalog.skipped[:8]) or "nothing",
+            hint="if this is a part of a checkpoint (its optimizer), pass its parent directory",
         )
-    refuse_flat_parameters(location.weights_dir, found.tensors)
-    tensors = unwrapped(found.tensors)
+    refuse_flat_parameters(location.weights_dir, catalog.tensors)
+    tensors, notes = unwrapped(catalog.tensors)
+    # The tree shows the writer more exactly than the files, but for our own outputs.
+    is_ours = catalog.writer.startswith("unshard ")
+    by_tree = None if is_ours else writer_by_tree(location)
     return replace(
-        found,
+        catalog,
         roots=location.roots,
         format=location.format.name,
         step=location.step,
-        writer=_writer(found.writer, location),
-        tensors=tensors.value,
-        notes=(*found.notes, *tensors.notes),
-        stored_names=stored_names(found.tensors),
+        writer=by_tree or catalog.writer,
+        tensors=tensors,
+        notes=(*catalog.notes, *notes),
+        stored_names=stored_names(catalog.tensors),
     )
 
 
-def _writer(shown: str, location: Location) -> str:
-    """Return the tool that wrote a checkpoint; its tree shows this more exactly than its files."""
-    is_ours = shown.startswith("unshard ")
-    return shown if is_ours else writer_by_tree(location) or shown
-
-
 def _completed(ema: Catalog, regular: Catalog) -> Catalog:
-    """Return the EMA tensors, completed by the regular ones, in the order of those.
+    """Return the EMA tensors, completed by regular ones, in the order of the regular weights.
 
-    A run may average only what is trained, or what a filter selects.
+    A run may average only trained tensors, or those that a filter selects.
     """
-    # Names that the regular weights do not have may be other names of the same tensors.
-    alone = [name for name in ema.tensors if name not in regular.tensors]
-    if alone:
+    # Names that the regular weights lack may be other names of the same tensors.
+    unknown = [name for name in ema.tensors if name not in regular.tensors]
+    if unknown:
         raise NotMergeableError(
-            f"the EMA set has {counted(len(alone), 'tensor')} that the regular weights lack: "
-            f"{alone[0]} …",
+            f"the EMA set has {counted(len(unknown), 'tensor')} that the regular weights lack: "
+            f"{unknown[0]} …",
             expected=f"names such as {next(iter(regular.tensors), 'none')}",
             hint="to merge the EMA set alone, copy its directory to another place",
         )
-    tensors = {name: ema.tensors.get(name, one) for name, one in regular.tensors.items()}
+    tensors = {name: ema.tensors.get(name, entry) for name, entry in regular.tensors.items()}
     absent = [name for name in tensors if name not in ema.tensors]
     if not absent:
         return replace(ema, tensors=tensors)
@@ -299,7 +296,7 @@ def _completed(ema: Catalog, regular: Catalog) -> Catalog:
 
 
 def check_coverage(catalog: Catalog) -> None:
-    """Raise if any tensor is not covered exactly by its chunks, replicas aside."""
+    """Raise if a tensor is not covered exactly by its chunks, replicas aside."""
     gaps: dict[tuple[int, int, tuple[int, ...]], Gap | None] = {}
     problems = []
     for entry in catalog.tensors.values():
@@ -328,6 +325,8 @@ def check_coverage(catalog: Catalog) -> None:
 
 def _problem(entry: TensorEntry, gap: Gap, *, incomplete: bool) -> UnshardError:
     kind, box = gap
-    what = "no rank has" if kind == "hole" else "more than one rank has, as different chunks,"
-    error = IncompleteError if incomplete and kind == "hole" else CorruptError
-    return error(f"tensor {entry.fqn} {list(entry.shape)}: {what} its region {box}")
+    subject = f"tensor {entry.fqn} {list(entry.shape)}: region {box} is"
+    if kind == "hole":
+        error = IncompleteError if incomplete else CorruptError
+        return error(f"{subject} missing from every rank")
+    return CorruptError(f"{subject} stored twice, with different chunk boundaries")

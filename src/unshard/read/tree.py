@@ -1,6 +1,6 @@
-"""What is in the folders of a tree: the only I/O of a search for a checkpoint.
+"""The folders of a tree: the only I/O of a search for a checkpoint.
 
-Formats and searches judge by these names, so a mapping of folders can stand for a disk.
+Formats and searches use only these names, so tests can replace the disk by a mapping of folders.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,20 +14,20 @@ from unshard.containers.json_file import json_object
 from unshard.errors import CorruptError
 
 LONGEST_TEXT = 4096
-"""How much of a text file is read, characters."""
+"""The most characters that are read of a text file."""
 
 
 class Tree:
-    """Folders and files as they were when they were asked for first.
+    """Folders and files, cached when first asked for.
 
-    A trainer may remove directories meanwhile: one that is gone has nothing in it.
+    A trainer may remove directories meanwhile; a removed directory is empty.
 
     Attributes:
-        is_dir, is_file, is_link: what a path is, as `Path` says it.
+        is_dir, is_file, is_link: the same as those of `Path`.
         size: of a file, in bytes.
-        text: the beginning of a text file; None without one, or if it cannot be read.
-        fields: of a JSON file; none if it cannot be read.
-        exists: whether there is something now; this alone is asked again each time.
+        text: the beginning of a text file; None if there is none, or if it cannot be read.
+        fields: of a JSON file; empty if it cannot be read.
+        exists: whether something exists now; this is not cached.
         resolve: the path without links.
     """
 
@@ -43,7 +43,7 @@ class Tree:
         self.resolve: Callable[[Path], Path] = methodcaller("resolve")
 
     def inside(self, folder: Path) -> Mapping[str, Path]:
-        """Return what is in a folder, by name and in this order; nothing of what is none.
+        """Return the paths in a folder, sorted by name; empty if it is not a folder.
 
         Raises:
             OSError: it may not be read.
@@ -56,13 +56,13 @@ class Tree:
                 self._inside[folder] = {}
             except OSError as error:
                 self._inside[folder] = error
-        found = self._inside[folder]
-        if isinstance(found, OSError):
-            raise found
-        return found
+        paths_or_error = self._inside[folder]
+        if isinstance(paths_or_error, OSError):
+            raise paths_or_error
+        return paths_or_error
 
     def glob(self, folder: Path, pattern: str) -> Iterator[Path]:
-        """Yield what fits a relative pattern; nothing in folders that may not be read."""
+        """Yield the paths that match a relative pattern; none in folders that may not be read."""
         first, _, rest = pattern.partition("/")
         with suppress(PermissionError):
             for name, path in self.inside(folder).items():
@@ -71,7 +71,7 @@ class Tree:
 
 
 def _text(path: Path) -> str | None:
-    with suppress(OSError):  # none, or just removed
+    with suppress(OSError):  # missing, or just removed
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as stream:
                 return stream.read(LONGEST_TEXT)

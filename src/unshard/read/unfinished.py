@@ -1,4 +1,4 @@
-"""Which files of weights are not written to their ends yet, or are not there yet."""
+"""Finds files of weights that are missing, or not written completely yet."""
 
 import re
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ _ZIPS = frozenset({".pt", ".bin", ".pth", ".ckpt"})
 
 
 def why_folder_unfinished(folder: Path) -> str | None:
-    """Return which file of weights a folder lacks, or which is not finished."""
+    """Return a message about a file of weights that a folder lacks, or that is not finished."""
     paths = list(folder.iterdir())
     zips = (path for path in paths if path.suffix in _ZIPS and path.is_file())
     return why_unfinished(zips) or _why_shards(folder, {path.name for path in paths})
 
 
 def _why_shards(folder: Path, names: set[str]) -> str | None:
-    """Return which safetensors file a folder lacks, or which is shorter than its header says."""
-    wanted = {
+    """Return a message about a safetensors file that is missing or shorter than its header."""
+    expected = {
         f"{match[1]}-{number:0{len(match[2])}}-of-{match[2]}.safetensors"
         for match in map(_SHARD.fullmatch, names)
         if match is not None
@@ -33,10 +33,10 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
     }
     for index in names.intersection(INDEX_NAMES):
         try:
-            wanted |= set(weight_map(folder / index).values())
+            expected |= set(weight_map(folder / index).values())
         except CorruptError:
             return f"{index} is not finished"
-    if missing := sorted(wanted - names):
+    if missing := sorted(expected - names):
         return f"{missing[0]} is missing"
     for path in folder.glob("*.safetensors"):
         try:
@@ -47,10 +47,13 @@ def _why_shards(folder: Path, names: set[str]) -> str | None:
 
 
 def why_unfinished(files: Iterable[Path]) -> str | None:
-    """Return which file is empty or a zip without its end; torch's legacy files are not zips."""
+    """Return a message about an empty file or a zip without its end.
+
+    torch's legacy files are not zips.
+    """
     for path in files:
         if isinstance(path, RemotePath):
-            continue  # an object is there only when it is whole
+            continue  # an object exists only when it is whole
         with path.open("rb") as stream:
             head = stream.read(4)
             stream.seek(max(0, path.stat().st_size - _END_SIZE - _MOST_COMMENT))
