@@ -112,7 +112,7 @@ def test_adapters_of_single_experts_are_fused(tmp_path: Path, *, is_shared: bool
     assert_same(merged(tmp_path / "again"), found)
     tiny_model("qwen3_moe", num_experts=3).save_pretrained(tmp_path / "base of 3")
     if not is_shared:
-        with pytest.raises(ConversionError, match="are not those of the model's experts"):
+        with pytest.raises(ConversionError, match="do not fit the number of the model's experts"):
             unshard.merge(tmp_path / "run", tmp_path / "other", base=tmp_path / "base of 3")
 
 

@@ -107,7 +107,7 @@ def test_missing_and_unexpected_tensors_are_errors_unless_allowed(
     report = unshard.merge(
         ckpt, tmp_path / "out", base=base, allow_missing=True, allow_unexpected=True
     )
-    assert sum(f"tensor, by {base}: " in warning for warning in report.warnings) == 2
+    assert sum(f"tensor compared with {base}: " in warning for warning in report.warnings) == 2
     assert_same(merged(tmp_path / "out"), some_tensors())
 
 

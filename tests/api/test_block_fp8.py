@@ -241,7 +241,7 @@ def test_what_cannot_be_quantised_is_refused(
         unshard.merge(output, target, quantize="fp8-block")
     with pytest.raises(ConversionError, match="no matrix"):
         unshard.merge(checkpoint, target, quantize="fp8-block", include="norm")
-    with pytest.raises(ConversionError, match="block FP8, which is not cast while averaging"):
+    with pytest.raises(ConversionError, match="block FP8, which averaging does not cast"):
         unshard.average([output, output], target, dtype="bfloat16")
     assert not target.exists()
 

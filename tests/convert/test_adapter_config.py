@@ -244,12 +244,12 @@ def test_a_quantised_models_adapter_can_be_written() -> None:
     tensors = recipes(linear("m.q"))
     name = f"{FRONT}m.q.base_layer.weight"
     tensors[name] = take(entry(name, (15, 1), "uint8"))
-    shape = completed(split_adapter(tensors), None)
+    shape = completed(split_adapter(tensors), AdapterConfig())
     assert (shape.rank, shape.target_modules) == (2, ("q",))
 
 
 def test_an_alpha_is_never_made_up() -> None:
-    with pytest.raises(ConversionError, match="alpha is not known"):
+    with pytest.raises(ConversionError, match="alpha is unknown"):
         written(linear("m.q"), None, None)
 
 

@@ -126,8 +126,8 @@ def test_what_is_allowed_is_written_and_named(tmp_path: Path) -> None:
     report = unshard.merge(ckpt, tmp_path / "out", allow_missing=True, allow_unexpected=True)
     assert_same(merged(tmp_path / "out"), tensors_of(names))
     said = " ".join(report.warnings)
-    assert f'1 missing tensor, by {ckpt / "config.json"}: "{HEAD}"' in said
-    assert f'1 unexpected tensor, by {ckpt / "config.json"}: "{STRANGER}"' in said
+    assert f'1 missing tensor compared with {ckpt / "config.json"}: "{HEAD}"' in said
+    assert f'1 unexpected tensor compared with {ckpt / "config.json"}: "{STRANGER}"' in said
 
 
 def test_what_the_user_left_out_is_not_missed(tmp_path: Path) -> None:

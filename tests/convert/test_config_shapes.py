@@ -16,7 +16,7 @@ import unshard
 from ranks import assert_same, merged, save_ranks
 from tiny_models import tiny_model
 from unshard import ConversionError
-from unshard.convert.expected.shapes import stated_shape
+from unshard.convert.expected.shapes import shape_in_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::unshard.UnshardWarning")
 
@@ -250,16 +250,16 @@ def test_a_field_that_is_not_a_size_states_nothing(value: object) -> None:
         ("clip_vision_model", "embeddings.position_embedding.weight"),
         ("qwen2_vl", "merger.mlp.0.weight"),
     ):
-        assert stated_shape(kind, name, config) is None
+        assert shape_in_config(kind, name, config) is None
 
 
 def test_numbers_in_lists_are_read_by_their_place() -> None:
     name = "embeddings.position_embeddings"
     config = {"image_size": [28, 56], "patch_size": 14, "hidden_size": 8}
-    assert stated_shape("internvl_vision", name, config) == (1, 9, 8)
-    assert stated_shape("internvl_vision", name, {**config, "image_size": [28]}) is None
+    assert shape_in_config("internvl_vision", name, config) == (1, 9, 8)
+    assert shape_in_config("internvl_vision", name, {**config, "image_size": [28]}) is None
     layers = {"vision_feature_layer": [-2, -1], "text_config": {"hidden_size": 8}}
     layers["vision_config"] = {"hidden_size": 6}
     name = "multi_modal_projector.linear_1.weight"
-    assert stated_shape("llava", name, layers) == (8, 12)
-    assert stated_shape("llava", name, {**layers, "vision_feature_layer": -2}) == (8, 6)
+    assert shape_in_config("llava", name, layers) == (8, 12)
+    assert shape_in_config("llava", name, {**layers, "vision_feature_layer": -2}) == (8, 6)

@@ -35,7 +35,7 @@ PLAIN = AdapterConfig(alpha=8.0, rank=2, source="adapter_config.json")
 
 def fused(
     shapes: Shapes,
-    config: AdapterConfig | None = PLAIN,
+    config: AdapterConfig = PLAIN,
     alpha: float | None = None,
     base: Mapping[str, Recipe] | None = None,
     types: Collection[str] = (),
@@ -68,7 +68,7 @@ class Model:
             self.values[name] = values
         self.recipes = {name: take(one) for name, one in self.sources.entries.items()}
 
-    def fuse(self, config: AdapterConfig | None = PLAIN) -> dict[str, Array]:
+    def fuse(self, config: AdapterConfig = PLAIN) -> dict[str, Array]:
         """Fuse, write, and return what was written."""
         self.sources.plan()  # writes the files
         result = fuse(split_adapter(self.recipes), config, None, None)
@@ -155,7 +155,7 @@ def test_an_attention_module_of_torch_is_refused() -> None:
     with pytest.raises(ConversionError, match="attn belongs to a MultiheadAttention"):
         fused(shapes)
     split = split_adapter(recipes(shapes))
-    assert completed(split, None).target_modules == ("attn", "out_proj")
+    assert completed(split, AdapterConfig()).target_modules == ("attn", "out_proj")
 
 
 # names
@@ -228,7 +228,7 @@ def test_whatever_the_names_and_their_order_every_pair_is_used(
         shapes |= linear(module, out=at + 2, inside=at + 7, rank=at + 1, adapter=adapter)
     names = data.draw(st.permutations(list(shapes)))
     tensors = recipes({front + name.removeprefix(FRONT): shapes[name] for name in names})
-    result = fuse(split_adapter(tensors), None, 3.0, None)
+    result = fuse(split_adapter(tensors), AdapterConfig(), 3.0, None)
     outside = front.removesuffix(FRONT)
     assert scales(result) == {
         f"{outside}{module}.weight": 3.0 / (at + 1) for at, module in enumerate(modules)
@@ -245,13 +245,12 @@ def test_whatever_the_names_and_their_order_every_pair_is_used(
         (AdapterConfig(alpha=8.0), None, 4.0),
         (AdapterConfig(alpha=3.0, rank=2), None, 1.5),
         (AdapterConfig(alpha=8.0, use_rslora=True), None, 8 / math.sqrt(2)),
-        (None, 5.0, 2.5),
         (AdapterConfig(), 5.0, 2.5),
         (AdapterConfig(alpha=8.0, use_rslora=True), 2.0, 2 / math.sqrt(2)),
     ],
 )
 def test_a_pair_counts_alpha_by_rank(
-    config: AdapterConfig | None, alpha: float | None, expected: float
+    config: AdapterConfig, alpha: float | None, expected: float
 ) -> None:
     assert scales(fused(linear("m.q"), config, alpha)) == {"m.q.weight": expected}
 
@@ -282,15 +281,13 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        (None, "neither lora_train_meta.json nor adapter_config.json"),
+        (AdapterConfig(), "neither lora_train_meta.json nor adapter_config.json"),
         (AdapterConfig(rank=2, fields={"lora_alpha": 0}, source="meta"), "meta has 0"),
         (AdapterConfig(rank=2, source="meta"), "meta has none"),
     ],
 )
-def test_an_alpha_that_is_not_recorded_is_asked_for(
-    config: AdapterConfig | None, found: str
-) -> None:
-    with pytest.raises(ConversionError, match="alpha is not known") as caught:
+def test_an_alpha_that_is_not_recorded_is_asked_for(config: AdapterConfig, found: str) -> None:
+    with pytest.raises(ConversionError, match="alpha is unknown") as caught:
         fused(linear("m.q"), config)
     assert caught.value.found == found
     assert "lora_alpha=…" in caught.value.hint
@@ -299,7 +296,7 @@ def test_an_alpha_that_is_not_recorded_is_asked_for(
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])
 def test_an_alpha_of_the_user_must_be_positive(alpha: float) -> None:
     with pytest.raises(UsageError, match="lora_alpha="):
-        fused(linear("m.q"), None, alpha)
+        fused(linear("m.q"), AdapterConfig(), alpha)
 
 
 def test_an_alpha_of_the_user_that_differs_is_reported() -> None:
@@ -384,7 +381,7 @@ def test_a_config_that_names_a_pair_or_may_do_so_is_taken(targets: tuple[str, ..
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(" * 300, "[", "a{1000000000}{2}"])
 def test_a_pattern_that_is_not_known_is_refused(pattern: str) -> None:
     config = AdapterConfig(alpha=8.0, alpha_pattern={pattern: 2.0})
-    with pytest.raises(ConversionError, match="can be matched safely"):
+    with pytest.raises(ConversionError, match="cannot be matched safely"):
         fused(linear("m.q"), config)
 
 
@@ -428,7 +425,7 @@ def test_whole_tensors_of_an_adapter_take_the_place_of_the_bases() -> None:
     result = fuse(split_adapter(tensors), PLAIN, None, recipes(BASE))
     assert list(result.value) == [*BASE, "score.weight", "model.q.bias"]
     assert result.value["model.embed.weight"] is tensors[f"{FRONT}model.embed.weight"]
-    assert result.notes == ("of the base, replaced by the checkpoint's: 3 tensors",)
+    assert result.notes == ("the checkpoint replaces 3 tensors of the base",)
 
 
 def test_a_pair_that_the_base_does_not_know_is_an_error() -> None:
@@ -484,7 +481,7 @@ def test_tensors_of_other_adapters_are_refused_by_name(reason: str) -> None:
 
 
 def test_other_adapters_than_lora_are_refused() -> None:
-    with pytest.raises(ConversionError, match="no LoRA pair is among them"):
+    with pytest.raises(ConversionError, match="there is no LoRA pair"):
         split_adapter(recipes({f"{FRONT}m.q.ia3_l.default": (5,)}))
 
 
@@ -517,12 +514,12 @@ def test_a_pair_without_its_weight_is_named() -> None:
 
 
 def test_an_original_without_its_trained_copy_is_refused() -> None:
-    with pytest.raises(ConversionError, match=r"score\.original_module\.weight: the copy"):
+    with pytest.raises(ConversionError, match=r"score\.original_module\.weight: the trained copy"):
         split_adapter(recipes(q() | {f"{FRONT}score.original_module.weight": (1, 5)}))
 
 
 def test_names_that_become_one_are_refused() -> None:
-    with pytest.raises(ConversionError, match=r"have one name without PEFT's, m\.q\.weight"):
+    with pytest.raises(ConversionError, match=r"the same name without PEFT's parts, m\.q\.weight"):
         split_adapter(recipes(q(weight=(6, 5))))
 
 
@@ -534,9 +531,9 @@ def test_names_that_become_one_are_refused() -> None:
         ({"base_layer.weight": (6,)}, "is missing"),
         ({"base_layer.weight": (6, 5, 3, 3)}, "does not fit its weight"),
         ({"lora_A.default.weight": (3, 5)}, "do not fit each other"),
-        ({"lora_A.default.weight": (0,)}, "not of matrices"),
+        ({"lora_A.default.weight": (0,)}, "not a pair of matrices"),
         ({"lora_A.default.weight": (0, 5), "lora_B.default.weight": (6, 0)}, "fit each other"),
-        ({"lora_A.default.weight": (2, 5, 3, 3)}, "not of matrices"),
+        ({"lora_A.default.weight": (2, 5, 3, 3)}, "not a pair of matrices"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
@@ -593,11 +590,9 @@ def test_variants_that_only_the_config_names_are_refused(
 
 @pytest.mark.parametrize(
     ("config", "is_turned"),
-    [(PLAIN, False), (AdapterConfig(alpha=8.0, fan_in_fan_out=True), True), (None, False)],
+    [(PLAIN, False), (AdapterConfig(alpha=8.0, fan_in_fan_out=True), True)],
 )
-def test_where_all_are_square_the_config_tells(
-    config: AdapterConfig | None, *, is_turned: bool
-) -> None:
+def test_where_all_are_square_the_config_tells(config: AdapterConfig, *, is_turned: bool) -> None:
     result = fused(linear("m.q", 5, 5), config, 8.0)
     update = result.value["m.q.weight"]
     assert isinstance(update, LowRank)

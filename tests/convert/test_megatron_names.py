@@ -386,7 +386,7 @@ def test_the_heads_are_those_of_the_config_where_nothing_is_recorded(
         ({"num_key_value_heads": 4}, "does not have the rows of 4 heads in 4 groups"),
         ({"num_hidden_layers": 3}, "has 2 layers"),
         ({"vocab_size": 33}, "has 32 rows, fewer than the vocabulary"),
-        ({"vocab_size": None}, "vocab_size is needed to cut the padding of the .* is not there"),
+        ({"vocab_size": None}, "vocab_size is needed to cut the padding of the .* is missing"),
     ):
         place = saved(tmp_path / str(words), tensors, **config | wrong)
         with pytest.raises(ConversionError, match=words):
@@ -396,12 +396,12 @@ def test_the_heads_are_those_of_the_config_where_nothing_is_recorded(
 def test_a_family_that_is_not_known_is_refused_with_its_names(tmp_path: Path, cases: Path) -> None:
     tensors = truth_of(cases / "llama_tp1", "megatron")
     place = saved(tmp_path / "ckpt", tensors, model_type="gpt_oss")
-    with pytest.raises(ConversionError, match="type gpt_oss are not known") as error:
+    with pytest.raises(ConversionError, match="type gpt_oss are unknown") as error:
         unshard.merge(place, dry_run=True)
     assert "one of llama, mistral, qwen2" in error.value.expected
     assert "embedding.word_embeddings.weight" in error.value.found
     assert "convert it with Megatron-Bridge" in error.value.hint
-    assert "nothing: the names that Megatron gives" in unshard.inspect(place).would_write
+    assert "nothing: Megatron's names for a model" in unshard.inspect(place).would_write
 
 
 def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, cases: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, cases: Path
     tensors["decoder.layers.1.self_attention.core_attention.softmax_offset"] = torch.ones(4)
     config = config_of(cases / "qwen3_pp2_per_layer")
     with pytest.raises(
-        ConversionError, match="no known place for 1 tensor in a qwen3 model"
+        ConversionError, match="no known name for 1 tensor in a qwen3 model"
     ) as error:
         unshard.merge(saved(tmp_path / "ckpt", tensors, **config), dry_run=True)
     assert "decoder.layers.N.self_attention.core_attention.softmax_offset" in error.value.found
@@ -420,7 +420,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, cases: Path
     [
         ("decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight", "its part 2 is missing"),
         ("decoder.layers.0.mlp.experts.experts.1.linear_fc1.weight_v", "its part 1 is missing"),
-        ("decoder.layers.0.mlp.experts.experts.3.linear_fc2.weight", "these are not the experts"),
+        ("decoder.layers.0.mlp.experts.experts.3.linear_fc2.weight", "does not fit the experts"),
         ("decoder.layers.1.self_attention.linear_proj.weight", "Missing key"),
     ],
 )

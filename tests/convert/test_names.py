@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from recipe_values import evaluate
 from unshard import ConversionError
 from unshard.convert import names as naming
-from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, Stored
+from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, ExpertLayout
 from unshard.convert.names import Renamed
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, shape_of, take
 from unshard.read.model_config import ModelConfig
@@ -241,7 +241,7 @@ def test_names_of_an_unknown_family_stay_and_a_note_says_so(
     renamed = hub_names(tensors(shapes), config)
     assert shapes_of(renamed) == shapes
     (note,) = renamed.notes
-    assert "not known" in note
+    assert "unknown" in note
     assert "nobody_knows" in note or not config
 
 
@@ -302,7 +302,7 @@ def test_experts_that_are_not_all_there_are_not_fused() -> None:
 
 def test_experts_that_differ_are_not_fused() -> None:
     mixed = tensors(EACH) | tensors({f"{AT}.1.up_proj.weight": (WIDTH, HIDDEN)}, "bfloat16")
-    with pytest.raises(ConversionError, match="not alike"):
+    with pytest.raises(ConversionError, match="differ in shape or dtype"):
         names_of_base(mixed, set(FUSED), MOE)
 
 
@@ -320,7 +320,7 @@ def test_means_of_experts_are_fused_and_updates_are_not() -> None:
     low = tensors({"a": (2, HIDDEN), "b": (WIDTH, 2)})
     updated = tensors(EACH)
     updated[name] = LowRank(updated[name], low["a"], low["b"], 1.0)
-    with pytest.raises(ConversionError, match="updated one by one"):
+    with pytest.raises(ConversionError, match="have updates of their own"):
         names_of_base(updated, set(FUSED), MOE)
 
 
@@ -405,7 +405,7 @@ def test_every_layout_of_experts_is_split_and_fused() -> None:
         for experts in family.experts:
             down = {f"model.layers.0.{experts.at}.down_proj": (EXPERTS, HIDDEN, WIDTH)}
             split = hub_names(tensors(down), config)
-            if experts.stored is Stored.FUSED:
+            if experts.layout is ExpertLayout.FUSED:
                 assert list(split.value) == list(down)
                 continue
             assert len(split.value) == EXPERTS

@@ -164,14 +164,14 @@ def test_the_configs_dtype_needs_a_config() -> None:
     assert "config=…" in raised.value.hint
 
 
-def test_a_config_may_name_no_dtype() -> None:
-    with pytest.raises(ConversionError, match=r"config\.json names no dtype"):
+def test_a_config_may_have_no_dtype() -> None:
+    with pytest.raises(ConversionError, match=r"config\.json has no dtype"):
         target_dtype("config", {"hidden_size": 8})
 
 
 @pytest.mark.parametrize("named", ["float64", "float8_e4m3fn", "int8", "auto"])
 def test_a_config_may_name_a_dtype_that_is_not_a_target(named: str) -> None:
-    with pytest.raises(ConversionError, match=rf"config\.json names {named}") as raised:
+    with pytest.raises(ConversionError, match=rf"config\.json has the dtype {named}") as raised:
         target_dtype("config", {"dtype": named})
     assert raised.value.expected == ", ".join(CASTS)
 

@@ -85,7 +85,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             base = training_names(base, checkpoint.config, modules)
         base = {**base, **_own_heads(base, split, config, _config_of_model(checkpoint))}
     types = () if checkpoint.config is None else checkpoint.config.types
-    fused = fuse(split, config, options.lora_alpha, base, types)
+    fused = fuse(split, config or AdapterConfig(), options.lora_alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
     return Noted(fused.value, (note, *fused.notes))
@@ -183,7 +183,7 @@ def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateA
         UsageError: an option does not apply to an adapter.
         ConversionError: there is no adapter, or its config is unknown.
     """
-    from unshard.convert.lora.files import adapter_tensors, list_absent
+    from unshard.convert.lora.files import adapter_tensors, list_absent, pipeline_adapter
 
     source = checkpoint.adapter or checkpoint
     split = split_adapter(stored_recipes(source.catalog.tensors))
@@ -207,8 +207,6 @@ def separate_adapter(checkpoint: Checkpoint, options: MergeOptions) -> SeparateA
     text = adapter_config_json(split, config, options.lora_alpha, fields, base=base)
     files, file = {ADAPTER_CONFIG_NAME: text}, PEFT_FILE
     if model is not None and model.library.name == "diffusers":
-        from unshard.convert.lora.pipelines import pipeline_adapter
-
         named, metadata = pipeline_adapter(named, json.loads(text), model)
         files, file = {}, AdapterFile(PIPELINE_ADAPTER, metadata)
     check_plain(named, (), selects=True)

@@ -1,1 +1,1 @@
-"""From a catalog to recipes: names and dtypes of the output, and how it is made. Pure."""
+"""From a catalog to recipes: names and dtypes of output tensors, and how each is made. Pure."""

@@ -1,4 +1,4 @@
-"""The experts of a layer in their layouts: all in one tensor, one tensor a part, or one by one.
+"""Convert between layouts of experts: one tensor per layer, per part, or per expert and part.
 
 A part (gate, up, down) of all experts is a tensor [E, out, in]; gate and up together are
 [E, 2I, H], the gate's rows first. Sizes are checked against config.json, never guessed.
@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from unshard.convert.families import Experts, Stored
+from unshard.convert.families import ExpertLayout, Experts
 from unshard.convert.recipes import (
     Concat,
     LowRank,
     Recipe,
     Stack,
     WeightedSum,
+    check_alike,
     cut,
     dtype_of,
     pick,
@@ -32,13 +33,13 @@ _HIDDEN = ("hidden_size", "moe_latent_size")
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """What a tensor contains of the experts of a layer.
+    """The part of a layer's experts that a tensor contains.
 
     Attributes:
-        block: the path of their module.
-        experts: how their family has them.
-        name: a part's name in training, or `_GATE_UP`.
-        index: the expert, or None if the tensor contains all of them.
+        block: the path of the experts' module.
+        experts: the family's names and layout.
+        name: the part's name in training, or `_GATE_UP`.
+        index: the expert's number; None for all experts.
     """
 
     block: str
@@ -49,10 +50,12 @@ class ExpertPart:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of experts that one config states; an empty set where it states none.
+    """The sizes of experts in one config; an empty set for a missing size.
 
     Attributes:
-        count: E. hidden: H. fields: the config, for I.
+        count: E.
+        hidden: H.
+        fields: the config, for I.
     """
 
     count: frozenset[int]
@@ -61,22 +64,21 @@ class Sizes:
 
     def fits(self, shape: Sequence[int], part: ExpertPart) -> bool:
         """Return whether [E, out, in] can be this part of all experts."""
-        stated = zip(shape, self._dimensions(part), strict=True)
         return all(
-            not known or size in {times * one for one in known} for size, (times, known) in stated
+            not sizes or size in {factor * own for own in sizes}
+            for size, (factor, sizes) in zip(shape, self._dimensions(part), strict=True)
         )
 
     def shown(self, part: ExpertPart) -> str:
         """Return the expected shape for a message."""
-        stated = self._dimensions(part)
-        sizes = (
-            ("2 x " if times == 2 else "") + ("|".join(map(str, sorted(known))) or "?")
-            for times, known in stated
+        dimensions = (
+            ("2 x " if factor == 2 else "") + ("|".join(map(str, sorted(sizes))) or "?")
+            for factor, sizes in self._dimensions(part)
         )
-        return f"[{', '.join(sizes)}]"
+        return f"[{', '.join(dimensions)}]"
 
     def _dimensions(self, part: ExpertPart) -> tuple[tuple[int, frozenset[int]], ...]:
-        """Return for each dimension of [E, out, in] a factor and the sizes that are stated."""
+        """Return a factor and the config's sizes for each dimension of [E, out, in]."""
         rows = (2 if part.name == _GATE_UP else 1, _integers(self.fields, part.experts.width))
         columns = (1, self.hidden)
         matrix = (columns, rows) if part.name == _DOWN else (rows, columns)
@@ -84,16 +86,17 @@ class Sizes:
 
 
 def find_sizes(configs: Sequence[Mapping[str, object]]) -> tuple[Sizes, ...]:
-    """Return the sizes that configs state, of those that count experts."""
-    found = (
-        Sizes(_integers(config, _COUNT), _integers(config, _HIDDEN), config) for config in configs
+    """Return the sizes in each config that counts experts."""
+    return tuple(
+        Sizes(count, _integers(config, _HIDDEN), config)
+        for config in configs
+        if (count := _integers(config, _COUNT))
     )
-    return tuple(sizes for sizes in found if sizes.count)
 
 
-def find_part(name: str, shape: Sequence[int], known: Sequence[Experts]) -> ExpertPart | None:
-    """Return what a tensor contains of a layer's experts, by its training name; None if nothing."""
-    for experts in known:
+def find_part(name: str, shape: Sequence[int], layouts: Sequence[Experts]) -> ExpertPart | None:
+    """Return the part of a layer's experts in a tensor, by its training name; None if not any."""
+    for experts in layouts:
         block, separator, tail = name.rpartition(f".{experts.at}.")
         block += separator[:-1]
         if not separator:
@@ -101,27 +104,27 @@ def find_part(name: str, shape: Sequence[int], known: Sequence[Experts]) -> Expe
         parts = dict(experts.parts)
         if len(shape) == 3 and (tail in parts or (tail == _GATE_UP and _GATE in parts)):
             return ExpertPart(block, experts, tail, None)
-        one = re.fullmatch(r"(\d+)\.(\w+)\.weight", tail)
+        single = re.fullmatch(r"(\d+)\.(\w+)\.weight", tail)
         for part, on_hub in parts.items():
-            if one is not None and len(shape) == 2 and one[2] in (on_hub, part):
-                return ExpertPart(block, experts, part, int(one[1]))
+            if single is not None and len(shape) == 2 and single[2] in (on_hub, part):
+                return ExpertPart(block, experts, part, int(single[1]))
     return None
 
 
 def split_experts(
     name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the tensors of every expert from one of all: byte ranges of it.
+    """Yield the tensors of every expert, which are byte ranges of the tensor of all experts.
 
     Raises:
-        ConversionError: the shape is not that of the config's experts, or is ambiguous; or their
+        ConversionError: the shape does not fit the config's experts, or fits in two ways; or the
             elements are quantised.
     """
     if not dtype_of(recipe).castable:
         raise ConversionError(
-            f"tensor {name}: has all experts in one tensor of {dtype_of(recipe)}, and what scales "
-            "them cannot be split with it",
-            hint="leave the names as they are with ⟦+--names training⟧",
+            f"tensor {name}: has all experts in one tensor of {dtype_of(recipe)}, whose scales "
+            "cannot be split with it",
+            hint="keep the names with ⟦+--names training⟧",
         )
     whole = _oriented(name, recipe, part, sizes)
     count, rows, columns = shape_of(whole)
@@ -144,10 +147,9 @@ def split_experts(
 def join_experts(
     tensors: Mapping[str, tuple[ExpertPart, Recipe]],
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
-    """Return the joined tensors of one block, by the tails of their names, with their sources.
+    """Return the joined tensors of one block, by the ends of their names, with their sources.
 
-    The tensors are those of single experts, and of one part of all of them. Incomplete parts are
-    left out.
+    `tensors` are single experts, or one part of all of them. Incomplete parts are left out.
 
     Raises:
         ConversionError: tensors differ in shape or dtype, or are computed and cannot be joined.
@@ -155,16 +157,14 @@ def join_experts(
     parts: dict[str, tuple[Recipe, tuple[str, ...]]] = {}
     experts = next(iter(tensors.values()))[0].experts
     for part, _ in experts.parts:
-        found = {
-            held.index: (name, recipe)
-            for name, (held, recipe) in tensors.items()
-            if held.name == part
+        by_index = {
+            own.index: (name, recipe) for name, (own, recipe) in tensors.items() if own.name == part
         }
-        if None in found and len(found) == 1:
-            name, recipe = found[None]
+        if None in by_index and len(by_index) == 1:
+            name, recipe = by_index[None]
             parts[part] = recipe, (name,)
-        elif found and set(found) == set(range(len(found))):
-            names, recipes = zip(*(found[index] for index in range(len(found))), strict=True)
+        elif by_index and set(by_index) == set(range(len(by_index))):
+            names, recipes = zip(*(by_index[at] for at in range(len(by_index))), strict=True)
             parts[part] = _joined(names, recipes, 0, stacked=True), names
     gate, up = parts.get(_GATE), parts.get(_UP)
     if gate is not None and up is not None and shape_of(gate[0]) == shape_of(up[0]):
@@ -174,27 +174,30 @@ def join_experts(
 
 
 def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes]) -> Recipe:
-    """Return the tensor as [E, out, in]: turned if it is stored as transformers 4 had it."""
+    """Return the tensor as [E, out, in]; transformers 4 stored some families as [E, in, out]."""
     count, rows, columns = shape_of(recipe)
-    straight = _fits((count, rows, columns), part, sizes)
-    turned = _fits((count, columns, rows), part, sizes)
-    old = part.experts.stored is Stored.FUSED
-    if straight and not (old and turned):  # both are possible in an old family only
+
+    def fits(shape: Sequence[int]) -> bool:
+        return not sizes or any(own.fits(shape, part) for own in sizes)
+
+    straight, turned = fits((count, rows, columns)), fits((count, columns, rows))
+    may_be_turned = part.experts.layout is ExpertLayout.FUSED
+    if straight and not (may_be_turned and turned):
         return recipe
     if straight:
         raise ConversionError(
             f"tensor {name}: its rows may be the inputs or the outputs of the experts",
             expected="a hidden_size in config.json that differs from moe_intermediate_size",
             found=f"shape {[count, rows, columns]}",
-            hint="leave the names as they are with ⟦+--names training⟧",
+            hint="keep the names with ⟦+--names training⟧",
         )
-    if old and turned:
+    if may_be_turned and turned:
         return transpose(recipe)
-    lost = (lost_experts(count, size) for one in sizes for size in one.count)
-    hint = "check ⟦--config⟧, or leave the names as they are with ⟦+--names training⟧"
+    lost = (lost_experts(count, size) for own in sizes for size in own.count)
+    hint = "check ⟦--config⟧, or keep the names with ⟦+--names training⟧"
     raise ConversionError(
-        f"tensor {name}: these are not the experts that config.json describes",
-        expected=" or ".join(one.shown(part) for one in sizes),
+        f"tensor {name}: does not fit the experts in config.json",
+        expected=" or ".join(own.shown(part) for own in sizes),
         found=str([count, rows, columns]),
         hint=next(filter(None, lost), hint),
     )
@@ -203,8 +206,8 @@ def _oriented(name: str, recipe: Recipe, part: ExpertPart, sizes: Sequence[Sizes
 def lost_experts(count: int, stated: int) -> str:
     """Return a hint for layers with `count` of `stated` experts; "" if it is not an equal share.
 
-    torch saves a tensor once per name, offset and shape. Where every group of expert parallelism
-    uses the same names, only the experts of the first group are written.
+    torch saves a tensor once per name, offset and shape. If all groups of expert parallelism use
+    the same names, only the experts of the first group are written.
     """
     if not 0 < count < stated or stated % count:
         return ""
@@ -214,26 +217,20 @@ def lost_experts(count: int, stated: int) -> str:
     )
 
 
-def _fits(shape: Sequence[int], part: ExpertPart, sizes: Sequence[Sizes]) -> bool:
-    return not sizes or any(one.fits(shape, part) for one in sizes)
-
-
 def _joined(names: Sequence[str], recipes: Sequence[Recipe], dim: int, *, stacked: bool) -> Recipe:
-    """Return tensors of equal shape and dtype as one, stacked or one after another."""
-    kinds = {(shape_of(recipe), dtype_of(recipe).name) for recipe in recipes}
-    if len(kinds) > 1:
-        found = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in sorted(kinds))
-        raise ConversionError(f"tensors {names[0]} … {names[-1]} are not alike", found=found)
+    """Return tensors of equal shape and dtype as one, stacked or concatenated."""
+    check_alike(f"tensors {names[0]} … {names[-1]}", recipes)
     weights = {
-        tuple(weight for weight, _ in one.terms) if isinstance(one, WeightedSum) else ()
-        for one in recipes
+        tuple(weight for weight, _ in recipe.terms) if isinstance(recipe, WeightedSum) else ()
+        for recipe in recipes
     }
-    if any(isinstance(one, LowRank) for one in recipes) or len(weights) > 1:
+    if any(isinstance(recipe, LowRank) for recipe in recipes) or len(weights) > 1:
         raise ConversionError(
-            f"tensors {names[0]} … {names[-1]} are updated one by one, but one tensor in the base",
+            f"tensors {names[0]} … {names[-1]} have updates of their own, but the base has them in "
+            "one tensor",
             hint="leave ⟦--base⟧ out, or write the adapter by itself: ⟦+--lora adapter⟧",
         )
-    terms = [one.terms for one in recipes if isinstance(one, WeightedSum)]
+    terms = [recipe.terms for recipe in recipes if isinstance(recipe, WeightedSum)]
     if not terms:
         return Stack(dim, tuple(recipes)) if stacked else Concat(dim, tuple(recipes))
     return WeightedSum(

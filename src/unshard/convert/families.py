@@ -1,7 +1,7 @@
-"""The names of model families, as one table: in training (transformers 5) and on the hub.
+"""The names of model families in training (transformers 5) and on the hub, in one table.
 
-Since version 5 transformers keeps the experts of a layer in one tensor and nests language models,
-and turns both back when it saves. A test compares the table with transformers.
+Transformers 5 keeps the experts of a layer in one tensor and nests language models, and reverses
+both when it saves. A test compares the table with transformers.
 Shapes are in elements: E experts, H hidden size, I size of an expert.
 """
 
@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 
 class Rename(NamedTuple):
-    """A part of a name in training, and the hub's text in its place.
+    """A part of a name in training, and the hub's text in its place; both plain text.
 
-    A leading "^" means the start of the name; otherwise the part is anywhere in it. Plain text.
+    A leading "^" anchors the part at the start of the name; otherwise it may be anywhere.
     """
 
     training: str
     hub: str
 
 
-class Stored(Enum):
+class ExpertLayout(Enum):
     """How the files of the hub store a family's experts."""
 
     EACH = "a tensor for every expert: [I, H] and [H, I]"
@@ -39,20 +39,20 @@ class Experts(NamedTuple):
     hub has `<at>.{i}.<part>.weight`.
 
     Attributes:
-        at: the end of their module's path, in training.
-        parts: the matrices of an expert: names in training, and on the hub.
-        width: keys of config.json that may state I.
-        stored: how the files of the hub store them.
+        at: the end of the module's path, in training.
+        parts: the matrices of an expert: names in training and on the hub.
+        width: keys of config.json that may contain I.
+        layout: the layout of the hub's files.
     """
 
     at: str = "mlp.experts"
     parts: tuple[tuple[str, str], ...] = _GATED
     width: tuple[str, ...] = ("moe_intermediate_size",)
-    stored: Stored = Stored.EACH
+    layout: ExpertLayout = ExpertLayout.EACH
 
 
 class Family(NamedTuple):
-    """Model types with the same names: `model_type` of config.json, or of a config inside it."""
+    """Model types with the same names: `model_type` of config.json or of a nested config."""
 
     model_types: str
     renames: tuple[Rename, ...] = ()
@@ -60,7 +60,7 @@ class Family(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A note for names that have `present` where none has `absent`: hub files may differ."""
+    """A note for models with `present` in a name and `absent` in none: hub files may differ."""
 
     model_types: str
     present: str
@@ -81,12 +81,12 @@ _LANGUAGE_MODEL = (
     Rename("^model.multi_modal_projector.", "multi_modal_projector."),
 )
 
-_SEEING = (Rename("^model.language_model.", "model."), Rename("^model.visual.", "visual."))
+_VISION = (Rename("^model.language_model.", "model."), Rename("^model.visual.", "visual."))
 
 _LLAVA = (*_LANGUAGE_MODEL, Rename("^model.vision_tower.", "vision_tower."))
 
 FAMILIES = (
-    # Mixtures of experts. The first row is that of most of them.
+    # Mixtures of experts. The first row covers most of them.
     Family(
         "qwen2_moe qwen3_moe qwen3_next qwen3_omni_moe_text qwen3_omni_moe_talker_text "
         "qwen3_5_moe qwen3_5_moe_text deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe glm4_moe_lite "
@@ -147,7 +147,7 @@ FAMILIES = (
             Rename(".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
         ),
     ),
-    Family("qwen3_vl_moe qwen3_vl_moe_text", experts=(Experts(stored=Stored.FUSED),)),
+    Family("qwen3_vl_moe qwen3_vl_moe_text", experts=(Experts(layout=ExpertLayout.FUSED),)),
     Family("gpt_neox", (Rename("^lm_head.", "embed_out."),)),
     # Vision and audio around a language model.
     Family(
@@ -179,11 +179,11 @@ FAMILIES = (
         "qwen2_audio voxtral voxtral_realtime audioflamingo3 glmasr musicflamingo",
         (*_LANGUAGE_MODEL, Rename("^model.audio_tower.", "audio_tower.")),
     ),
-    Family("qwen2_vl qwen2_5_vl", _SEEING),
-    Family("paddleocr_vl", (*_SEEING, Rename("^model.projector.", "mlp_AR."))),
+    Family("qwen2_vl qwen2_5_vl", _VISION),
+    Family("paddleocr_vl", (*_VISION, Rename("^model.projector.", "mlp_AR."))),
     Family(
         "qwen2_5_omni_thinker qwen3_omni_moe_thinker",
-        (*_SEEING, Rename("^model.audio_tower.", "audio_tower.")),
+        (*_VISION, Rename("^model.audio_tower.", "audio_tower.")),
     ),
     Family(
         "qwen2_5_omni qwen3_omni_moe",
@@ -213,34 +213,34 @@ VARIANTS = (
     Rename("vision_tower.", "vision_tower.vision_model."),
     Rename("image_tower.", "image_tower.vision_model."),
     Rename("video_tower.", "video_tower.vision_model."),
-    # A language model taken from one that also sees.
+    # A language model taken from a vision-language model.
     Rename("^model.", "model.language_model."),
-    # A model without its head; the language model of one that also speaks.
+    # A model without its head; the language model of a model with speech output.
     Rename("^", "model."),
     Rename("^", "thinker."),
 )
-"""Other names of the same tensors; tried in both directions if a base model decides."""
+"""Other names of the same tensors; tried in both directions when matching a base model."""
 
 ADVICE = (
     Advice(
         "clip_vision_model siglip_vision_model siglip2_vision_model",
         present="_tower.",
         absent=".vision_model.",
-        text="the vision tower's names are those of transformers 5; files on the hub mostly have "
+        text="the vision tower has the names of transformers 5; most files on the hub have "
         "vision_tower.vision_model. instead of vision_tower.; for those names: ⟦+--base MODEL⟧",
     ),
     Advice(
         "qwen3_5_moe qwen3_5_moe_text",
         present=".mlp.experts.0.",
         absent=".experts.gate_up_proj",
-        text="the experts are written one by one, as transformers saves them; the models on the "
-        "hub have them in one tensor; to write that: ⟦+--base MODEL⟧",
+        text="each expert is written as a tensor, as transformers saves them; models on the hub "
+        "have all experts in one tensor; for that layout: ⟦+--base MODEL⟧",
     ),
     Advice(
         "qwen3_vl_moe qwen3_vl_moe_text",
         present=".experts.gate_up_proj",
         absent=".experts.0.",
         text="the experts' matrices are kept as trained: [E, 2I, H] in transformers 5, [E, H, 2I] "
-        "in version 4 and in the models on the hub; to write the latter: ⟦+--base MODEL⟧",
+        "in version 4 and in models on the hub; for the layout of the hub: ⟦+--base MODEL⟧",
     ),
 )

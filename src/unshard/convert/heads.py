@@ -1,14 +1,13 @@
-"""Heads and other weights that repeat one another, and the heads of critics.
+"""Tied heads and other tied weights, and the heads of critics.
 
-If the config ties two weights and both are there with equal bytes, the second is left out, as
-`save_pretrained` does; a head alone becomes the embedding. If the bytes of an output head differ,
-training has untied it: both stay.
-transformers leaves the key out of a config where it has the family's default.
+If the config ties two weights and both are stored with equal bytes, the second is left out, as
+`save_pretrained` does; a head without an embedding becomes the embedding. If the bytes of an output
+head differ, training has untied it, and both stay.
 
-A critic or reward model is a language model whose head gives one number per token. verl trains them
+A critic or reward model is a language model whose head has one output per token. verl trains them
 as `…ForTokenClassification` (a `score` or `classifier` head) and saves the config of the language
-model they started from; TRL's wrapper puts `pretrained_model.` before the model's names and adds
-tensors of `v_head.`, which it also looks for when it loads.
+model that it started from; TRL's wrapper prefixes the model's names with `pretrained_model.` and
+adds tensors of `v_head.`, which it requires when it loads.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -53,17 +52,17 @@ _LANGUAGE_MODEL = "ForCausalLM"
 
 
 class Ties(NamedTuple):
-    """Names that repeat another tensor, and heads that should but differ, each with the other."""
+    """Tied names and their originals: tensors that are equal, and heads that differ."""
 
     equal: Mapping[str, str]
     different: Mapping[str, str]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of heads that differ."""
+        """Notes for the user about heads that differ."""
         return tuple(
-            f"{head} differs from {embedding}, though the model's config says that they are tied: "
-            "both are written, and config.json records that"
+            f"{head} differs from {embedding}, though the model's config ties them: both are "
+            "written, and config.json is changed to untied"
             for head, embedding in self.different.items()
         )
 
@@ -74,9 +73,9 @@ def find_ties(
     config: ModelConfig | None,
     are_equal: Callable[[TensorEntry, TensorEntry], bool],
 ) -> Ties:
-    """Compare the tensors that may be tied, if the config ties them.
+    """Compare the tensors that may be tied, if the config ties weights.
 
-    `tensors` are written as they are stored; `computed` has the shapes of the others, which never
+    `tensors` are written as they are stored; `computed` has the shapes of all others, which never
     equal a stored tensor.
     """
     equal: dict[str, str] = {}
@@ -93,37 +92,37 @@ def find_ties(
         )
         if not originals:
             continue
-        like = [
+        candidates = [
             other
             for other in shapes
             if other != name and shapes[other] == shape and f".{other}".endswith(originals)
         ]
-        same = (  # a generator: comparing reads the files, and the first that is equal is enough
+        same = (  # a generator: comparing reads the files, so it stops at the first equal tensor
             other
-            for other in like
+            for other in candidates
             if name in tensors and other in tensors and are_equal(tensors[name], tensors[other])
         )
-        found = next(same, None)
-        if found is not None:
-            equal[name] = found
-        elif like and is_head(name):
-            different[name] = like[0]
-    for head in different:  # its bias is no longer tied either
+        original = next(same, None)
+        if original is not None:
+            equal[name] = original
+        elif candidates and is_head(name):
+            different[name] = candidates[0]
+    for head in different:  # an untied head has its own bias, too
         equal.pop(f"{head.removesuffix('weight')}bias", None)
     return Ties(equal, different)
 
 
 def is_head(name: str) -> bool:
-    """Return whether a tensor is an output head, by its name."""
+    """Return whether a tensor has the name of an output head."""
     return any(f".{name}".endswith(f".{ending}") for ending in _HEADS)
 
 
 def with_embedding(
     tensors: Mapping[str, Recipe], listed: Collection[str], config: ModelConfig | None
 ) -> dict[str, Recipe]:
-    """Return the tensors, of a tied pair of which only the head is stored the embedding.
+    """Rename the head of a tied pair to the embedding if only the head is stored.
 
-    `listed` are the names of the model: it is the only embedding among them that is missing.
+    The embedding must be the only missing embedding among `listed`, the names of the model.
     """
     heads = [name for name in tensors if is_head(name)]
     missing = [name for name in listed if name.endswith(EMBEDDINGS) and name not in tensors]
@@ -133,24 +132,23 @@ def with_embedding(
 
 
 def left_out_heads(names: Collection[str], config: ModelConfig | None) -> dict[str, str]:
-    """Return the head that `save_pretrained` leaves out of a language model, and what it repeats.
+    """Return the tied head that `save_pretrained` leaves out of a language model, and its original.
 
-    A model in training has it in its state dict under a name of its own.
+    The state dict of a model in training contains both names.
     """
     if config is None or not config.is_tied or any(map(is_head, names)):
         return {}
     classes = config.fields.get("architectures")
-    named = [str(one) for one in classes] if isinstance(classes, list) else []
     with_heads = (_LANGUAGE_MODEL, "ForConditionalGeneration", "LMHeadModel")
-    if not any(one.endswith(with_heads) for one in named):
+    if not isinstance(classes, list) or not any(str(one).endswith(with_heads) for one in classes):
         return {}
-    endings = ("embed_tokens.weight", "wte.weight")
-    found = [name for name in names if f".{name}".endswith(tuple(f".{one}" for one in endings))]
-    return {"lm_head.weight": found[0]} if len(found) == 1 else {}
+    endings = (".embed_tokens.weight", ".wte.weight")
+    embeddings = [name for name in names if f".{name}".endswith(endings)]
+    return {"lm_head.weight": embeddings[0]} if len(embeddings) == 1 else {}
 
 
 def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Remove TRL's prefix if all names except the value head's have it."""
+    """Remove TRL's prefix if all names but the value head's have it."""
     others = [name for name in tensors if not name.startswith(_VALUE_HEAD)]
     if not others or not all(name.startswith(_TRL) for name in others):
         return dict(tensors)
@@ -158,19 +156,18 @@ def without_trl_wrapper(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
 
 
 def critic_config(config: ModelConfig, tensors: Mapping[str, Recipe]) -> ModelConfig:
-    """Return a config with which transformers loads the head that the tensors have.
+    """Return a config with which transformers loads the head among the tensors.
 
-    If the config names a language model and the tensors have a classifier's head instead of its
-    own, `architectures` and the number of labels follow the head. Other configs stay.
+    If the config names a language model and the tensors have a classifier's head instead,
+    `architectures` and the number of labels follow the head. Other configs stay.
     """
     head = next((tensors[name] for name in _CRITIC_HEADS if name in tensors), None)
     architectures = config.fields.get("architectures")
     if head is None or "lm_head.weight" in tensors or not isinstance(architectures, list):
         return config
     names = [str(name) for name in architectures]
-    if any(name.endswith(_CLASSIFIERS) for name in names):
-        return config
-    if not any(name.endswith(_LANGUAGE_MODEL) for name in names):
+    is_classifier = any(name.endswith(_CLASSIFIERS) for name in names)
+    if is_classifier or not any(name.endswith(_LANGUAGE_MODEL) for name in names):
         return config
     labels = shape_of(head)[0]
     return config.changed(

@@ -1,4 +1,4 @@
-"""What stays in its own dtype when a model is cast to 16 bits, as its library loads it."""
+"""The tensors that transformers and diffusers keep in their dtype when they load 16-bit models."""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from unshard.tensors.dtypes import DType
 
 
 def _by_type(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return what is kept by model type, of a table that lists the types by what is kept."""
-    return {one: tuple(kept.split()) for kept, types in table.items() for one in types.split()}
+    """Turn a table from parts of names to model types around."""
+    return {name: tuple(parts.split()) for parts, types in table.items() for name in types.split()}
 
 
-# Parts of names that stay float32 under a cast to 16 bits, by model type, which stands for those
-# of its parts, too (`inkling` for `inkling_text`). Source: `_keep_in_fp32_modules_strict` of
+# Parts of names that stay float32 under a cast to 16 bits, by model type, which includes the types
+# of nested models (`inkling` for `inkling_text`). Source: `_keep_in_fp32_modules_strict` of
 # transformers 5.23; a test compares.
 KEPT_IN_16_BITS = _by_type(
     {
@@ -96,9 +96,9 @@ _CLASSES = {
     "WanVACETransformer3DModel": "rope time_embedder scale_shift_table norm1 norm2 norm3",
 }
 KEPT_BY_CLASS = {name: tuple(parts.split()) for name, parts in _CLASSES.items()}
-# The same for every model: what Mamba, NemotronH and other recurrences raise to powers (they
-# compute with it in float32), and the scales of activations and of the cache, whose 8-bit values
-# are made while a model runs, so that nothing next to them shows it.
+# The same for every model: tensors that Mamba, NemotronH and other recurrences raise to powers in
+# float32, and the scales of activations and of the cache. The 8-bit values of the latter exist only
+# while a model runs, so no stored tensor reveals them.
 _KEPT_ANYWHERE = (
     r"(?:^|\.)(?:(?:A_logs?|Ds?|dt_bias)(?:\.\d+)?|(?:\w+_)?(?:[qkv]|kv|prob|input|output)_scale)$"
 )
@@ -106,14 +106,14 @@ _KEPT_ANYWHERE = (
 
 def kept_names(config: ModelConfig | None, target: DType) -> list[str]:
     """Return regular expressions of the names that keep their dtype in a cast to 16 bits."""
+    if config is None:
+        return [_KEPT_ANYWHERE]
     tables = (KEPT_IN_16_BITS, *([KEPT_IN_FLOAT16] if target.name == "float16" else []))
-    types = () if config is None else config.types
-    found = [
-        parts
-        for known, parts in chain.from_iterable(table.items() for table in tables)
-        if any(f"{one}_".startswith(f"{known}_") for one in types)
+    parts = [
+        part
+        for model_type, own in chain.from_iterable(table.items() for table in tables)
+        if any(f"{one}_".startswith(f"{model_type}_") for one in config.types)
+        for part in own
     ]
-    if config is not None:
-        found.append(KEPT_BY_CLASS.get(str(config.fields.get("_class_name")), ()))
-    parts = chain.from_iterable(found)
-    return [*(rf"(?:^|\.){re.escape(one)}(?:$|\.)" for one in parts), _KEPT_ANYWHERE]
+    parts += KEPT_BY_CLASS.get(str(config.fields.get("_class_name")), ())
+    return [*(rf"(?:^|\.){re.escape(part)}(?:$|\.)" for part in parts), _KEPT_ANYWHERE]

@@ -1,8 +1,8 @@
-"""The state of an optimizer under the names of an output: moments move as their parameters do.
+"""Convert the state of an optimizer to the names and layout of an output.
 
-An output's tensor is made of parts of the model's tensors. Where these parts are only moved, its
-moments are the same parts of the model's moments. Where values are computed (a fused adapter, block
-FP8, a cast from it) there are none.
+An output tensor is made of parts of the model's tensors. If these parts are only moved, its moments
+are the same parts of the model's moments. Tensors with computed values (a fused adapter, block FP8
+and casts from it) have no moments.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from unshard.showing import counted, listed
 from unshard.tensors.catalog import Catalog, TensorEntry
 
 _SHOWN = 5
-
+_KEEP_NAMES = "keep the tensors as they were trained: ⟦+--names training⟧"
 _Moments = Mapping[str, TensorEntry]
 """The tensors of a parameter's state, by key."""
 
@@ -31,39 +31,38 @@ def convert_optimizer(
     Args:
         outputs: the tensors of the output.
         model: the tensors that they are made from.
-        state: of the optimizer that trained them.
+        state: the state of the optimizer that trained `model`.
 
     Raises:
         ConversionError: a tensor is computed, or made of parameters with and without state.
     """
-    moments = state.tensors
-    owners = _owners(outputs, model, moments.keys() | state.values.keys())
-    made: list[Converted] = []
+    by_parameter = state.tensors
+    owners = _owners(outputs, model, by_parameter.keys() | state.values.keys())
+    by_tensor = {fqn: by_parameter.get(owner, {}) for fqn, owner in owners.items()}
+    moments: list[Converted] = []
     problems: list[ConversionError] = []
-    for one in outputs:
+    for output in outputs:
         try:
-            made += _moments_of(one, {fqn: moments.get(own, {}) for fqn, own in owners.items()})
+            moments += _moments_of(output, by_tensor)
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, "the state of the optimizer cannot be written", problems)
     renamed = _renamed(outputs, state, owners)
-    left = [name for name in moments if name not in {*owners.values()}]
-    what = (
-        f"left out, like their parameters: the state of {counted(len(left), 'parameter')}: "
-        f"{listed(left, _SHOWN)}"
-    )
-    return Noted(made, (*([what] if left else []), *_lost(renamed))), renamed
+    unused = [name for name in by_parameter if name not in {*owners.values()}]
+    count = counted(len(unused), "parameter")
+    note = f"left out, like their parameters: the state of {count}: {listed(unused, _SHOWN)}"
+    return Noted(moments, (*([note] if unused else []), *_lost(renamed))), renamed
 
 
 def _lost(state: OptimizerState) -> Iterator[str]:
-    """Yield a note of tensors inside plain values, which have no place in an output."""
+    """Yield a note about tensors inside plain values, which an output cannot store."""
     owners = [(f"of {name}", own) for name, own in state.values.items()]
     owners += [(f"of group {at}", group.values) for at, group in enumerate(state.groups)]
-    found = [f"{key} {of}" for of, own in owners for key, one in own.items() if _has_tensor(one)]
-    if found:
+    keys = [f"{key} {owner}" for owner, own in owners for key in own if _has_tensor(own[key])]
+    if keys:
         yield (
-            "of tensors inside other values of the optimizer's state only dtype and shape are "
-            f"written: {listed(found, _SHOWN)}"
+            "only dtype and shape are written for tensors inside other values of the optimizer's "
+            f"state: {listed(keys, _SHOWN)}"
         )
 
 
@@ -81,58 +80,56 @@ def _has_tensor(value: Plain) -> bool:
 def _owners(
     outputs: Iterable[Converted], model: Catalog, with_state: Iterable[str]
 ) -> dict[str, str]:
-    """Return whose state each tensor of the model has that the output is made from.
+    """Return the parameter that has the state of each tensor that the output is made from.
 
     Tied weights are stored once, and have state under one of their names.
     """
     used = dict.fromkeys(part.entry.fqn for one in outputs for part in takes(one.recipe))
-    stored: dict[tuple[int, int, int], str] = {}
-    known = set(with_state)
+    by_place: dict[tuple[int, int, int], str] = {}
+    parameters = set(with_state)
     for name in model.tensors:
         place = model.tensors[name].place
-        if name in known and name not in used and place is not None:
-            stored.setdefault(place, name)
+        if name in parameters and name not in used and place is not None:
+            by_place.setdefault(place, name)
     owners = {}
     for name in used:
         place = model.tensors[name].place if name in model.tensors else None
-        owners[name] = name if name in known or place is None else stored.pop(place, name)
+        owners[name] = name if name in parameters or place is None else by_place.pop(place, name)
     return owners
 
 
 def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[Converted]:
-    """Yield the tensors of the state of an output's tensor; none of one without state."""
-    parts = list(takes(output.recipe))
-    names = list(dict.fromkeys(part.entry.fqn for part in parts))
-    each = [moments.get(name, {}) for name in names]
-    if not any(each):
+    """Yield the moments of an output's tensor, if it has state."""
+    recipe = output.recipe
+    parts = list(takes(recipe))
+    own = {part.entry.fqn: moments.get(part.entry.fqn, {}) for part in parts}
+    if not any(own.values()):
         return
-    if not _is_moved(output.recipe):
+    if not _is_moved(recipe):
         raise ConversionError(
             f"tensor {output.name}: its values are computed, so it has no moments",
-            found=f"state of {next(name for name, own in zip(names, each, strict=True) if own)}",
+            found=f"state of {next(filter(own.get, own))}",
             hint="write the model without ⟦--optimizer⟧; in Python, "
             "open_checkpoint(…, part='optimizer') reads the state as it is stored",
         )
-    if any(own.keys() != each[0].keys() for own in each):
+    owner, first = next(iter(own.items()))
+    if any(other.keys() != first.keys() for other in own.values()):
         raise ConversionError(
             f"tensor {output.name}: is made of parameters with different state",
-            found=", ".join(
-                f"{name}: {', '.join(own) or 'none'}" for name, own in zip(names, each, strict=True)
-            ),
-            hint="keep the tensors as they were trained: ⟦+--names training⟧",
+            found=", ".join(f"{name}: {', '.join(keys) or 'none'}" for name, keys in own.items()),
+            hint=_KEEP_NAMES,
         )
-    for key, first in each[0].items():
+    for key, entry in first.items():
         name = flat_name(output.name, key)
-        like = all(part.entry.shape == moments[part.entry.fqn][key].shape for part in parts)
-        if like:
-            yield Converted(name, first.dtype, _exchanged(output.recipe, moments, key))
-        elif not first.shape or _is_whole(output.recipe):
-            yield Converted(name, first.dtype, take(first))
+        if all(part.entry.shape == moments[part.entry.fqn][key].shape for part in parts):
+            yield Converted(name, entry.dtype, _with_moments(recipe, moments, key))
+        elif not entry.shape or (isinstance(recipe, Take) and recipe == take(recipe.entry)):
+            yield Converted(name, entry.dtype, take(entry))
         else:
             raise ConversionError(
-                f"tensor {output.name}: is a part of {names[0]}, whose {key} cannot be divided",
-                found=f"{key} of shape {list(first.shape)}",
-                hint="keep the tensors as they were trained: ⟦+--names training⟧",
+                f"tensor {output.name}: is a part of {owner}, whose {key} cannot be divided",
+                found=f"{key} of shape {list(entry.shape)}",
+                hint=_KEEP_NAMES,
             )
 
 
@@ -145,20 +142,14 @@ def _is_moved(recipe: Recipe) -> bool:
     return False
 
 
-def _is_whole(recipe: Recipe) -> bool:
-    """Return whether a recipe is all of a tensor, as it is stored."""
-    return recipe == take(recipe.entry) if isinstance(recipe, Take) else False
-
-
-def _exchanged(recipe: Recipe, moments: Mapping[str, _Moments], key: str) -> Recipe:
-    """Return a recipe with the moments of the tensors in place of these."""
+def _with_moments(recipe: Recipe, moments: Mapping[str, _Moments], key: str) -> Recipe:
+    """Return a recipe of moved values with the tensors replaced by their moments."""
     match recipe:
         case Take(entry):
             return recipe._replace(entry=moments[entry.fqn][key])
-        case Stack(dim, parts):
-            return Stack(dim, tuple(_exchanged(part, moments, key) for part in parts))
-        case Concat(dim, parts):
-            return Concat(dim, tuple(_exchanged(part, moments, key) for part in parts))
+        case Stack(_, parts) | Concat(_, parts):
+            replaced = tuple(_with_moments(part, moments, key) for part in parts)
+            return recipe._replace(parts=replaced)
     raise AssertionError("a computed recipe has no moments")
 
 
@@ -167,9 +158,9 @@ def _renamed(
 ) -> OptimizerState:
     """Return the plain values of a state under the names of the output."""
     names: dict[str, list[str]] = {}
-    for one in outputs:
-        for fqn in dict.fromkeys(part.entry.fqn for part in takes(one.recipe)):
-            names.setdefault(owners[fqn], []).append(one.name)
+    for output in outputs:
+        for fqn in dict.fromkeys(part.entry.fqn for part in takes(output.recipe)):
+            names.setdefault(owners[fqn], []).append(output.name)
 
     def renamings(parameters: Iterable[str]) -> list[tuple[str, str]]:
         return [(old, new) for old in parameters for new in names.get(old, ())]

@@ -1,14 +1,14 @@
-"""The output's tensors: selected by name, each with its dtype; of several models the mean.
+"""Select the output's tensors by name, choose their dtypes, and average models.
 
-Tensors are cast only on request, and integers, booleans and 8-bit floats never, nor what scales
-them. Some tensors lose too much in 16 bits (a router's bias is added to scores that differ in the
-last digits): transformers keeps them in float32, and so does a cast here.
+Tensors are cast only on request. Integers, booleans, 8-bit floats and their scales are never cast.
+Some tensors lose too much in 16 bits (a router's bias is added to scores that differ in the last
+digits): transformers keeps them in float32, and so does a cast here.
 """
 
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -54,10 +54,10 @@ class Precision:
     """The rule for output dtypes.
 
     Attributes:
-        target: the dtype of floating point tensors of 16 bits and more; None: their own.
-        base: dtypes of single tensors instead, by name (`--dtype base`).
+        target: the dtype of floating point tensors of 16 bits and more; None keeps theirs.
+        base: dtypes of single tensors, which override `target`, by name (`--dtype base`).
         kept: tensors whose names match keep their dtype.
-        scales: tensors that keep their dtype, too (`scales_of_kept`).
+        scales: names of tensors that keep their dtype, too (`scales_of_kept`).
     """
 
     target: DType | None = None
@@ -66,12 +66,12 @@ class Precision:
     scales: frozenset[str] = frozenset()
 
     def casts(self, name: str) -> bool:
-        """Return whether a tensor of block FP8 is to become another dtype."""
+        """Return whether a block FP8 tensor gets another dtype."""
         target = self.base.get(name, self.target)
         return target is not None and target.castable
 
     def dtype(self, name: str, stored: DType) -> DType:
-        """Return the output's dtype for a tensor of the dtype `stored`."""
+        """Return the output dtype of a tensor whose dtype is `stored`."""
         target = self.base.get(name, self.target)
         if target is None or not (stored.castable and target.castable):
             return stored
@@ -81,36 +81,33 @@ class Precision:
 
 
 def scales_of_kept(tensors: Mapping[str, Recipe]) -> frozenset[str]:
-    """Return the names of what scales elements that no cast changes.
+    """Return the names of the scales of quantised elements, which are never cast.
 
-    Elements are 8-bit floats or integers, of up to 32 bits where several are packed; those of 64
-    bits number something. What scales them is next to them, under their own name, or a level above
-    (quanto's `weight._scale` of `weight._data._data`). Some name it so, of any size (the codebook
-    of a few codes); others have fewer elements, under a name that is not that of a weight or bias.
+    Elements are 8-bit floats or integers, up to 32-bit integers where several are packed; 64-bit
+    integers are indices. A scale is next to its elements, below their name, or a level above
+    (quanto's `weight._scale` of `weight._data._data`). It is recognised by its name at any size
+    (the codebook of a few codes), or by having fewer elements and not the name of a weight or bias.
     """
     elements: dict[str, int] = {}
-    above = set[str]()
+    modules = set[str]()
     for name, recipe in tensors.items():
         dtype, count = stored_dtype(recipe), prod(shape_of(recipe))
         module, _, last = name.rpartition(".")
         if dtype.castable or dtype.kind is DTypeKind.BOOL or dtype.itemsize > 4 or not module:
             continue
         if not _NO_ELEMENTS.fullmatch(last):
-            above |= {name, module, module.rpartition(".")[0]} - {""}
-            for place in (name, module):
-                elements[place] = max(count, elements.get(place, 0))
-    return frozenset(
-        name
-        for name, recipe in tensors.items()
-        for module, _, last in [name.rpartition(".")]
-        if (prod(shape_of(recipe)) < elements.get(module, 0) and not _NO_SCALE.fullmatch(last))
-        or _is_named_scale(name, above)
-    )
+            modules |= {name, module, module.rpartition(".")[0]} - {""}
+            for path in (name, module):
+                elements[path] = max(count, elements.get(path, 0))
 
+    def is_scale(name: str, recipe: Recipe) -> bool:
+        module, _, last = name.rpartition(".")
+        if prod(shape_of(recipe)) < elements.get(module, 0) and not _NO_SCALE.fullmatch(last):
+            return True
+        module, _, last = name.removesuffix(".weight").rpartition(".")  # VPTQ's `centroids.weight`
+        return module in modules and _SCALE.search(last) is not None
 
-def _is_named_scale(name: str, above: Collection[str]) -> bool:
-    module, _, last = name.removesuffix(".weight").rpartition(".")  # VPTQ's `centroids.weight`
-    return module in above and _SCALE.search(last) is not None
+    return frozenset(name for name, recipe in tensors.items() if is_scale(name, recipe))
 
 
 def select_tensors(
@@ -121,12 +118,12 @@ def select_tensors(
     Raises:
         UsageError: an expression is not valid, or nothing is left.
     """
-    kept = select_names(tensors, include, exclude)
-    if tensors and not kept:
-        given = {"include": include, "exclude": exclude}
-        asked = " ".join(f"⟦--{one} {text}⟧" for one, text in given.items() if text is not None)
-        raise UsageError(f"{asked}: leaves no tensor", found=f"{', '.join(list(tensors)[:3])}, …")
-    return {name: tensors[name] for name in kept}
+    names = select_names(tensors, include, exclude)
+    if tensors and not names:
+        values = {"include": include, "exclude": exclude}
+        options = " ".join(f"⟦--{key} {text}⟧" for key, text in values.items() if text is not None)
+        raise UsageError(f"{options}: leaves no tensor", found=f"{', '.join(list(tensors)[:3])}, …")
+    return {name: tensors[name] for name in names}
 
 
 def select_names(names: Iterable[str], include: str | None, exclude: str | None) -> list[str]:
@@ -140,8 +137,7 @@ def select_names(names: Iterable[str], include: str | None, exclude: str | None)
     return [
         name
         for name in names
-        if (wanted is None or wanted.search(name))
-        and not (unwanted is not None and unwanted.search(name))
+        if not (wanted and wanted.search(name) is None) and not (unwanted and unwanted.search(name))
     ]
 
 
@@ -167,8 +163,8 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
     problems = []
     for output in outputs:
         if output.dtype.code is None:
-            what = f"tensor {output.name}: safetensors does not have the dtype {output.dtype}"
-            problems.append(ConversionError(what))
+            message = f"tensor {output.name}: safetensors does not have the dtype {output.dtype}"
+            problems.append(ConversionError(message))
         if output.name == "__metadata__" or not output.name.isprintable():
             problems.append(ConversionError(f"tensor {output.name!r}: its name is not allowed"))
     raise_all(ConversionError, "tensors that safetensors cannot store", problems)
@@ -176,17 +172,17 @@ def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converte
 
 
 def dtype_choice(dtype: DtypeLike) -> str:
-    """Return the choice that a dtype means: one of CHOICES.
+    """Return a dtype as one of CHOICES.
 
-    A dtype is one of these or another name of one, with or without `torch.`; or a dtype of numpy,
-    ml_dtypes (the type or the dtype) or torch. None of the three is imported.
+    `dtype` may be a choice or an alias, with or without `torch.`; or a dtype of numpy, ml_dtypes
+    (the type or the dtype) or torch. None of the three is imported.
 
     Raises:
-        UsageError: it is something else, or a dtype that nothing is cast to (int8, float64).
+        UsageError: it is anything else, or a dtype that no cast has as its target (int8, float64).
     """
     name = _name_of(dtype)
-    choice = _ALIASES.get(name, name)
-    if choice not in (choices := CHOICES["dtype"]):
+    choice, choices = _ALIASES.get(name, name), CHOICES["dtype"]
+    if choice not in choices:
         raise UsageError(
             f"⟦--dtype {shlex.quote(name)}⟧: unknown",
             expected=f"{', '.join(choices)} (or {', '.join(_ALIASES)})",
@@ -209,14 +205,14 @@ def _name_of(dtype: DtypeLike) -> str:
 def main_dtype(tensors: Iterable[Converted]) -> str | None:
     """Return the dtype of most of the floating point bytes; None if there are none.
 
-    Quantised matrices are not, nor what scales them: engines compute in the dtype of the rest.
+    Quantised matrices and their scales do not count: engines compute in the dtype of the others.
     """
-    found = {one.name: one for one in tensors}
-    scales = scales_of_kept({name: one.recipe for name, one in found.items()})
+    tensors = list(tensors)
+    scales = scales_of_kept({name: recipe for name, _, recipe in tensors})
     sizes: Counter[str] = Counter()
-    for one in found.values():
-        if one.dtype.castable and one.name not in scales:
-            sizes[one.dtype.name] += prod(shape_of(one.recipe)) * one.dtype.itemsize
+    for name, dtype, recipe in tensors:
+        if dtype.castable and name not in scales:
+            sizes[dtype.name] += prod(shape_of(recipe)) * dtype.itemsize
     return sizes.most_common(1)[0][0] if sizes else None
 
 
@@ -226,14 +222,14 @@ def precision(
     base: Mapping[str, DType] | None,
     keep: str | None,
 ) -> Precision:
-    """Return the rule that `--dtype` and `--keep-fp32` mean.
+    """Return the rule of `--dtype` and `--keep-fp32`.
 
-    `base` has the dtypes of the base model's tensors, if there is one; tensors that the regular
-    expression `keep` matches are not cast.
+    `base` has the dtypes of a base model's tensors; tensors that the regular expression `keep`
+    matches are not cast.
 
     Raises:
         UsageError: the dtype is unknown, or needs a base, or the expression is not valid.
-        ConversionError: `config` was chosen, and there is none or it does not name a dtype.
+        ConversionError: the choice is `config`, and there is no config or it has no dtype.
     """
     patterns = [_compiled("keep-fp32", keep).pattern] if keep else []
     choice = dtype_choice(dtype)
@@ -254,17 +250,18 @@ def _target(choice: str, config: ModelConfig | None) -> DType | None:
         return None
     if choice in CASTS:
         return BY_NAME[choice]
-    named = None if config is None else config.dtype
-    if named is None:
+    if config is None or config.dtype is None:
+        reason = "there is no config.json" if config is None else f"{config.path} has no dtype"
         raise ConversionError(
-            "⟦--dtype config⟧: "
-            + ("there is no config.json" if config is None else f"{config.path} names no dtype"),
-            hint="name the dtype, or give a config: ⟦+--config FILE|DIR⟧",
+            f"⟦--dtype config⟧: {reason}",
+            hint="name the dtype, or pass a config: ⟦+--config FILE|DIR⟧",
         )
-    if named not in CASTS:
-        what = f"⟦--dtype config⟧: {config.path if config else ''} names {named}"
-        raise ConversionError(what, expected=", ".join(CASTS))
-    return BY_NAME[named]
+    if config.dtype not in CASTS:
+        raise ConversionError(
+            f"⟦--dtype config⟧: {config.path} has the dtype {config.dtype}",
+            expected=", ".join(CASTS),
+        )
+    return BY_NAME[config.dtype]
 
 
 def _union(patterns: list[str]) -> re.Pattern[str] | None:
@@ -278,12 +275,11 @@ def average_tensors(
 
     Floating point tensors of 16 bits and more are averaged. Integers, booleans, 8-bit floats (which
     belong to separate scales) and complex numbers do not have a mean of their own type: the output
-    has those of the last model, and those of all models are returned too, by name. `names` are
-    those of the models, for errors.
+    has the last model's, and the second value has those of all models, by name. `names` are the
+    models' names, for errors.
 
     Raises:
-        ConversionError: names, shapes or stored dtypes differ, or an adapter would have to be fused
-            on the way.
+        ConversionError: names, shapes or stored dtypes differ, or a tensor is fused or dequantised.
     """
     by_name = [{tensor.name: tensor for tensor in model} for model in models]
     every = dict.fromkeys(name for model in by_name for name in model)
@@ -294,13 +290,13 @@ def average_tensors(
         if name not in model
     ]
     common = [name for name in by_name[0] if all(name in model for model in by_name)]
-    pairs = {name: tuple(model[name] for model in by_name) for name in common}
-    problems += [p for same in pairs.values() if (p := _mismatch(same, names)) is not None]
-    raise_all(ConversionError, "the checkpoints are not of one model", problems)
+    versions = {name: tuple(model[name] for model in by_name) for name in common}
+    problems += [p for same in versions.values() if (p := _mismatch(same, names)) is not None]
+    raise_all(ConversionError, "the checkpoints are of different models", problems)
     tensors, fixed = [], {}
-    for name, same in pairs.items():
+    for name, same in versions.items():
         if stored_dtype(same[0].recipe).castable:
-            terms = zip(weights, (one.recipe for one in same), strict=True)
+            terms = zip(weights, (tensor.recipe for tensor in same), strict=True)
             tensors.append(same[0]._replace(recipe=WeightedSum(tuple(terms))))
         else:
             tensors.append(same[-1])
@@ -310,25 +306,25 @@ def average_tensors(
 
 def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
     """Return why the tensors of one name cannot be averaged, or None."""
-    name = same[0].name
-    forms = [f"{stored_dtype(one.recipe)} {list(shape_of(one.recipe))}" for one in same]
+    name, recipes = same[0].name, [tensor.recipe for tensor in same]
+    forms = [f"{stored_dtype(recipe)} {list(shape_of(recipe))}" for recipe in recipes]
     other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
-        is_cast = len({shape_of(one.recipe) for one in same}) == 1 and all(
-            stored_dtype(one.recipe).castable for one in same
+        only_dtypes_differ = len(set(map(shape_of, recipes))) == 1 and all(
+            stored_dtype(recipe).castable for recipe in recipes
         )
         return ConversionError(
             f"tensor {name} differs between {names[0]} and {names[other]}",
             expected=f"{forms[0]} as in {names[0]}",
             found=f"{forms[other]} in {names[other]}",
-            hint="merge them to one dtype first, each by itself" if is_cast else "",
+            hint="merge each checkpoint to the same dtype first" if only_dtypes_differ else "",
         )
-    if any(isinstance(one.recipe, WeightedSum | LowRank | Dequantized) for one in same):
-        what = "has a LoRA adapter, which is not fused"
-        if any(isinstance(one.recipe, Dequantized) for one in same):
-            what = "is block FP8, which is not cast"
+    if any(isinstance(recipe, WeightedSum | LowRank | Dequantized) for recipe in recipes):
+        reason = "has a LoRA adapter, which averaging does not fuse"
+        if any(isinstance(recipe, Dequantized) for recipe in recipes):
+            reason = "is block FP8, which averaging does not cast"
         return ConversionError(
-            f"tensor {name} {what} while averaging",
+            f"tensor {name} {reason}",
             hint="merge each checkpoint first, then average the merged models",
         )
     return None

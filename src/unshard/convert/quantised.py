@@ -1,9 +1,9 @@
-"""Block FP8: which matrices are quantised, what config.json says then, and the way back.
+"""Block FP8: choose the matrices to quantise, adapt config.json, and dequantise.
 
-The form is that of DeepSeek's models: float8_e4m3fn elements under the matrix's own name, and one
-float32 scale for each block of 128 x 128 under that name with `_scale_inv` at its end. A matrix is
-what a linear layer multiplies with; what slime keeps in its own dtype is kept, and the towers of
-models that see or hear, as in the models that Qwen publishes.
+The format is DeepSeek's: float8_e4m3fn elements under the matrix's name, and one float32 scale per
+block of 128 x 128 under that name plus `_scale_inv`. The weights of linear layers are quantised,
+except those that slime keeps in their dtype, and vision and audio towers, which Qwen's published
+models keep.
 """
 
 import re
@@ -37,7 +37,7 @@ _KEPT = re.compile(
 
 
 def is_scale(name: str) -> bool:
-    """Return whether a tensor has the scales of a matrix in block FP8, by its name."""
+    """Return whether a tensor has the name of the scales of a block FP8 matrix."""
     return name.endswith(_WEIGHT + _SCALE)
 
 
@@ -49,36 +49,38 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
     """
     problems = [
         ConversionError(
-            f"tensor {one.name}: has all experts in one tensor, of which engines read block FP8 "
-            "only where each is a matrix of its own",
+            f"tensor {name}: has all experts in one tensor, and engines read block FP8 only from "
+            "a matrix per expert",
             hint="leave out ⟦--quantize⟧",
         )
-        for one in tensors
-        if "experts." in one.name and len(shape_of(one.recipe)) == 3 and one.dtype.castable
+        for name, dtype, recipe in tensors
+        if "experts." in name and len(shape_of(recipe)) == 3 and dtype.castable
     ]
     raise_all(ConversionError, "experts that cannot be quantised", problems)
-    made: list[Converted] = []
+    outputs: list[Converted] = []
     ragged = []
-    for one in tensors:
-        if one.dtype is _ELEMENTS:
+    for tensor in tensors:
+        name, dtype, recipe = tensor
+        if dtype is _ELEMENTS:
             raise ConversionError(
-                f"tensor {one.name}: is {one.dtype} already, so the model cannot be quantised",
+                f"tensor {name}: is {dtype} already, so the model cannot be quantised",
                 hint="leave out ⟦--quantize⟧",
             )
-        if not _is_quantised(one):
-            made.append(one)
+        if not _is_quantised(tensor):
+            outputs.append(tensor)
             continue
-        ragged += [one.name] if any(size % BLOCK for size in shape_of(one.recipe)) else []
-        made.append(Converted(one.name, _ELEMENTS, Quantized(one.recipe, one.name)))
-        scales = BlockScales(one.recipe, one.name)
-        made.append(Converted(one.name + _SCALE, _SCALES, scales))
-    if len(made) == len(tensors):
-        raise ConversionError("⟦--quantize fp8-block⟧: the model has no matrix that is quantised")
+        ragged += [name] if any(size % BLOCK for size in shape_of(recipe)) else []
+        outputs.append(Converted(name, _ELEMENTS, Quantized(recipe, name)))
+        outputs.append(Converted(name + _SCALE, _SCALES, BlockScales(recipe, name)))
+    if len(outputs) == len(tensors):
+        raise ConversionError("⟦--quantize fp8-block⟧: the model has no matrix to quantise")
     if not ragged:
-        return Noted(made)
-    what = f"rows or columns that are not a multiple of {BLOCK}"
-    note = f"{len(ragged)} matrices in block FP8 have {what}: {ragged[0]}; engines may refuse them"
-    return Noted(made, (note,))
+        return Noted(outputs)
+    note = (
+        f"the rows or columns of {len(ragged)} matrices in block FP8 are not a multiple of "
+        f"{BLOCK}: {ragged[0]}; engines may refuse them"
+    )
+    return Noted(outputs, (note,))
 
 
 def _is_quantised(tensor: Converted) -> bool:
@@ -92,67 +94,65 @@ def _is_quantised(tensor: Converted) -> bool:
 
 
 def quantisation_config(config: ModelConfig, tensors: Sequence[Converted]) -> ModelConfig:
-    """Return the config of an output that was quantised, as DeepSeek and slime write it.
+    """Return the config of a quantised output, with the fields that DeepSeek and slime write.
 
-    The modules that are kept are listed by name, but for those of one dimension (norms). The head
-    is always listed: one that is tied to the embedding has no tensor.
+    Modules that are not quantised are listed by name, without those of one dimension (norms). The
+    head is always listed, because a tied head has no tensor.
     """
-    kept = {
-        one.name.removesuffix(_WEIGHT)
-        for one in tensors
-        if one.name.endswith(_WEIGHT)
-        and one.dtype is not _ELEMENTS
-        and len(shape_of(one.recipe)) > 1
+    unquantised = {
+        name.removesuffix(_WEIGHT)
+        for name, dtype, recipe in tensors
+        if name.endswith(_WEIGHT) and dtype is not _ELEMENTS and len(shape_of(recipe)) > 1
     }
-    stated = {
+    section = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": sorted(kept | {"lm_head"}),
+        "modules_to_not_convert": sorted(unquantised | {"lm_head"}),
         "quant_method": "fp8",
         "weight_block_size": [BLOCK, BLOCK],
     }
-    return config.changed({_CONFIG: stated})
+    return config.changed({_CONFIG: section})
 
 
 def dequantise(
     tensors: Mapping[str, Recipe], precision: Precision, configs: Iterable[ModelConfig | None]
 ) -> dict[str, Recipe]:
-    """Return a model's tensors; what is block FP8 and gets another dtype is computed.
+    """Return a model's tensors, those in block FP8 dequantised if they get another dtype.
 
-    A model without scales of blocks is returned as it is. The first of `configs` that states the
-    size of a block decides; without one it is 128 x 128.
+    A model without scales of blocks is returned as it is. The block size comes from the first of
+    `configs` that has it, and is 128 x 128 otherwise.
 
     Raises:
         ConversionError: a scale is missing, or does not fit its matrix.
     """
-    made, problems = dict(tensors), []
+    outputs, problems = dict(tensors), []
     if not any(map(is_scale, tensors)):
-        return made
+        return outputs
     block = next(filter(None, map(_block_of, configs)), (BLOCK, BLOCK))
     for name, recipe in tensors.items():
         if not isinstance(recipe, Take) or recipe.entry.dtype is not _ELEMENTS:
             continue
         if not precision.casts(name):
             continue
-        scales = made.pop(name + _SCALE, None)
-        if not isinstance(scales, Take) or not _fit(shape_of(recipe), shape_of(scales), block):
-            problems.append(
-                ConversionError(
-                    f"tensor {name}: is block FP8, and its scales are not known",
-                    expected=f"{name}{_SCALE} with one number for every {block[0]} x {block[1]} "
-                    f"elements of {list(shape_of(recipe))}",
-                    found="no such tensor" if scales is None else str(list(shape_of(scales))),
-                    hint="write it as it is: ⟦+--dtype keep⟧",
-                )
-            )
+        scales = outputs.pop(name + _SCALE, None)
+        if isinstance(scales, Take) and _fit(shape_of(recipe), shape_of(scales), block):
+            outputs[name] = Dequantized(recipe, scales, block)
             continue
-        made[name] = Dequantized(recipe, scales, block)
+        problems.append(
+            ConversionError(
+                f"tensor {name}: is block FP8, but its scales are missing or do not fit",
+                expected=f"{name}{_SCALE} with one number per {block[0]} x {block[1]} elements of "
+                f"{list(shape_of(recipe))}",
+                found="no such tensor" if scales is None else str(list(shape_of(scales))),
+                hint="write it unchanged: ⟦+--dtype keep⟧",
+            )
+        )
     raise_all(ConversionError, "tensors that cannot be cast", problems)
-    return made
+    return outputs
 
 
 def true_config(config: ModelConfig, tensors: Iterable[Converted]) -> ModelConfig:
-    """Return a config that does not say FP8 of a model that is not: cast, or trained from one."""
+    """Remove FP8 from the config of an output without FP8: cast, or trained from an FP8 model."""
     if any(one.dtype.name.startswith("float8") for one in tensors):
         return config
     fields = {
@@ -169,18 +169,18 @@ def _without_fp8(fields: Fields) -> Fields:
 
 
 def _block_of(config: ModelConfig | None) -> tuple[int, int] | None:
-    """Return rows and columns of a block, if the config states them."""
+    """Return rows and columns of a block, if the config has them."""
     fields = {} if config is None else config.fields
-    for section in (fields, *fields.values()):  # also that of the text model
-        stated = section.get(_CONFIG) if isinstance(section, dict) else None
-        match stated.get("weight_block_size") if isinstance(stated, dict) else None:
-            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+    for section in (fields, *fields.values()):  # a text model's config is nested
+        match section:
+            case {"quantization_config": {"weight_block_size": [int(rows), int(columns)]}} if (
+                rows > 0 and columns > 0
+            ):
                 return rows, columns
     return None
 
 
 def _fit(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Return whether there is one scale for every block of a matrix."""
-    if len(shape) != 2:
-        return False
-    return scales == tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+    """Return whether `scales` is the shape of one scale for every block of a matrix."""
+    rows, columns = block
+    return len(shape) == 2 and scales == (-(-shape[0] // rows), -(-shape[1] // columns))

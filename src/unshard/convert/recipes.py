@@ -1,9 +1,9 @@
-"""Recipes: how an output tensor is made of checkpoint tensors. A closed union, evaluated elsewhere.
+"""Recipes: how to make an output tensor from checkpoint tensors. A closed union, run elsewhere.
 
-Shapes are in elements. A recipe's dtype is the one its values have before the output's cast.
+Shapes are in elements. A recipe's dtype is the dtype of its values before the output's cast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 from unshard.errors import ConversionError
@@ -12,19 +12,18 @@ from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 
 BLOCK = 128
-"""Rows and columns of the blocks that are quantised together, each with a scale of its own."""
+"""Rows and columns of a block FP8 block; each block has a scale."""
 
 
 class Take(NamedTuple):
-    """Elements of a tensor, with its dimensions permuted afterwards (None: left in order).
-
-    Dimensions that the permutation leaves out have size 1, and are dropped.
+    """Elements of a tensor, with its dimensions permuted afterwards.
 
     Attributes:
         entry: the tensor.
-        box: where the elements begin, and how many there are in each dimension.
-        permutation: the dimensions in their new order.
-        steps: from one element to the next, in each dimension; None: they are a box.
+        box: first element and number of elements in each dimension.
+        permutation: the dimensions in their new order; None to keep the order. Dimensions that it
+            leaves out have size 1 and are dropped.
+        steps: distance between elements in each dimension; None for 1.
     """
 
     entry: TensorEntry
@@ -41,7 +40,7 @@ class Stack(NamedTuple):
 
 
 class Concat(NamedTuple):
-    """Parts one after another along dimension `dim`, equal in all others."""
+    """Parts along the dimension `dim`, equal in all other dimensions."""
 
     dim: int
     parts: tuple["Recipe", ...]
@@ -63,14 +62,14 @@ class LowRank(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The float8_e4m3fn elements of a matrix in block FP8; `name` is the matrix's, for errors."""
+    """The float8_e4m3fn elements of a matrix in block FP8; errors show the matrix's `name`."""
 
     values: "Recipe"
     name: str
 
 
 class BlockScales(NamedTuple):
-    """The float32 scales of a matrix in block FP8: one for each block; `name` is the matrix's."""
+    """The float32 scales of a matrix in block FP8, one per block; errors show its `name`."""
 
     values: "Recipe"
     name: str
@@ -79,7 +78,7 @@ class BlockScales(NamedTuple):
 class Dequantized(NamedTuple):
     """weight * the scale of its block, in float32: a matrix that is stored in block FP8.
 
-    Blocks have `block` rows and columns; the last ones may have fewer.
+    Blocks have `block` rows and columns; the last blocks may have fewer.
     """
 
     weight: Take
@@ -111,20 +110,16 @@ def shape_of(recipe: Recipe) -> tuple[int, ...]:  # noqa: PLR0911 (a case each)
             return (*inner[:dim], total, *inner[dim + 1 :])
         case WeightedSum(terms):
             return shape_of(terms[0][1])
-        case LowRank(base):
-            return shape_of(base)
-        case Quantized(values):
+        case LowRank(values) | Quantized(values) | Dequantized(values):
             return shape_of(values)
         case BlockScales(values):
             return tuple(-(-size // BLOCK) for size in shape_of(values))
-        case Dequantized(weight):
-            return shape_of(weight)
         case _:
             assert_never(recipe)
 
 
 def dtype_of(recipe: Recipe) -> DType:
-    """Return the dtype of a recipe's values: float32 for arithmetic, else that of the tensors."""
+    """Return the dtype of a recipe's values: float32 for arithmetic, else the stored dtype."""
     match recipe:
         case Take(entry):
             return entry.dtype
@@ -138,8 +133,20 @@ def dtype_of(recipe: Recipe) -> DType:
             assert_never(recipe)
 
 
+def check_alike(what: str, recipes: Iterable[Recipe]) -> None:
+    """Check that recipes have one shape and dtype.
+
+    Raises:
+        ConversionError: they do not; the message begins with `what`.
+    """
+    kinds = {(shape_of(recipe), dtype_of(recipe).name) for recipe in recipes}
+    if len(kinds) > 1:
+        found = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in sorted(kinds))
+        raise ConversionError(f"{what} differ in shape or dtype", found=found)
+
+
 def takes(recipe: Recipe) -> Iterator[Take]:
-    """Yield everything that a recipe takes of tensors, in order; of arithmetic its base first."""
+    """Yield all `Take`s in a recipe, in order; the base of arithmetic comes first."""
     match recipe:
         case Take():
             yield recipe
@@ -161,17 +168,14 @@ def takes(recipe: Recipe) -> Iterator[Take]:
 
 
 def stored_dtype(recipe: Recipe) -> DType:
-    """Return the dtype that an output keeps without a cast: of arithmetic, that of its base.
-
-    What was block FP8 is float32 then.
-    """
+    """Return the output's dtype without a cast: that of the first tensor, float32 for block FP8."""
     if isinstance(recipe, Dequantized):
         return dtype_of(recipe)
     return next(takes(recipe)).entry.dtype
 
 
 def cut(recipe: Recipe, box: Box) -> Recipe:
-    """Return the part of a recipe's tensor inside a box of at least one element."""
+    """Return the part of a recipe's tensor inside a box, which must not be empty."""
     match recipe:
         case Take(entry, inner, permutation, steps):
             order = range(len(inner.sizes)) if permutation is None else permutation
@@ -181,8 +185,8 @@ def cut(recipe: Recipe, box: Box) -> Recipe:
                 sizes[dim] = size
             return Take(entry, Box(tuple(offsets), tuple(sizes)), permutation, steps)
         case Stack(dim, parts):
-            kept = [at for at in range(len(box.sizes)) if at != dim]
-            rest = Box(*(tuple(of[at] for at in kept) for of in (box.offsets, box.sizes)))
+            others = [at for at in range(len(box.sizes)) if at != dim]
+            rest = Box(*(tuple(axis[at] for at in others) for axis in (box.offsets, box.sizes)))
             chosen = parts[box.offsets[dim] : box.ends[dim]]
             return Stack(dim, tuple(cut(part, rest) for part in chosen))
         case Concat(dim, parts):
@@ -203,7 +207,7 @@ def cut(recipe: Recipe, box: Box) -> Recipe:
 def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
     """Return the part at one index of the first dimension, without that dimension.
 
-    The tensor of a `LowRank` must have at least three dimensions: the first is a batch then.
+    A `LowRank` must have at least three dimensions, so that the first is a batch.
     """
     match recipe:
         case Take(entry, inner, permutation, steps):
@@ -216,7 +220,7 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
                 return parts[index]
             return Stack(dim - 1, tuple(pick(part, index) for part in parts))
         case Concat(dim, parts):
-            if dim == 0:  # a cut of one row is in one part only
+            if dim == 0:  # a single row is inside one part
                 row = _narrowed(Box.whole(shape_of(recipe)), 0, index, 1)
                 return pick(cut(recipe, row), 0)
             return Concat(dim - 1, tuple(pick(part, index) for part in parts))
@@ -231,7 +235,7 @@ def pick(recipe: Recipe, index: int) -> Recipe:  # noqa: PLR0911 (a case each)
 
 
 def transpose(recipe: Recipe) -> Recipe:
-    """Return a recipe's tensor with its last two dimensions exchanged."""
+    """Return a recipe's tensor with its last two dimensions swapped."""
     last = len(shape_of(recipe)) - 1
     exchanged = {last: last - 1, last - 1: last}
     match recipe:
@@ -257,21 +261,21 @@ def transpose(recipe: Recipe) -> Recipe:
 def _in_blocks(recipe: Quantized | BlockScales | Dequantized) -> ConversionError:
     name = recipe.weight.entry.fqn if isinstance(recipe, Dequantized) else recipe.name
     return ConversionError(
-        f"tensor {name}: is block FP8, which is not cut or turned",
+        f"tensor {name}: block FP8 cannot be cut or transposed",
         hint="write it in another dtype first: ⟦+--dtype bfloat16⟧ ⟦+--names training⟧",
     )
 
 
 def _cut_concat(dim: int, parts: tuple[Recipe, ...], box: Box) -> Recipe:
-    """Return the parts that a box meets, cut; a single one by itself."""
-    met, start = [], 0
+    """Return the parts inside a box, concatenated if there are several."""
+    cuts, start = [], 0
     for part in parts:
         end = start + shape_of(part)[dim]
         low, high = max(start, box.offsets[dim]), min(end, box.ends[dim])
         if low < high:
-            met.append(cut(part, _narrowed(box, dim, low - start, high - low)))
+            cuts.append(cut(part, _narrowed(box, dim, low - start, high - low)))
         start = end
-    return met[0] if len(met) == 1 else Concat(dim, tuple(met))
+    return cuts[0] if len(cuts) == 1 else Concat(dim, tuple(cuts))
 
 
 def _narrowed(box: Box, dim: int, offset: int, size: int) -> Box:

@@ -1,13 +1,14 @@
-"""torchtitan's own names, and Meta's, renamed to those of the hub as torchtitan's adapters do it.
+"""Rename the tensors of torchtitan and of Meta to the hub's names, like torchtitan's adapters.
 
 Source: `state_dict_adapter.py` of torchtitan 0.2 and 0.3, for Llama 3, Qwen3 and DeepSeek-V3. The
-names of both versions are known, also mixed. Llama's rotary embedding rotates neighbouring rows of
-a head where the hub's rotates its halves, so the rows of queries and keys change places; no value
-changes. Experts stay stacked here, as transformers has them in training; `names` splits them.
+names of both versions may be mixed. Llama's rotary embedding rotates neighbouring rows of a head,
+the hub's rotates its halves, so the rows of queries and keys are reordered; no value changes.
+Experts stay stacked, as in transformers' training; `names` splits them.
 """
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from unshard.convert.recipes import Concat, Recipe, Take, shape_of, take
@@ -66,18 +67,19 @@ _BUFFERS = re.compile(r"(^|\.)(freqs_cis|rope_cache|rope\.cache|inv_freq|tokens_
 
 
 class _NativeNames(NamedTuple):
-    """How torchtitan names the layers of a model type.
+    """torchtitan's names in the layers of a model type.
 
     Attributes:
-        weights: modules whose tensor is `.weight`. tensors: whole ends of names.
-        without: ends of names that its adapter leaves out.
-        turned: modules whose rows change places, and the key that counts their heads.
+        weights: modules with one tensor, `.weight`.
+        tensors: whole ends of names.
+        without: ends of names that torchtitan's adapter leaves out.
+        reordered: modules whose rows are reordered, and the config key that counts their heads.
     """
 
     weights: Mapping[str, str]
     tensors: Mapping[str, str]
     without: tuple[str, ...] = ()
-    turned: tuple[tuple[str, str], ...] = ()
+    reordered: Mapping[str, str] = MappingProxyType({})
 
 
 _QWEN3 = _NativeNames({**_BLOCK, **_ATTENTION, **_QK_NORM, **_MOE}, _STACKED, tuple(_BIASES))
@@ -85,10 +87,10 @@ _FAMILIES: Mapping[str, _NativeNames] = {
     "llama": _NativeNames(
         {**_BLOCK, **_ATTENTION},
         {},
-        turned=(
-            ("self_attn.q_proj", "num_attention_heads"),
-            ("self_attn.k_proj", "num_key_value_heads"),
-        ),
+        reordered={
+            "self_attn.q_proj": "num_attention_heads",
+            "self_attn.k_proj": "num_key_value_heads",
+        },
     ),
     "qwen3": _QWEN3,
     "qwen3_moe": _QWEN3,
@@ -107,30 +109,30 @@ def without_native_names(
     family = None if config is None else _FAMILIES.get(config.types[0])
     if config is None or family is None or "tok_embeddings.weight" not in tensors:
         return tensors
-    found: dict[str, Recipe] = {}
+    renamed: dict[str, Recipe] = {}
     for name, recipe in tensors.items():
         new = _renamed(name, family, config.fields)
         if new is None:
             continue
-        if new in found:
-            raise ConversionError(f"tensor {name} would be {new}, like another tensor")
-        key = dict(family.turned).get(".".join(new.split(".")[3:5]))
+        if new in renamed:
+            raise ConversionError(f"tensor {name} would be named {new}, like another tensor")
+        renamed[new] = recipe
+        key = family.reordered.get(".".join(new.split(".")[3:5]))
         if key is not None:
-            usual = config.fields.get("num_attention_heads")
-            why = "turn torchtitan's queries and keys"
-            recipe = _halved(name, recipe, _count(config.fields, key, why, usual))  # noqa: PLW2901
-        found[new] = recipe
-    return found
+            default = config.fields.get("num_attention_heads")
+            why = "reorder torchtitan's queries and keys"
+            renamed[new] = _halved(name, recipe, _count(config.fields, key, why, default))
+    return renamed
 
 
 def _renamed(name: str, family: _NativeNames, config: Fields) -> str | None:
-    """Return a tensor's name in transformers; its own if it is not known, None to leave it out."""
+    """Return a tensor's name in transformers; unknown names unchanged, None to leave it out."""
     if _BUFFERS.search(name):
         return None
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return _TOP.get(name, name)
-    further, number, end = layer.groups()
+    mtp, number, end = layer.groups()
     if end in family.without:
         return None
     new = family.tensors.get(end)
@@ -139,16 +141,16 @@ def _renamed(name: str, family: _NativeNames, config: Fields) -> str | None:
         new = None if module is None else f"{module}.weight"
     if new is None:
         return name
-    # The layers that predict more tokens have numbers after those of all others on the hub.
-    before = _count(config, "num_hidden_layers", "name the MTP layers") if further else 0
+    # The hub numbers MTP layers after all others.
+    before = _count(config, "num_hidden_layers", "name the MTP layers") if mtp else 0
     return f"model.layers.{int(number) + before}.{new}"
 
 
 def _count(config: Fields, key: str, why: str, default: object = None) -> int:
-    found = config.get(key, default)
-    if type(found) is not int or found < 1:
-        raise ConversionError(f"config.json: {key} is needed to {why}", found=repr(found))
-    return found
+    count = config.get(key, default)
+    if type(count) is not int or count < 1:
+        raise ConversionError(f"config.json: {key} is needed to {why}", found=repr(count))
+    return count
 
 
 def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
@@ -156,7 +158,7 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
     shape = shape_of(recipe)
     if not isinstance(recipe, Take) or recipe != take(recipe.entry):
         raise ConversionError(
-            f"tensor {name} would change the order of its rows, but it is computed",
+            f"tensor {name}: its values are computed, so its rows cannot be reordered",
             hint="write the adapter by itself: ⟦+--lora adapter⟧",
         )
     half = shape[0] // heads // 2 if shape else 0
@@ -166,8 +168,6 @@ def _halved(name: str, recipe: Recipe, heads: int) -> Recipe:
             found=str(list(shape)),
             hint="check that this is the config of the model that was trained",
         )
-    takes = []
-    for part in range(2 * heads):  # of each head first the even rows, then the odd ones
-        rows = Box((part // 2 * 2 * half + part % 2, 0), (half, shape[1]))
-        takes.append(Take(recipe.entry, rows, steps=(2, 1)))
-    return Concat(0, tuple(takes))
+    starts = (head * 2 * half + odd for head in range(heads) for odd in (0, 1))
+    boxes = (Box((start, 0), (half, shape[1])) for start in starts)
+    return Concat(0, tuple(Take(recipe.entry, box, steps=(2, 1)) for box in boxes))

@@ -176,6 +176,7 @@ def adapter_config_json(
     from unshard.convert.lora.files import completed
     from unshard.convert.lora.fuse import known_alpha
 
+    config = config or AdapterConfig()
     known = known_alpha(config, alpha)
     config = completed(split, config, () if base is None else base.files)
     written = config.fields if "peft_type" in config.fields else {}

@@ -1,1 +1,1 @@
-"""The tensors that a model must have, by its base or by its config."""
+"""The tensors that a model must have, according to its base or its config."""

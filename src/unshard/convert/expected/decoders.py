@@ -1,9 +1,9 @@
 """The tensors of decoders by model type, as a table, and the conditions on a config in it. Pure.
 
 A pattern is the end of a name. `{a,b}` means each of several words; the first `#` counts the layers
-of the component, the second one their experts. The defaults of the conditions are those of
-transformers' config classes, with which a test compares every family here. A family whose config
-does not decide which tensors there are is not listed: then names are not checked.
+of the component, the second `#` their experts. The defaults of the conditions are those of
+transformers' config classes; a test compares every family with them. Families whose config does not
+determine the tensors are left out, and their names are not checked.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ from unshard.read.model_config import Fields
 Condition = Callable[[Fields, int], bool]
 """Decide whether a layer has a group, by its number and the config of its component.
 
-Raises NotKnownError where the config leaves it open.
+Raises NotKnownError if the config leaves it open.
 """
 
 
 class NotKnownError(Exception):
-    """A config does not say which tensors its model has; caught where names are made."""
+    """A config does not determine the tensors of its model; never reaches the user."""
 
 
-class Group(NamedTuple):
+class NameGroup(NamedTuple):
     """Patterns of names, separated by spaces, that a layer has if all conditions hold.
 
-    An `optional` group may be missing in a checkpoint all the same.
+    An `optional` group may be missing in a checkpoint even then.
     """
 
     names: str
@@ -33,13 +33,13 @@ class Group(NamedTuple):
     optional: bool = False
 
 
-Groups = tuple[str | Group, ...]
-"""All tensors of a component; plain patterns are those that it always has."""
+Groups = tuple[str | NameGroup, ...]
+"""All tensors of a component; plain patterns have no condition."""
 
 
-def when(names: str, *conditions: Condition) -> Group:
-    """Return a group that is there if all conditions hold."""
-    return Group(names, conditions)
+def when(names: str, *conditions: Condition) -> NameGroup:
+    """Return a group of names with conditions."""
+    return NameGroup(names, conditions)
 
 
 def is_not(condition: Condition) -> Condition:
@@ -59,11 +59,11 @@ def flag(key: str, *, default: bool = False) -> Condition:
     return decide
 
 
-def _given(key: str) -> Condition:
-    """Return the condition that a size is above 0; a config without the key decides nothing."""
+def _positive(key: str) -> Condition:
+    """Return the condition that a size is above 0; a config without the key leaves it open."""
 
     def decide(config: Fields, _layer: int) -> bool:
-        value = config.get(key, "")  # a missing key is as unclear as a text
+        value = config.get(key, "")  # a missing key is as unclear as a string
         if value is not None and type(value) is not int:
             raise NotKnownError
         return bool(value)
@@ -72,7 +72,7 @@ def _given(key: str) -> Condition:
 
 
 def integer(config: Fields, key: str, default: int | None = None) -> int:
-    """Return a count that a config states.
+    """Return a count in a config.
 
     Raises:
         NotKnownError: it is missing without a default, negative, or of another type.
@@ -84,7 +84,7 @@ def integer(config: Fields, key: str, default: int | None = None) -> int:
 
 
 def _decide_qwen_sparse(config: Fields, layer: int) -> bool:
-    """Decide whether a layer of Qwen has experts: every Nth layer, except those listed as dense."""
+    """Decide whether a layer of Qwen has experts: every Nth layer, except listed dense layers."""
     dense = config.get("mlp_only_layers")
     step = integer(config, "decoder_sparse_step", 1)
     if not isinstance(dense, list | None) or not step:
@@ -93,7 +93,7 @@ def _decide_qwen_sparse(config: Fields, layer: int) -> bool:
 
 
 def _decide_deepseek_sparse(config: Fields, layer: int) -> bool:
-    """Decide whether a layer has experts where only the first few layers do not."""
+    """Decide whether a layer of DeepSeek has experts: all but the first few layers."""
     if config.get("moe_layer_freq", 1) != 1:
         raise NotKnownError
     return layer >= integer(config, "first_k_dense_replace")
@@ -118,10 +118,11 @@ def _decide_linear_attention(config: Fields, layer: int) -> bool:
         if not interval:
             raise NotKnownError
         return (layer + 1) % interval != 0
-    known = ("linear_attention", "full_attention")
-    if not isinstance(types, list) or layer >= len(types) or types[layer] not in known:
+    if not isinstance(types, list) or layer >= len(types):
         raise NotKnownError
-    return bool(types[layer] == known[0])
+    if types[layer] not in ("linear_attention", "full_attention"):
+        raise NotKnownError
+    return bool(types[layer] == "linear_attention")
 
 
 _EMBEDDED = "embed_tokens.weight norm.weight"
@@ -151,23 +152,23 @@ _BLOCK = (_EMBEDDED, _NORMS, _ATTENTION)
 _LLAMA = (*_BLOCK, _MLP)
 _QWEN_DENSE = when(_MLP, is_not(_decide_qwen_sparse))
 _QWEN_MOE = (when(_EACH, _decide_qwen_sparse), _QWEN_DENSE)
-_HAS_SHARED = (_decide_deepseek_sparse, _given("n_shared_experts"))
+_HAS_SHARED = (_decide_deepseek_sparse, _positive("n_shared_experts"))
 _ROUTED = (
     when(_EACH, _decide_deepseek_sparse),
     when("layers.#.mlp.shared_experts.{gate,up,down}_proj.weight", *_HAS_SHARED),
     when(_MLP, is_not(_decide_deepseek_sparse)),
 )
-# A buffer: transformers fills it with zeros where it is missing.
-_CORRECTED = Group(
+# A buffer: transformers fills it with zeros if it is missing.
+_CORRECTED = NameGroup(
     "layers.#.mlp.gate.e_score_correction_bias", (_decide_deepseek_sparse,), optional=True
 )
 _LATENT = (
     _EMBEDDED,
     _NORMS,
-    when("layers.#.self_attn.q_proj.weight", is_not(_given("q_lora_rank"))),
-    when("layers.#.self_attn.{q_a_proj,q_a_layernorm,q_b_proj}.weight", _given("q_lora_rank")),
+    when("layers.#.self_attn.q_proj.weight", is_not(_positive("q_lora_rank"))),
+    when("layers.#.self_attn.{q_a_proj,q_a_layernorm,q_b_proj}.weight", _positive("q_lora_rank")),
     "layers.#.self_attn.{kv_a_proj_with_mqa,kv_a_layernorm,kv_b_proj,o_proj}.weight",
-    when("layers.#.self_attn.q_a_proj.bias", _given("q_lora_rank"), _BIAS),
+    when("layers.#.self_attn.q_a_proj.bias", _positive("q_lora_rank"), _BIAS),
     when("layers.#.self_attn.{kv_a_proj_with_mqa,o_proj}.bias", _BIAS),
 )
 _HYBRID = (

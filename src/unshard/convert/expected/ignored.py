@@ -1,4 +1,4 @@
-"""Tensors in a model's files that its class in transformers ignores, and so training drops."""
+"""Find tensors that a model's class in transformers ignores, so that training drops them."""
 
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -22,37 +22,42 @@ BUFFERS = (
     r"|(^|\.)position_ids$|(^|\.)(attn|attention|crossattention)\.(masked_)?bias$"
 )
 MTP = r"(^|\.)mtp(_\w+)?\."
-_FURTHER = re.compile(r"(.*\blayers\.\d+\.)(eh_proj|[eh]norm)\.")
+_MTP_LAYER = re.compile(r"(.*\blayers\.\d+\.)(eh_proj|[eh]norm)\.")
 _COUNT = re.compile(r"(num_nextn_predict|num_mtp|mtp_num(_hidden)?)_layers")
-_OF_OTHER_CLASSES = {  # classes, and what they lack
+_OF_OTHER_CLASSES = {  # classes, and tensors that they lack
     r"(?!.*(PreTraining|NextSentencePrediction)$)": r"^cls\.seq_relationship\.",
     r".*(MaskedLM|LMHeadModel|CausalLM|TokenClassification|QuestionAnswering)$": r"^\w+\.pooler\.",
 }
 
 
-def ignored(config: ModelConfig | None, kept: Collection[str], known: Collection[str]) -> set[str]:
-    """Return the `known` names of what a config's class ignores; MTP layers if none is kept."""
-    classes = None if config is None else config.fields.get("architectures")
-    named = [str(one) for one in classes] if isinstance(classes, list) else []
-    lacks = (of for like, of in _OF_OTHER_CLASSES.items() if any(re.match(like, c) for c in named))
+def ignored(config: ModelConfig | None, kept: Collection[str], names: Collection[str]) -> set[str]:
+    """Return the names that a config's class ignores, including MTP layers if none is kept."""
+    value = None if config is None else config.fields.get("architectures")
+    classes = [str(one) for one in value] if isinstance(value, list) else []
+    lacks = (
+        tensors
+        for pattern, tensors in _OF_OTHER_CLASSES.items()
+        if any(re.match(pattern, name) for name in classes)
+    )
     pattern = re.compile("|".join((BUFFERS, *lacks)))
-    found = {name for name in known if pattern.search(name)}
-    return found if mtp_names(kept) else found | mtp_names(known)
+    dropped = {name for name in names if pattern.search(name)}
+    return dropped if mtp_names(kept) else dropped | mtp_names(names)
 
 
 def mtp_names(names: Collection[str]) -> set[str]:
-    """Return the names of layers that predict more tokens; some have numbers as others do."""
-    further = tuple({found[1] for name in names if (found := _FURTHER.match(name))})
-    return {name for name in names if re.search(MTP, name) or name.startswith(further)}
+    """Return the names of MTP layers, which some models number like other layers."""
+    starts = tuple({match[1] for name in names if (match := _MTP_LAYER.match(name))})
+    return {name for name in names if re.search(MTP, name) or name.startswith(starts)}
 
 
-def lost_mtp(config: ModelConfig | None, kept: Collection[str], known: Collection[str]) -> set[str]:
-    """Return the `known` names of MTP layers if a config announces some, and none is kept."""
+def lost_mtp(config: ModelConfig | None, kept: Collection[str], names: Collection[str]) -> set[str]:
+    """Return the names of MTP layers if the config has some, and none is kept."""
     is_lost = config is not None and _without_mtp(config) is not config and not mtp_names(kept)
-    return mtp_names(known) if is_lost else set()
+    return mtp_names(names) if is_lost else set()
 
 
 def _without_mtp(config: ModelConfig) -> ModelConfig:
+    """Return the config with 0 MTP layers; the same object if it has none."""
     own, text = (
         dict.fromkeys((key for key, value in fields.items() if value and _COUNT.fullmatch(key)), 0)
         for fields in (config.fields, config.text)
@@ -67,20 +72,21 @@ def complete_mtp(
     config: ModelConfig | None,
     select: Select,
 ) -> tuple[dict[str, Recipe], ModelConfig | None, tuple[str, ...]]:
-    """Return what is kept of the tensors with MTP layers of the base, or a config without; notes.
+    """Add the base's MTP layers to the kept tensors, or remove them from the config; with notes.
 
-    What is block FP8 in the base becomes float32, unless the output is FP8, too.
+    The base's block FP8 becomes float32, unless the output is FP8, too.
     """
     files, stored = ((), {}) if base is None else (base.files, base.tensors)
     lost = lost_mtp(config, kept, [*tensors, *files])
     if config is None or not lost:
         return kept, config, ()
     wanted = select(sorted(lost & stored.keys()))
-    found: dict[str, Recipe] = {name: take(stored[name]) for name in wanted}
-    if base is None or not found:
-        return kept, _without_mtp(config), ("MTP layers left out; config.json announces none",)
+    copied: dict[str, Recipe] = {name: take(stored[name]) for name in wanted}
+    if base is None or not copied:
+        note = "MTP layers are left out, and config.json is changed to have none"
+        return kept, _without_mtp(config), (note,)
     if not any(map(is_scale, kept)):
-        found = dequantise(found, Precision(BY_NAME["float32"]), [base.companions.model])
-    what = counted(len(found), "tensor")
-    note = f"{what} of untrained MTP layers copied from {base.name} (leave them out: ⟦--exclude⟧)"
-    return {**kept, **found}, config, (Text(note),)
+        copied = dequantise(copied, Precision(BY_NAME["float32"]), [base.companions.model])
+    count = counted(len(copied), "tensor")
+    note = f"{count} of untrained MTP layers copied from {base.name} (leave them out: ⟦--exclude⟧)"
+    return {**kept, **copied}, config, (Text(note),)

@@ -1,8 +1,8 @@
 """The shapes of tensors by the fields of a config, as a table. Pure.
 
 `@` begins the rows of some types, `*` of all decoders: ends of names, without `.weight`, and the
-dimensions of the weight; a bias has the first. The first row that fits counts. `a/b` is rounded
-down, `[]` counts a list. `~`: versions of transformers turn the last two dimensions.
+dimensions of the weight; a bias has the first dimension. The first row that fits counts. `a/b` is
+rounded down, `[]` counts a list. `~`: some versions of transformers swap the last two dimensions.
 """
 
 import math
@@ -25,8 +25,9 @@ num_key_value_heads = A llama granite arcee phi3 olmo olmo2 olmo3 olmoe; n_inner
 head_dim = H/A llama granite smollm3 mistral qwen2 arcee phi3 olmo olmo2 olmo3 starcoder2 mixtral
 qwen2_moe qwen3_moe olmoe glm4_moe dots1
 """
-"""What a word is where the config does not have it, and for which types only: those that compute a
-field that is left out. Others have defaults, which differ between versions."""
+"""The value of a word that is missing in the config, for all types or for the types listed.
+
+The types listed compute a missing field. Other types have defaults, which differ by version."""
 _ROWS = """
 @ olmo2 olmo3: q_norm = Q; k_norm = KV @ mixtral: w1 w3 = I H; w2 = H I
 @ olmoe: q_norm = H; k_norm = num_key_value_heads*H/A;
@@ -76,42 +77,42 @@ linear_2 = TEXT TEXT; image_newline = TEXT
 @ gemma3: mm_input_projection_weight = SEEN TEXT; mm_soft_emb_norm = SEEN
 """
 _INSTEAD = {
-    one.strip(): text.split() for one, text in (row.split("=") for row in _WORDS.split(";"))
+    word.strip(): text.split() for word, text in (row.split("=") for row in _WORDS.split(";"))
 }
 
 
 @cache
 def _rows_of(kind: str) -> list[tuple[str, list[str]]]:
-    """Return the rows of a type, the ends of names with their dimensions, in their order."""
-    found: list[tuple[str, list[str]]] = []
+    """Return the ends of names with their dimensions for a type, in the order of the table."""
+    dims_by_end: list[tuple[str, list[str]]] = []
     for block in _ROWS.split("@")[1:]:
         kinds, rows = block.split(":")
         if kind in (DECODERS if "*" in kinds else kinds.split()):
             for ends, dims in (row.split("=") for row in rows.split(";")):
-                found += ((end, dims.split()) for end in ends.split())
-    return found
+                dims_by_end += ((end, dims.split()) for end in ends.split())
+    return dims_by_end
 
 
-class Stated(tuple[int, ...]):  # noqa: SLOT001 (a tuple can have none)
-    """A shape, elements, with the fields that it follows from, and another that is right too."""
+class ConfigShape(tuple[int, ...]):  # noqa: SLOT001 (a tuple can have none)
+    """A shape in elements, the config fields that determine it, and another correct shape."""
 
     fields: tuple[str, ...]
     other: tuple[int, ...] | None
 
 
-def stated_shape(kind: str, name: str, config: Fields) -> tuple[int, ...] | None:
-    """Return the shape of a tensor in a component of this type; None if it is not known.
+def shape_in_config(kind: str, name: str, config: Fields) -> ConfigShape | None:
+    """Return the shape of a tensor in a component of this type; None if it is unknown.
 
-    `name` is without the component's prefix, with "#" for the numbers of layers and experts.
+    `name` does not have the component's prefix, and has "#" for the numbers of layers and experts.
     """
     path, _, end = name.rpartition(".")
     ends = (name, path) if end in ("weight", "bias") else (name,)
     for row, dims in _rows_of(kind):
         key, fields = row.removeprefix("~"), dict[str, None]()
-        if any(one.endswith(key) for one in ends):
-            stated = dims[:1] if end == "bias" and not key.endswith(end) else dims
+        if any(own.endswith(key) for own in ends):
+            sizes = dims[:1] if end == "bias" and not key.endswith(end) else dims
             try:
-                shape = Stated(int(_size(dim, kind, config, fields)) for dim in stated)
+                shape = ConfigShape(int(_size(dim, kind, config, fields)) for dim in sizes)
             except NotKnownError:
                 return None
             shape.fields = tuple(fields)
@@ -121,10 +122,10 @@ def stated_shape(kind: str, name: str, config: Fields) -> tuple[int, ...] | None
 
 
 def _size(text: str, kind: str, config: Fields, fields: dict[str, None]) -> float:
-    """Return the value of a dimension or of a part of it, and note the fields that it has.
+    """Return the value of a dimension or of a part of it, and add its config fields to `fields`.
 
     Raises:
-        NotKnownError: the config does not have a field, or not as a size.
+        NotKnownError: a field is missing in the config, or is not a size.
     """
     for mark, join in (("+", sum), ("*", math.prod)):
         if mark in text:
@@ -134,21 +135,21 @@ def _size(text: str, kind: str, config: Fields, fields: dict[str, None]) -> floa
         return int(above / below)
     if text.isdigit():
         return int(text)
-    other, *kinds = _INSTEAD.get(text, [""])
-    if other and config.get(text) is None and (kind in kinds or not kinds):
-        return _size(other, kind, config, fields)
+    substitute, *kinds = _INSTEAD.get(text, [""])
+    if substitute and config.get(text) is None and (kind in kinds or not kinds):
+        return _size(substitute, kind, config, fields)
     path = text.removesuffix("[]").split(".")
     fields[".".join(key for key in path if not key.isdigit())] = None
     value = _inside(config, path)
     if text.endswith("[]"):
         value = len(value) if isinstance(value, list) else isinstance(value, int) and 1
     if not isinstance(value, int | float) or value is True or not 1e-3 < value < 2**40:
-        raise NotKnownError  # also of a size that is a slip, or an attack
+        raise NotKnownError  # a larger size is a typo, or an attack
     return value
 
 
 def _inside(value: object, path: Sequence[str]) -> object:
-    """Return a value in nested configs and lists; a number is that of every element."""
+    """Return a value in nested configs and lists; a number applies to every element."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)

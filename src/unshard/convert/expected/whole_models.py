@@ -1,4 +1,4 @@
-"""The tensors of whole models, as a table: decoders, vision towers, what joins them, the head."""
+"""The tensors of whole models, as a table: decoders, vision towers, projectors, heads."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,13 +7,13 @@ from unshard.convert.expected.decoders import DECODERS, Groups, flag, is_not, wh
 
 
 class Component(NamedTuple):
-    """A decoder or vision tower in a model, or all that joins them.
+    """A decoder, vision tower or projector in a model.
 
     Attributes:
-        prefix: of its tensors' names.
-        config: the key of its own config; "" for the model's.
-        type: its model type; "" for the one that its config names.
-        flat: a model's config without that key may have the fields itself.
+        prefix: the start of its tensors' names.
+        config: the key of its nested config; "" for the model's config.
+        type: its model type; "" for the `model_type` of its config.
+        flat: whether a model's config without that key may have the fields itself.
     """
 
     prefix: str
@@ -22,11 +22,11 @@ class Component(NamedTuple):
     flat: bool = False
 
 
-class Model(NamedTuple):
+class WholeModel(NamedTuple):
     """A model with the head of a language model.
 
     Attributes:
-        components: its decoder, its towers, and what joins them.
+        components: its decoder, towers and projectors.
         head: the name of the head's weight, which may be tied.
     """
 
@@ -34,7 +34,7 @@ class Model(NamedTuple):
     head: str = "lm_head.weight"
 
 
-# vision towers, and what joins them and decoders
+# vision towers and projectors
 
 _QWEN_VISUAL = "blocks.#.{norm1,norm2,attn.qkv,attn.proj}.weight blocks.#.attn.{qkv,proj}.bias"
 _QWEN3_VISUAL = (
@@ -99,7 +99,7 @@ _OTHERS: Mapping[str, Groups] = {
 }
 
 COMPONENTS = {**DECODERS, **_OTHERS}
-"""The tensors of decoders, towers and what joins them, by model type."""
+"""The tensors of decoders, towers and projectors, by model type."""
 
 LAYER_COUNTS = {
     "gpt2": "n_layer",
@@ -109,17 +109,16 @@ LAYER_COUNTS = {
     "qwen3_5": "depth",
     "qwen3_vl_deepstack": "deepstack_visual_indexes",
 }
-"""The key that counts the layers, a number or a list, where it is not `num_hidden_layers`."""
+"""The key that counts the layers, a number or a list, if it is not `num_hidden_layers`."""
 
-MORE_LAYERS = frozenset({"deepseek_v3", "glm4_moe"})
-"""Decoders with further layers above the last, which predict more tokens; transformers ignores
-them."""
+MTP_DECODERS = frozenset({"deepseek_v3", "glm4_moe"})
+"""Decoders with MTP layers after the last layer; transformers ignores them."""
 
 # whole models
 
 
-def _llava(text: str = "", vision: str = "") -> Model:
-    return Model(
+def _llava(text: str = "", vision: str = "") -> WholeModel:
+    return WholeModel(
         (
             Component("language_model.model.", "text_config", text),
             Component("vision_tower.", "vision_config", vision),
@@ -129,22 +128,22 @@ def _llava(text: str = "", vision: str = "") -> Model:
     )
 
 
-def _qwen2(visual: str) -> Model:
+def _qwen2(visual: str) -> WholeModel:
     text = Component("model.", "text_config", "qwen2_vl_text", flat=True)
-    return Model((text, Component("visual.", "vision_config", visual)))
+    return WholeModel((text, Component("visual.", "vision_config", visual)))
 
 
-def _qwen3(text: str, *visual: str) -> Model:
-    towers = (Component("model.visual.", "vision_config", one) for one in visual)
-    return Model((Component("model.language_model.", "text_config", text), *towers))
+def _qwen3(text: str, *visual: str) -> WholeModel:
+    towers = (Component("model.visual.", "vision_config", tower) for tower in visual)
+    return WholeModel((Component("model.language_model.", "text_config", text), *towers))
 
 
 _MODELS = {
     "llama granite mistral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text smollm3 seed_oss arcee "
     "ernie4_5 phi3 glm glm4 olmo olmo2 olmo3 starcoder2 qwen2_moe qwen3_moe mixtral olmoe "
     "deepseek_v2 deepseek_v3 glm4_moe dots1 gpt_oss llama4_text qwen3_next qwen3_5_text "
-    "qwen3_5_moe_text": Model((Component("model."),)),
-    "gpt2": Model((Component("transformer."),)),
+    "qwen3_5_moe_text": WholeModel((Component("model."),)),
+    "gpt2": WholeModel((Component("transformer."),)),
     "qwen2_vl": _qwen2("qwen2_vl"),
     "qwen2_5_vl": _qwen2("qwen2_5_vl"),
     "qwen3_vl": _qwen3("qwen3", "qwen3_vl", "qwen3_vl_deepstack"),

@@ -1,1 +1,1 @@
-"""LoRA: adapters fused into their base, or written by themselves."""
+"""LoRA: fuse adapters into their base, or write them separately."""

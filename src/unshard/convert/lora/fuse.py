@@ -1,8 +1,8 @@
-"""Fuse a LoRA adapter into its model: recipes of W + scale * B A, and nothing left over. Pure.
+"""Fuse a LoRA adapter into its model: recipes of W + scale * B A, which use every pair. Pure.
 
-The scale is never guessed. PEFT's rule: a pair's update is scaled by alpha / rank, or by
-alpha / sqrt(rank) with rslora. Both numbers may differ by module: patterns are matched against the
-end of its name. Source: LoraModel._create_and_replace, peft.utils.other.get_pattern_key (0.21).
+The scale is never guessed. PEFT scales a pair's update by alpha / rank, or by alpha / sqrt(rank)
+with rslora. Both numbers may differ by module: patterns are matched against the end of its name.
+Source: LoraModel._create_and_replace, peft.utils.other.get_pattern_key (0.21).
 """
 
 import math
@@ -40,60 +40,59 @@ _MANY_PATTERNS = 10_000
 
 def fuse(
     split: Split,
-    config: AdapterConfig | None,
+    config: AdapterConfig,
     alpha: float | None,
     base: Mapping[str, Recipe] | None,
     types: Collection[str] = (),
 ) -> Noted[dict[str, Recipe]]:
     """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
-    The user's `alpha` overrides that of the config. `base` has the model's weights from elsewhere,
-    by their own names; they are used if the checkpoint has the adapter only. `types` are the types
-    of the model and of those inside it, as its config has them.
+    The user's `alpha` overrides that of the config. `base` has the model's weights by name, for a
+    checkpoint of the adapter only. `types` are the model types of the config and nested configs.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
-        ConversionError: the adapter cannot be fused, or not all of it.
+        ConversionError: the adapter or a part of it cannot be fused.
     """
     _refuse_variants(config)
     check_targets(split, config)
     weights, notes = _weights(split, config, base)
     pairs = _of_single_experts(split.pairs, weights)
-    chosen = find_weights(pairs, weights, config, types)
-    known = known_alpha(config, alpha)
+    adapted_weights = find_weights(pairs, weights, config, types)
+    default_alpha = known_alpha(config, alpha)
     tensors, problems = dict(weights), []
-    for adapted in chosen:
+    for adapted in adapted_weights:
         try:
-            tensors[adapted.weight] = _updated(weights[adapted.weight], adapted, config, known)
+            weight = weights[adapted.weight]
+            tensors[adapted.weight] = _updated(weight, adapted, config, default_alpha)
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, "the LoRA adapter cannot be fused", problems)
     used = sum(isinstance(recipe, LowRank) for recipe in tensors.values())
     if used != len(pairs):  # two pairs of one weight: the second has replaced the first
         raise ConversionError(
-            "not every LoRA pair has a weight of its own",
+            "several LoRA pairs update the same weight",
             expected=f"{len(pairs)} pairs used",
             found=f"{used}",
         )
-    if alpha is not None and config is not None and config.alpha not in {None, alpha}:
-        what = f"⟦--lora-alpha {alpha:g}⟧ replaces {config.alpha:g} in {config.source}"
-        notes += (Text(what),)
+    if alpha is not None and config.alpha not in {None, alpha}:
+        notes += (Text(f"⟦--lora-alpha {alpha:g}⟧ replaces {config.alpha:g} in {config.source}"),)
     notes += tuple(
-        f"{adapted.weight} has its adapter fused; output weights that were tied to it do not: if "
-        "the model ties them (tie_word_embeddings), they must be written as a tensor of their own"
-        for adapted in chosen
+        f"the adapter is fused into {adapted.weight}, but not into output weights that were tied "
+        "to it: if the model ties them (tie_word_embeddings), write them as a separate tensor"
+        for adapted in adapted_weights
         if adapted.pair.is_embedding
     )
     return Noted(tensors, notes)
 
 
-def check_targets(split: Split, config: AdapterConfig | None) -> None:
-    """Check that `target_modules` names a module with a LoRA pair.
+def check_targets(split: Split, config: AdapterConfig) -> None:
+    """Check that `target_modules` matches a module with a LoRA pair.
 
     Raises:
         ConversionError: it does not.
     """
-    if config is None or not config.target_modules or config.target_parameters:
+    if not config.target_modules or config.target_parameters:
         return
     targets = config.target_modules
     if isinstance(targets, str):
@@ -103,10 +102,10 @@ def check_targets(split: Split, config: AdapterConfig | None) -> None:
         patterns = [re.escape(name.rpartition(".")[2]) for name in names]
     modules = [pair.module for pair in split.pairs.values()]
     try:
-        is_named = any(ends_like(one, module) for one in patterns for module in modules)
+        is_match = any(ends_like(pattern, module) for pattern in patterns for module in modules)
     except ConversionError:
-        return  # a pattern that is not matched here
-    if not is_named and patterns[0].lower() != "all-linear":
+        return  # a pattern that `patterns` does not support
+    if not is_match and patterns[0].lower() != "all-linear":
         raise ConversionError(
             f"{config.source}: target_modules has none of the modules with LoRA pairs",
             expected=modules[0],
@@ -115,15 +114,14 @@ def check_targets(split: Split, config: AdapterConfig | None) -> None:
         )
 
 
-def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
+def check_saved_modules(split: Split, config: AdapterConfig) -> None:
     """Check that a checkpoint has the modules that were trained whole.
 
     Raises:
         ConversionError: it does not; verl's `save_lora_only` leaves them out.
     """
-    whole = () if config is None else config.modules_to_save
-    is_saved = any(f"{module}." in path for module in whole for path in split.saved)
-    if config is not None and whole and not is_saved:
+    whole = config.modules_to_save
+    if whole and not any(f"{module}." in path for module in whole for path in split.saved):
         raise ConversionError(
             "modules that were trained whole are not in the checkpoint",
             expected=f"{', '.join(whole)} (modules_to_save in {config.source})",
@@ -132,10 +130,10 @@ def check_saved_modules(split: Split, config: AdapterConfig | None) -> None:
         )
 
 
-def _check_biases(split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe]) -> None:
+def _check_biases(split: Split, config: AdapterConfig, base: Mapping[str, Recipe]) -> None:
     """Check that a checkpoint has the biases that were trained with the matrices."""
-    trained = None if config is None else config.fields.get("bias")
-    if config is None or trained not in ("all", "lora_only"):
+    trained = config.fields.get("bias")
+    if trained not in ("all", "lora_only"):
         return
     pairs = {f"{pair.module}.bias" for pair in split.pairs.values()}
     biases = [
@@ -150,27 +148,25 @@ def _check_biases(split: Split, config: AdapterConfig | None, base: Mapping[str,
         )
 
 
-def _refuse_variants(config: AdapterConfig | None) -> None:
+def _refuse_variants(config: AdapterConfig) -> None:
     """Refuse adapters whose update is not scale * B A."""
-    if config is None:
-        return
     kind = config.fields.get("peft_type")
-    found = [name for key, name in _VARIANTS.items() if config.fields.get(key)]
+    variants = [name for key, name in _VARIANTS.items() if config.fields.get(key)]
     if kind not in {None, "LORA"}:
-        found.insert(0, str(kind))
+        variants.insert(0, str(kind))
     if config.fields.get("veomni_lora") and (config.alpha_pattern or config.rank_pattern):
-        # PEFT's match the end of a name, and hold for experts.
-        found.append("of VeOmni, whose patterns match any part of a name and no experts")
-    if found:
+        # PEFT's patterns match the end of a name, and apply to experts.
+        variants.append("of VeOmni, whose patterns match any part of a name but no experts")
+    if variants:
         raise ConversionError(
-            f"{config.source}: the adapter is {', '.join(found)}, which cannot be fused",
+            f"{config.source}: the adapter is {', '.join(variants)}, which cannot be fused",
             expected="plain LoRA, or rslora",
             hint="merge the adapter into the model with peft, if it can",
         )
 
 
 def _weights(
-    split: Split, config: AdapterConfig | None, base: Mapping[str, Recipe] | None
+    split: Split, config: AdapterConfig, base: Mapping[str, Recipe] | None
 ) -> tuple[dict[str, Recipe], tuple[str, ...]]:
     """Return the weights to fuse into, and notes about them."""
     if not split.adapter_only or base is None:
@@ -178,56 +174,57 @@ def _weights(
         return dict(split.base), (() if base is None else (ignored,))
     check_saved_modules(split, config)
     _check_biases(split, config, base)
-    start = "" if config is None else str(config.fields.get("init_lora_weights")).lower()
-    if start.startswith(_CHANGES_BASE):
+    method = str(config.fields.get("init_lora_weights")).lower()
+    if method.startswith(_CHANGES_BASE):
         raise ConversionError(
-            f"the adapter was initialised with {start}, which changed the weights of its model: "
-            "it does not fit the model given as ⟦--base⟧",
+            f"the adapter was initialised with {method}, which changed the weights of its model: "
+            "it does not fit the model of ⟦--base⟧",
             hint="save the whole model, or convert the adapter to plain LoRA with peft",
         )
-    replaced = f"of the base, replaced by the checkpoint's: {counted(len(split.base), 'tensor')}"
-    return {**base, **split.base}, ((replaced,) if split.base else ())
+    count = counted(len(split.base), "tensor")
+    note = f"the checkpoint replaces {count} of the base"
+    return {**base, **split.base}, ((note,) if split.base else ())
 
 
 def _of_single_experts(
     pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe]
 ) -> Mapping[str, LoraPair]:
-    """Return a pair for each expert in place of one for all, if the model has them one by one.
+    """Replace a pair of all experts by a pair for each, if the model has a weight for each.
 
     VeOmni's A is (experts, rank, in), or one matrix for all. Source: veomni/lora/moe_layers.py.
     """
     single: dict[str, LoraPair] = {}
     for path, pair in pairs.items():
         block, _, name = path.rpartition(".")
-        members = (f"{block}.{number}.{name}" for number in count())
-        each = list(takewhile(lambda one: f"{one}.weight" in weights, members))
-        if not each or not block.endswith(".experts"):
+        paths = (f"{block}.{number}.{name}" for number in count())
+        experts = list(takewhile(lambda expert: f"{expert}.weight" in weights, paths))
+        if not experts or not block.endswith(".experts"):
             single[path] = pair
             continue
-        of_each = [half for half in (pair.a, pair.b) if len(shape_of(half)) == 3]
-        if any(shape_of(half)[0] != len(each) for half in of_each):
+        stacked = [half for half in (pair.a, pair.b) if len(shape_of(half)) == 3]
+        if any(shape_of(half)[0] != len(experts) for half in stacked):
             raise ConversionError(
-                f"the LoRA pairs of {path} are not those of the model's experts",
-                expected=counted(len(each), "pair"),
-                found=", ".join(f"{list(shape_of(half))}" for half in of_each),
+                f"the LoRA pairs of {path} do not fit the number of the model's experts",
+                expected=counted(len(experts), "pair"),
+                found=", ".join(f"{list(shape_of(half))}" for half in stacked),
             )
-        for at, own in enumerate(each):
-            a, b = (pick(one, at) if one in of_each else one for one in (pair.a, pair.b))
-            single[own] = LoraPair(own, own, cast("Take", a), cast("Take", b), is_embedding=False)
+        for at, expert in enumerate(experts):
+            a, b = (pick(half, at) if half in stacked else half for half in (pair.a, pair.b))
+            single[expert] = LoraPair(expert, expert, cast("Take", a), cast("Take", b))
     return single
 
 
 def _updated(
-    weight: Recipe, adapted: AdaptedWeight, config: AdapterConfig | None, alpha: float
+    weight: Recipe, adapted: AdaptedWeight, config: AdapterConfig, alpha: float
 ) -> LowRank:
-    """Return weight + scale * (b @ a), with a and b cut and turned as the weight is stored."""
+    """Return weight + scale * (b @ a), with a and b divided and transposed like the weight."""
     # PEFT, up to 0.21 at least, may have added the update of the out_proj of a MultiheadAttention
     # twice, in training too (its pull request 3774 fixes that); a checkpoint does not record the
     # version that trained it.
     if adapted.weight.endswith(".in_proj_weight"):
         raise ConversionError(
-            f"the LoRA pair {adapted.pair.path} belongs to a MultiheadAttention, one of whose "
-            "updates some versions of PEFT add twice",
+            f"the LoRA pair {adapted.pair.path} belongs to a MultiheadAttention, for which some "
+            "versions of PEFT add an update twice",
             hint="merge the adapter into the model with the peft that trained it",
         )
     target = adapted.target(config)
@@ -245,86 +242,80 @@ def _updated(
 def _of_experts(pair: LoraPair, experts: int) -> tuple[Stack, Stack]:
     """Return a and b of all experts: (experts, rank, in) and (experts, out, rank).
 
-    In A, the rows of an expert are neighbours; in B, the columns of a rank are, one per expert.
+    In A, the rows of an expert are contiguous. In B, the columns of a rank are, one per expert.
     """
     a, b = pair.a.entry, pair.b.entry
     (rows, inputs), outputs = a.shape, b.shape[0]
-    rank, each = rows // experts, range(experts)
-    of_a = [Take(a, Box((at * rank, 0), (rank, inputs))) for at in each]
-    of_b = [Take(b, Box((0, at), (outputs, rank)), steps=(1, experts)) for at in each]
+    rank, numbers = rows // experts, range(experts)
+    of_a = [Take(a, Box((at * rank, 0), (rank, inputs))) for at in numbers]
+    of_b = [Take(b, Box((0, at), (outputs, rank)), steps=(1, experts)) for at in numbers]
     return Stack(0, tuple(of_a)), Stack(0, tuple(of_b))
 
 
-def known_alpha(config: AdapterConfig | None, alpha: float | None) -> float:
+def known_alpha(config: AdapterConfig, alpha: float | None) -> float:
     """Return the adapter's alpha: the user's, else that of its config.
 
     Raises:
-        UsageError: the user's is not a positive number.
-        ConversionError: neither is known.
+        UsageError: the user's alpha is not a positive number.
+        ConversionError: there is neither.
     """
     if alpha is not None:
         if not math.isfinite(alpha) or alpha <= 0:
             raise UsageError(f"⟦--lora-alpha {alpha}⟧: not a positive number")
-        return float(alpha)  # an int has `is_integer` from Python 3.12 on only
-    if config is not None and config.alpha is not None:
+        return float(alpha)  # `int.is_integer` needs Python 3.12
+    if config.alpha is not None:
         return config.alpha
-    if config is None:
-        found = "neither lora_train_meta.json nor adapter_config.json"
-    else:
-        stated = config.fields.get("lora_alpha")
-        found = f"{config.source} has {'none' if stated is None else stated}"
+    value = config.fields.get("lora_alpha")
     raise ConversionError(
-        "the LoRA adapter's alpha is not known, and its updates are scaled by alpha / rank",
+        "the LoRA adapter's alpha is unknown; its updates are scaled by alpha / rank",
         expected="a positive lora_alpha",
-        found=found,
-        hint="give the one that the adapter was trained with: ⟦+--lora-alpha N⟧",
+        found=f"{config.source} has {'none' if value is None else value}"
+        if config.source
+        else "neither lora_train_meta.json nor adapter_config.json",
+        hint="pass the alpha of the training: ⟦+--lora-alpha N⟧",
     )
 
 
-def scale_of(name: str, rank: int, config: AdapterConfig | None, alpha: float) -> float:
-    """Return the factor of a pair's update; `alpha` is that of modules that no pattern matches.
+def scale_of(name: str, rank: int, config: AdapterConfig, alpha: float) -> float:
+    """Return the factor of a pair's update; `alpha` is used if no pattern matches the module.
 
     Raises:
         ConversionError: a pattern is not safe to match, or its alpha is 0.
     """
-    if config is None:
-        return alpha / rank
     own = _own_alpha(name, config) or alpha
     return own / math.sqrt(rank) if config.use_rslora else own / rank
 
 
 def _own_alpha(name: str, config: AdapterConfig) -> float | None:
-    """Return the alpha that a pattern gives a module; None if no pattern matches."""
+    """Return a module's alpha by alpha_pattern; None if no pattern matches."""
     alphas = matched(config.alpha_pattern, name)
     if len({*alphas.values()}) > 1:
         raise ConversionError(
             f"{config.source}: alpha_pattern has several alphas for {name}",
             expected="one",
             found=", ".join(f"{pattern}: {alpha:g}" for pattern, alpha in alphas.items()),
-            hint="PEFT trained with one of them, and sorted them when it saved: write the alpha of "
-            "each module under its whole name",
+            hint="PEFT used one of them, and sorted them when it saved: write the alpha of each "
+            "module under its whole name",
         )
     if 0 in alphas.values():
         raise ConversionError(f"{config.source}: alpha_pattern has 0 for {name}")
     return next(iter(alphas.values()), None)
 
 
-def check_rank(name: str, rank: int, config: AdapterConfig | None) -> None:
-    """Check that a pair has a rank that the config states, and at most one alpha.
+def check_rank(name: str, rank: int, config: AdapterConfig) -> None:
+    """Check that a pair has a rank of the config, and at most one alpha.
 
     Raises:
         ConversionError: it does not.
     """
-    if config is None:
-        return
     if len(config.alpha_pattern) > 1:
         _own_alpha(name, config)
-    # Several patterns may match: PEFT sorts them when it saves, but the matrices show the rank.
-    stated = tuple(matched(config.rank_pattern, name).values()) or (config.rank,)
-    if rank not in stated and stated != (None,):
+    # PEFT sorts patterns when it saves. If several match, the matrices' own rank decides.
+    ranks = tuple(matched(config.rank_pattern, name).values()) or (config.rank,)
+    if rank not in ranks and ranks != (None,):
         raise ConversionError(
-            f"the LoRA pair of {name} does not have the rank that {config.source} states",
-            expected=f"rank {' or '.join(map(str, dict.fromkeys(stated)))}",
+            f"the LoRA pair of {name} does not have the rank in {config.source}",
+            expected=f"rank {' or '.join(map(str, dict.fromkeys(ranks)))}",
             found=f"rank {rank}",
             hint="the file or the tensors belong to another run",
         )

@@ -1,17 +1,17 @@
-"""Separate a LoRA adapter's tensors from the model's, by the names that PEFT gives them.
+"""Separate a LoRA adapter's tensors from the model's, by PEFT's names.
 
     base_model.model.<module>.base_layer.weight             the weight that the adapter updates
     base_model.model.<module>.lora_A.<adapter>.weight       (rank, in)
     base_model.model.<module>.lora_B.<adapter>.weight       (out, rank)
     base_model.model.<module>.lora_embedding_A.<adapter>    (rank, count)
     base_model.model.<module>.lora_embedding_B.<adapter>    (width, rank)
-    base_model.model.<module>.original_module.<rest>        of a module trained whole: before …
+    base_model.model.<module>.original_module.<rest>        a module trained whole: before …
     base_model.model.<module>.modules_to_save.<adapter>.<rest>      … and after
 
-PEFT's files leave the adapter's name out, and of a module trained whole they have the trained copy
-only, under its plain name; of an embedding that was resized both others, too, which repeat it and
-its original (PEFT loads the plain one). Embeddings and heads that are adapted have their
-`base_layer.weight` there, too. The front is missing if an adapter was injected into a model.
+PEFT's files leave the adapter's name out. For a module trained whole they have only the trained
+copy, under its plain name; for a resized embedding also the other two, which PEFT does not load.
+Adapted embeddings and heads have their `base_layer.weight` there, too. An adapter that was injected
+into a model does not have the front.
 Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other.py (0.21).
 """
 
@@ -24,7 +24,7 @@ from unshard.errors import ConversionError, raise_all
 from unshard.showing import counted
 
 FRONT = "base_model.model."
-"""The path at which PEFT has the model: all names in its files begin with it."""
+"""The path of the model in PEFT's wrapper: all names in its files begin with it."""
 
 _WRAPPER = "base_layer"
 _LINEAR = ("lora_A", "lora_B")
@@ -43,12 +43,11 @@ class LoraPair(NamedTuple):
     """The two matrices of one adapted weight.
 
     Attributes:
-        path: the module as PEFT names it, after `FRONT`: with a `base_layer` for each wrapper
-            around it, one for each adapted parameter of the module.
+        path: PEFT's name of the module, after `FRONT`: with a `base_layer` for each wrapper around
+            it, one per adapted parameter of the module.
         module: the module's own name.
-        a: (rank, in); of an embedding (rank, count). Of experts, one after another in the first
-            dimension: (experts * rank, in).
-        b: (out, rank); of an embedding (width, rank), of experts (out, rank * experts).
+        a: (rank, in); (rank, count) for an embedding, (experts * rank, in) for experts.
+        b: (out, rank); (width, rank) for an embedding, (out, rank * experts) for experts.
         is_embedding: whether the weight is an embedding's: (count, width).
     """
 
@@ -56,18 +55,18 @@ class LoraPair(NamedTuple):
     module: str
     a: Take
     b: Take
-    is_embedding: bool
+    is_embedding: bool = False
 
 
 class Split(NamedTuple):
     """A checkpoint's tensors: the model's, and the adapter's.
 
     Attributes:
-        base: the model's tensors under their own names, in the checkpoint's order; of modules that
-            were trained whole, the trained copy.
+        base: the model's tensors under their own names, in the checkpoint's order; the trained copy
+            of modules that were trained whole.
         pairs: the adapter, by `LoraPair.path`.
         saved: tensors that were trained whole, by their names in PEFT's files, after `FRONT`.
-        saved_modules: the modules they belong to, as far as the checkpoint's names show them.
+        saved_modules: the modules of `saved`, as far as the checkpoint's names show them.
         adapter_only: whether all weights that the adapter updates are missing.
     """
 
@@ -91,7 +90,7 @@ class _Matrix(NamedTuple):
 class _Weight(NamedTuple):
     """A tensor of the model: its name in the checkpoint, in PEFT's files, and in the model.
 
-    Of a module that was trained whole it `is_original`, or a copy that belongs to an `adapter`.
+    In a module that was trained whole, it is the original or a copy that belongs to an `adapter`.
     """
 
     name: str
@@ -103,7 +102,7 @@ class _Weight(NamedTuple):
 
 
 def split_adapter(tensors: Mapping[str, Take]) -> Split:
-    """Separate a checkpoint's adapter from its model; without PEFT's names all is the model's.
+    """Separate a checkpoint's adapter from its model; without PEFT's names, all is the model's.
 
     Raises:
         ConversionError: the adapter is not LoRA, or there are several, or matrices are missing.
@@ -111,32 +110,31 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
     if not any(_is_of_peft(name) for name in tensors):
         return Split(dict(tensors))
     matrices, weights = _parsed_names(_without_doubles(tensors))
-    adapters = {one.adapter for one in matrices} | {one.adapter for one in weights}
-    adapters.discard(None)
+    adapters = {part.adapter for part in (*matrices, *weights)} - {None}
     if len(adapters) > 1:
         raise ConversionError(
             f"the checkpoint has {len(adapters)} adapters",
             expected="one",
             found=", ".join(sorted(map(str, adapters))),
-            hint="save the model with the adapter that is wanted, and no other",
+            hint="save the model with a single adapter",
         )
     pairs = _pairs(matrices, tensors)
     if not pairs:
         raise ConversionError(
-            f"the names are PEFT's ({next(filter(_is_of_peft, tensors))} …), and no LoRA pair is "
-            "among them",
+            f"the tensors have PEFT's names ({next(filter(_is_of_peft, tensors))} …), but there "
+            "is no LoRA pair",
             hint="merge adapters of other kinds into the model with peft, before saving",
         )
-    kept = _kept(weights)
-    base = {own: tensors[one.name] for own, one in kept.items()}
-    copies = [one for one in kept.values() if one.adapter is not None]
+    by_name = _by_own_name(weights)
+    base = {own: tensors[weight.name] for own, weight in by_name.items()}
+    copies = [weight for weight in by_name.values() if weight.adapter is not None]
     adapter_only = _lacks_weights(base, pairs, is_file=not adapters)
-    whole = kept.values() if adapter_only else copies
+    whole = by_name.values() if adapter_only else copies
     return Split(
         base,
         pairs,
-        saved={one.path: tensors[one.name] for one in whole},
-        saved_modules=tuple(dict.fromkeys(one.module for one in copies)),
+        saved={weight.path: tensors[weight.name] for weight in whole},
+        saved_modules=tuple(dict.fromkeys(weight.module for weight in copies)),
         adapter_only=adapter_only,
     )
 
@@ -148,20 +146,18 @@ def _is_of_peft(name: str) -> bool:
 
 
 def _without_doubles(names: Collection[str]) -> list[str]:
-    """Return the names without those next to an embedding's plain one: see above."""
-    doubled = {
-        module
-        for name in names
-        if (module := name.removesuffix(f".{_COPY}.weight")) != name
-        and f"{module}.weight" in names
-        and f"{module}.{_ORIGINAL}.weight" in names
-    }
-    repeated = {f"{module}.{one}.weight" for module in doubled for one in (_COPY, _ORIGINAL)}
+    """Return the names without the other two names of a resized embedding: see above."""
+    repeated: set[str] = set()
+    for name in names:
+        module = name.removesuffix(f".{_COPY}.weight")
+        others = {f"{module}.{_COPY}.weight", f"{module}.{_ORIGINAL}.weight"}
+        if module != name and all(other in names for other in (f"{module}.weight", *others)):
+            repeated |= others
     return [name for name in names if name not in repeated]
 
 
 def _parsed_names(names: Iterable[str]) -> tuple[list[_Matrix], list[_Weight]]:
-    """Return the adapter's matrices and the model's weights; raise an error for each reason."""
+    """Return the adapter's matrices and the model's weights; raise all refusals in one error."""
     matrices, weights = [], []
     refused: dict[str, list[str]] = {}
     for name in names:
@@ -172,20 +168,19 @@ def _parsed_names(names: Iterable[str]) -> tuple[list[_Matrix], list[_Weight]]:
                 weights.append(weight)
             case reason:
                 refused.setdefault(reason, []).append(name)
-    hint = "merge the adapter into the model with peft, before saving"
     problems = [
         ConversionError(
-            f"{counted(len(found), 'tensor')} ({found[0]} …) of an adapter that is {reason}",
-            hint=hint,
+            f"the adapter of {counted(len(own), 'tensor')} ({own[0]} …) is {reason}",
+            hint="merge the adapter into the model with peft, before saving",
         )
-        for reason, found in refused.items()
+        for reason, own in refused.items()
     ]
     raise_all(ConversionError, "adapters that can be neither fused nor written", problems)
     return matrices, weights
 
 
 def _parsed(name: str) -> _Matrix | _Weight | str:
-    """Return what a name in the checkpoint declares, or why an adapter with it is refused."""
+    """Return the matrix or weight with this name in the checkpoint, or why it is refused."""
     outside, _, inside = f".{name}".partition(f".{FRONT}")
     if not inside:
         outside, inside = "", name
@@ -207,7 +202,7 @@ def _parsed(name: str) -> _Matrix | _Weight | str:
 
 
 def _parsed_matrix(name: str, front: str, parts: list[str], at: int) -> _Matrix | str:
-    """Return the matrix that part `at` of the name declares, or why it is refused."""
+    """Return the matrix whose kind is part `at` of the name, or why it is refused."""
     word, rest = parts[at], parts[at + 1 :]
     if word == "lora_magnitude_vector":
         return _DORA
@@ -232,55 +227,63 @@ def _own(name: str) -> str:
 
 
 def _pairs(matrices: Iterable[_Matrix], tensors: Mapping[str, Take]) -> dict[str, LoraPair]:
-    """Return complete pairs, or raise a `ConversionError` that names the incomplete ones."""
-    found: dict[str, dict[str, _Matrix]] = {}
+    """Return complete pairs, or raise a `ConversionError` that lists the incomplete pairs."""
+    by_path: dict[str, dict[str, _Matrix]] = {}
     problems: list[ConversionError] = []
-    for one in matrices:
-        first = found.setdefault(one.path, {}).setdefault(one.word, one)
-        if first is not one:
-            what = f"tensors {first.name} and {one.name} are one matrix, with the adapter's name "
-            problems.append(ConversionError(f"{what}and without it"))
+    for matrix in matrices:
+        first = by_path.setdefault(matrix.path, {}).setdefault(matrix.word, matrix)
+        if first is not matrix:
+            names = f"tensors {first.name} and {matrix.name}"
+            problems.append(
+                ConversionError(f"{names} are one matrix, with and without the adapter's name")
+            )
     pairs = {}
-    for path, halves in found.items():
+    for path, halves in by_path.items():
         is_embedding = _EMBEDDING[0] in halves
         a, b = _EMBEDDING if is_embedding else _LINEAR
         if halves.keys() == {a, b}:
             recipes = tensors[halves[a].name], tensors[halves[b].name]
             pairs[path] = LoraPair(path, halves[a].module, *recipes, is_embedding)
-        else:
-            one = next(iter(halves.values()))
-            expected, there = f"{a} and {b}", " and ".join(halves)
-            what = f"the pair of {one.name} is incomplete"
-            problems.append(ConversionError(what, expected=expected, found=there))
-    raise_all(ConversionError, f"LoRA pairs are damaged: {len(found)} in all", problems)
+            continue
+        problems.append(
+            ConversionError(
+                f"the pair of {next(iter(halves.values())).name} is incomplete",
+                expected=f"{a} and {b}",
+                found=" and ".join(halves),
+            )
+        )
+    raise_all(ConversionError, f"LoRA pairs are damaged: {len(by_path)} in all", problems)
     return pairs
 
 
-def _kept(weights: Iterable[_Weight]) -> dict[str, _Weight]:
-    """Return the model's tensors by their own names: trained copies instead of originals."""
-    kept: dict[str, _Weight] = {}
+def _by_own_name(weights: Iterable[_Weight]) -> dict[str, _Weight]:
+    """Return the model's tensors by their own names, with trained copies instead of originals."""
+    by_name: dict[str, _Weight] = {}
     problems: list[ConversionError] = []
-    for one in weights:
-        first = kept.setdefault(one.own, one)
-        if first.is_original and one.adapter is not None:
-            kept[one.own] = one
-        elif first is not one and not (one.is_original and first.adapter is not None):
-            what = f"{first.name} and {one.name} have one name without PEFT's, {one.own}"
-            problems.append(ConversionError(what))
-    for one in kept.values():
-        if one.is_original:
-            what = f"tensor {one.name}: the copy that was trained ({_COPY}) is missing"
-            problems.append(ConversionError(what))
+    for weight in weights:
+        first = by_name.setdefault(weight.own, weight)
+        if first.is_original and weight.adapter is not None:
+            by_name[weight.own] = weight
+        elif first is not weight and not (weight.is_original and first.adapter is not None):
+            names = f"{first.name} and {weight.name}"
+            problems.append(
+                ConversionError(f"{names} have the same name without PEFT's parts, {weight.own}")
+            )
+    problems += (
+        ConversionError(f"tensor {weight.name}: the trained copy ({_COPY}) is missing")
+        for weight in by_name.values()
+        if weight.is_original
+    )
     raise_all(ConversionError, "tensors next to the adapter's", problems)
-    return kept
+    return by_name
 
 
 def _lacks_weights(
     base: Mapping[str, Recipe], pairs: Mapping[str, LoraPair], *, is_file: bool
 ) -> bool:
-    """Return whether an adapter is all there is; it may have biases, modules and embeddings.
+    """Return whether a checkpoint has an adapter only, perhaps with biases, modules, embeddings.
 
-    With nothing but heads and embeddings adapted, other modules make a model, but in PEFT's files.
+    If only heads and embeddings are adapted, other modules make a model, except in PEFT's files.
     """
     owners = {name.rpartition(".")[0] for name in base}
     matrices = {name.rpartition(".")[0] for name, one in base.items() if len(shape_of(one)) > 1}

@@ -1,11 +1,11 @@
-"""Patterns of module names from adapter_config.json, matched in bounded time.
+"""Match patterns of module names from adapter_config.json in bounded time.
 
-PEFT gives them to Python's `re`, which takes hours for `q*q*q*q*x` and a long name. Here the ways
-to match are not tried one by one: a part of a pattern maps the set of all positions where it may
-begin to the set of those where it may end. A set is an integer with bit p for position p, so a part
-costs a few operations on integers as long as the name.
+PEFT uses Python's `re`, which takes hours for `q*q*q*q*x` and a long name. Here all ways to match
+are followed at once: a part of a pattern maps the set of positions where it may begin to the set of
+positions where it may end. A set is an integer with bit p for position p, so a part costs a few
+operations on integers as long as the name.
 
-Characters, classes, groups, alternatives, `^`, `$`, `?` are known, and `*`, `+`, `{m,n}` after a
+Supports characters, classes, groups, alternatives, `^`, `$`, `?`, and `*`, `+`, `{m,n}` after a
 single character; other patterns are refused. Source: peft.utils.other.get_pattern_key (0.21).
 """
 
@@ -26,37 +26,38 @@ _OPERATION = re.compile(r"--|&&|~~|\|\|")
 _TIMES = re.compile(r"(?:([*+?])|\{([0-9]{1,3})\}|\{([0-9]{0,3}),([0-9]{0,3})\})\??")
 
 _Part = Callable[["_Name", int], int]
-"""Maps the positions of a name where it may begin to those where it may end."""
+"""Maps the positions of a name where a part may begin to the positions where it may end."""
 
 
 def ends_like(pattern: str, name: str) -> bool:
-    r"""Return whether `(.*\.)?(pattern)$` matches a name from its start, as `re` would say.
+    r"""Return whether `re` would match `(.*\.)?(pattern)$` from the start of a name.
 
     Raises:
-        ConversionError: the pattern is not one of those that are matched here.
+        ConversionError: the pattern is not supported.
     """
     text = _named(name)
     return bool(_parsed(pattern)(text, text.begins) & text.ends)
 
 
 class _Name:
-    """A module's name: where each character is, and where a match may begin and end."""
+    """A module's name: the positions of each character, and where a match may begin and end."""
 
     def __init__(self, name: str) -> None:
-        self.places: dict[str, int] = {}
-        for place, character in enumerate(name):
-            self.places[character] = self.places.get(character, 0) | 1 << place
+        self.positions: dict[str, int] = {}
+        for position, character in enumerate(name):
+            self.positions[character] = self.positions.get(character, 0) | 1 << position
         line = name.partition("\n")[0]  # `.` does not match the end of a line
-        self.begins = 1 | sum(2 << at for at, one in enumerate(line) if one == ".")
+        self.begins = 1 | sum(2 << at for at, character in enumerate(line) if character == ".")
         self.ends = 1 << len(name)
         if name.endswith("\n"):  # `$` matches in front of it, too
             self.ends |= 1 << len(name) - 1
 
-    def where(self, one: str) -> int:
-        """Return the places of the characters that a pattern of one character matches."""
-        if _KIND.fullmatch(one) is None:
-            return self.places.get(one[-1], 0)
-        return sum(places for character, places in self.places.items() if _is_of(one, character))
+    def where(self, atom: str) -> int:
+        """Return the positions of the characters that match a pattern of one character."""
+        if _KIND.fullmatch(atom) is None:
+            return self.positions.get(atom[-1], 0)
+        own = self.positions
+        return sum(own[character] for character in own if _is_of(atom, character))
 
 
 _named = lru_cache(maxsize=4)(_Name)
@@ -77,19 +78,18 @@ def _parsed(pattern: str) -> _Part:
     except (re.error, _UnknownError):
         pass
     raise ConversionError(
-        f"{pattern[:80]!r} in rank_pattern or alpha_pattern is not a pattern that can be matched "
-        "safely",
-        expected=f"at most {_LONG} characters, and *, + and {{m,n}} behind single characters only",
+        f"rank_pattern or alpha_pattern: {pattern[:80]!r} cannot be matched safely",
+        expected=f"at most {_LONG} characters, and *, + and {{m,n}} after single characters only",
         hint="write the modules' names out in adapter_config.json",
     )
 
 
 class _UnknownError(ValueError):
-    """A pattern is malformed or has something that is not known here."""
+    """A pattern is malformed or not supported."""
 
 
 class _Parser:
-    """Reads a pattern from left to right."""
+    """Parse a pattern from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern[: _LONG + 1]
@@ -122,12 +122,12 @@ class _Parser:
             return lambda name, begin: begin & name.ends
         if self._takes("("):
             return self._group()
-        one = self._match(_ONE)
-        if one is None or (one[0].startswith("[") and _OPERATION.search(one[0])):
+        atom = self._match(_ONE)
+        if atom is None or (atom[0].startswith("[") and _OPERATION.search(atom[0])):
             raise _UnknownError
-        if _KIND.fullmatch(one[0]):
-            re.compile(one[0])
-        return partial(_times, one[0], *self._times())
+        if _KIND.fullmatch(atom[0]):
+            re.compile(atom[0])  # a malformed class raises re.error
+        return partial(_times, atom[0], *self._times())
 
     def _group(self) -> _Part:
         self._takes("?:")
@@ -142,7 +142,7 @@ class _Parser:
         return part if times == (1, 1) else lambda name, begin: begin | part(name, begin)
 
     def _times(self) -> tuple[int, int | None]:
-        """Read how often the item before may occur: at least, and at most."""
+        """Read the least and the most times that the item before may occur."""
         match = self._match(_TIMES)
         if match is None:
             return 1, 1
@@ -156,9 +156,9 @@ class _Parser:
         return low, high
 
     def _takes(self, text: str) -> bool:
-        found = self._pattern.startswith(text, self._at)
-        self._at += len(text) * found
-        return found
+        is_next = self._pattern.startswith(text, self._at)
+        self._at += len(text) * is_next
+        return is_next
 
     def _match(self, regex: re.Pattern[str]) -> re.Match[str] | None:
         match = regex.match(self._pattern, self._at)
@@ -174,9 +174,9 @@ def _in_order(parts: Sequence[_Part], name: _Name, begin: int) -> int:
     return begin
 
 
-def _times(one: str, least: int, most: int | None, name: _Name, begin: int) -> int:
+def _times(atom: str, least: int, most: int | None, name: _Name, begin: int) -> int:
     """Match a character repeatedly. Without a limit, an addition carries through a whole run."""
-    where = name.where(one)
+    where = name.where(atom)
     for _ in range(least):
         begin = (begin & where) << 1
     if most is None:

@@ -1,8 +1,8 @@
 """Find the weight that each pair of a LoRA adapter updates, by module and by shape.
 
 A Linear's weight is (out, in), like the update b @ a. GPT-2's Conv1D stores (in, out), an embedding
-(count, width): their updates are turned. The weight of experts in one parameter is (experts, out,
-in), or (experts, in, out) in models such as gpt-oss; each expert has its own ranks.
+(count, width): their updates are transposed. The weight of experts in one parameter is (experts,
+out, in), or (experts, in, out) in models such as gpt-oss; each expert has its own ranks.
 Source: Linear, Embedding and ParamWrapper in peft/tuners/lora/layer.py (0.21).
 """
 
@@ -17,8 +17,8 @@ from unshard.errors import ConversionError, raise_all
 from unshard.read.beside.adapter_config import AdapterConfig
 
 _MOST_PAIRS, _MOST_WEIGHTS = 4, 8
-# Transformers' models with Conv1D, and its modules there. Other families have Linear modules that
-# are called so (gpt_bigcode, starcoder2).
+# Transformers' models with Conv1D, and its modules there. Other families have Linear modules with
+# these names (gpt_bigcode, starcoder2).
 _OF_CONV1D = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 _CONV1D = (["c_attn"], ["q_attn"], ["c_fc"], ["c_proj"])
 
@@ -30,7 +30,7 @@ class AdaptedWeight:
     Attributes:
         pair: the pair.
         weight: name of the weight.
-        experts: how many the weight has; 1 for a matrix.
+        experts: number of experts in the weight; 1 for a matrix.
         is_stacked: whether the weight is (experts, …).
         is_turned: whether the weight is stored as (in, out).
     """
@@ -43,12 +43,12 @@ class AdaptedWeight:
 
     @property
     def rank(self) -> int:
-        """The pair's rank, of each expert."""
+        """The pair's rank per expert."""
         return shape_of(self.pair.a)[0] // self.experts
 
-    def target(self, config: AdapterConfig | None) -> str:
+    def target(self, config: AdapterConfig) -> str:
         """Return the name that PEFT matches its patterns against: a module or bare parameter."""
-        bare = () if config is None else config.target_parameters
+        bare = config.target_parameters
         is_bare = any(f".{self.weight}".endswith(f".{name}") for name in bare)
         return self.weight if is_bare else self.pair.module
 
@@ -56,55 +56,55 @@ class AdaptedWeight:
 def find_weights(
     pairs: Mapping[str, LoraPair],
     weights: Mapping[str, Recipe],
-    config: AdapterConfig | None,
+    config: AdapterConfig,
     types: Collection[str] = (),
 ) -> list[AdaptedWeight]:
-    """Return each pair with its weight, in the order of the pairs; `types` are the model's.
+    """Return each pair with its weight, in the order of the pairs; `types` are the model's types.
 
     Raises:
-        ConversionError: a pair's weight is missing, has another shape, is quantised, or could be
-            one of several, or could be turned or not.
+        ConversionError: a pair's weight is missing, has another shape, is quantised, is one of
+            several candidates, or may be stored as (out, in) or (in, out).
     """
     problems: list[ConversionError] = []
-    found: dict[str, list[AdaptedWeight]] = {}
+    by_path: dict[str, list[AdaptedWeight]] = {}
     for group, candidates in _groups(pairs, weights):
         try:
-            found |= _choices(group, candidates, weights)
+            by_path |= _choices(group, candidates, weights)
         except ConversionError as error:
             problems.append(error)
     raise_all(ConversionError, f"not all of {len(pairs)} LoRA pairs have a weight", problems)
     usual = {
-        like: _usual_turn(found.values(), weights, config, types, like_conv1d=like)
+        like: _usual_turn(by_path.values(), weights, config, types, like_conv1d=like)
         for like in (False, True)
     }
-    chosen: list[AdaptedWeight] = []
+    adapted: list[AdaptedWeight] = []
     for path in pairs:
-        ways = found[path]
-        name = ways[0].weight
+        choices = by_path[path]
+        name = choices[0].weight
         try:
             turn = not is_head(name) and usual[_is_like_conv1d(name)]
-            chosen.append(_only(ways, usually_turned=turn))
+            adapted.append(_only(choices, usually_turned=turn))
         except ConversionError as error:
             problems.append(error)
-    raise_all(ConversionError, "LoRA pairs whose weight is not clear", problems)
-    return chosen
+    raise_all(ConversionError, "LoRA pairs with an ambiguous weight", problems)
+    return adapted
 
 
 def _groups(
     pairs: Mapping[str, LoraPair], weights: Mapping[str, Recipe]
 ) -> Iterator[tuple[list[LoraPair], list[str]]]:
     """Yield the pairs of each module, with the names of the weights that they may update."""
-    of_module: dict[str, list[LoraPair]] = {}
+    by_module: dict[str, list[LoraPair]] = {}
     for pair in pairs.values():
-        of_module.setdefault(pair.module, []).append(pair)
-    inside: dict[str, list[str]] = {}
+        by_module.setdefault(pair.module, []).append(pair)
+    candidates: dict[str, list[str]] = {}
     for name, recipe in weights.items():
         module = name.rpartition(".")[0]
-        if module in of_module and len(shape_of(recipe)) > 1:
-            inside.setdefault(module, []).append(name)
-    for module, group in of_module.items():
+        if module in by_module and len(shape_of(recipe)) > 1:
+            candidates.setdefault(module, []).append(name)
+    for module, group in by_module.items():
         usual = f"{module}.weight"
-        names = inside.get(module, [])
+        names = candidates.get(module, [])
         yield group, [usual] if len(group) == 1 and usual in names else names
 
 
@@ -113,7 +113,7 @@ def _choices(
 ) -> dict[str, list[AdaptedWeight]]:
     """Return all ways to assign a module's pairs to its weights, each weight at most once.
 
-    Either all weights of a module are stored turned, or none is.
+    All weights of a module have the same orientation.
     """
     module = group[0].module
     if not candidates:
@@ -127,9 +127,9 @@ def _choices(
     if len(group) > _MOST_PAIRS or len(candidates) > _MOST_WEIGHTS:
         raise ConversionError(
             f"module {module} has {len(group)} LoRA pairs and {len(candidates)} weights",
-            expected=f"at most {_MOST_PAIRS} and {_MOST_WEIGHTS}, to tell which belong together",
+            expected=f"at most {_MOST_PAIRS} and {_MOST_WEIGHTS}, so that they can be matched",
         )
-    # At most 2 * 8 * 7 * 6 * 5 ways: the limits above keep a hostile checkpoint from more.
+    # The limits bound the work for a hostile checkpoint: at most 2 * 8 * 7 * 6 * 5 assignments.
     ways = [
         fitted
         for is_turned in (False, True)
@@ -165,22 +165,22 @@ def _fitted(
 
 
 def _usual_turn(
-    found: Collection[Sequence[AdaptedWeight]],
+    choices: Collection[Sequence[AdaptedWeight]],
     weights: Mapping[str, Recipe],
-    config: AdapterConfig | None,
+    config: AdapterConfig,
     types: Collection[str],
     *,
     like_conv1d: bool,
 ) -> bool | None:
-    """Return whether matrices of modules with or without Conv1D's names are stored turned.
+    """Return whether matrices of modules with or without Conv1D's names are stored as (in, out).
 
-    None if that is not clear. The matrices that are not square decide it, by their pairs and their
-    biases; heads and embeddings have no vote. fan_in_fan_out is the last resort, because PEFT
-    changes it from layer to layer and saves the last value: false shows nothing about a Conv1D.
+    None if it is unclear. Matrices that are not square decide, by their pairs and their biases;
+    heads and embeddings do not count. fan_in_fan_out comes last, because PEFT changes it from layer
+    to layer and saves the last value: false proves nothing about a Conv1D.
     """
     turns = {
         ways[0].is_turned
-        for ways in found
+        for ways in choices
         if not ways[0].is_stacked
         and not ways[0].pair.is_embedding
         and len({way.is_turned for way in ways}) == 1
@@ -196,35 +196,36 @@ def _usual_turn(
             turns.add(shape_of(bias) == sizes[1:])
     if turns:
         return turns.pop() if len(turns) == 1 else None
-    if like_conv1d and _OF_CONV1D.intersection(types):
+    is_of_conv1d = not _OF_CONV1D.isdisjoint(types)
+    if like_conv1d and is_of_conv1d:
         return True
-    if config is not None and config.fan_in_fan_out:
-        if not like_conv1d and types and not _OF_CONV1D.intersection(types):
-            return False  # PEFT resets it for a Linear, and the family has nothing else
-        is_mixed = len({_is_like_conv1d(ways[0].weight) for ways in found}) > 1
+    if config.fan_in_fan_out:
+        if not like_conv1d and types and not is_of_conv1d:
+            return False  # PEFT resets it for a Linear, and the family has no other modules
+        is_mixed = len({_is_like_conv1d(ways[0].weight) for ways in choices}) > 1
         return None if is_mixed else True
     return None if like_conv1d else False
 
 
 def _is_like_conv1d(weight: str) -> bool:
-    """Return whether a weight's module has a name that transformers' Conv1D modules have."""
+    """Return whether a weight's module has the name of a Conv1D module of transformers."""
     return weight.split(".")[-2:-1] in _CONV1D
 
 
-def _only(ways: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> AdaptedWeight:
-    """Return the one way in which a pair fits; of a square matrix the usual one."""
-    left = {(way.weight, way.is_turned): way for way in ways}
-    one = ways[0]
-    if not one.is_stacked and len({weight for weight, _ in left}) == 1 and len(left) > 1:
-        left = {key: way for key, way in left.items() if way.is_turned is usually_turned}
-    if len(left) == 1:
-        return next(iter(left.values()))
-    names = " or ".join(dict.fromkeys(weight for weight, _ in left)) or one.weight
-    both = len({turn for _, turn in left}) != 1
+def _only(choices: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> AdaptedWeight:
+    """Return the only weight that fits a pair, with the usual orientation for a square matrix."""
+    fits = {(choice.weight, choice.is_turned): choice for choice in choices}
+    first = choices[0]
+    if not first.is_stacked and len({weight for weight, _ in fits}) == 1 and len(fits) > 1:
+        fits = {key: choice for key, choice in fits.items() if choice.is_turned is usually_turned}
+    if len(fits) == 1:
+        return next(iter(fits.values()))
+    names = " or ".join(dict.fromkeys(weight for weight, _ in fits)) or first.weight
+    both = len({turn for _, turn in fits}) != 1
     raise ConversionError(
-        f"the LoRA pair {one.pair.path} may belong to {names}"
+        f"the LoRA pair {first.pair.path} may belong to {names}"
         + (", stored as (out, in) or as (in, out)" if both else ""),
-        found=f"A {list(shape_of(one.pair.a))}, B {list(shape_of(one.pair.b))}",
+        found=f"A {list(shape_of(first.pair.a))}, B {list(shape_of(first.pair.b))}",
         hint="merge the adapter into the model with peft",
     )
 
@@ -232,12 +233,12 @@ def _only(ways: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> Adap
 def _refuse_odd(
     group: Sequence[LoraPair], candidates: Sequence[str], weights: Mapping[str, Recipe]
 ) -> None:
-    """Refuse what is not LoRA of matrices of floating point numbers."""
+    """Refuse pairs and weights that are not floating point matrices."""
     for pair in group:
         for recipe in (pair.a, pair.b):
             if len(shape_of(recipe)) != 2 or not dtype_of(recipe).castable:
                 raise ConversionError(
-                    f"the LoRA pair {pair.path} is not of matrices (a convolution's?)",
+                    f"the LoRA pair {pair.path} is not a pair of matrices (a convolution's?)",
                     expected="A (rank, in) and B (out, rank), floating point",
                     found=f"{dtype_of(recipe)} {list(shape_of(recipe))}",
                     hint="merge the adapter into the model with peft",
@@ -276,6 +277,6 @@ def _quantised(name: str, weights: Mapping[str, Recipe]) -> ConversionError:
         f"tensor {name}: is quantised, and LoRA cannot be fused into it",
         expected="floating point of 16 bits or more",
         found=f"{dtype_of(weights[name])}",
-        hint="write the adapter by itself (⟦+--lora adapter⟧), and put it on the model in full "
-        "precision; a base in block FP8 becomes one by a merge of its own with ⟦--dtype bfloat16⟧",
+        hint="write the adapter by itself (⟦+--lora adapter⟧), and use it with the model in full "
+        "precision; to dequantise a base in block FP8, merge it with ⟦--dtype bfloat16⟧",
     )

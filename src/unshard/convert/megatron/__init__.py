@@ -1,1 +1,1 @@
-"""Megatron-core's names and layouts, and those of the hub."""
+"""Convert Megatron-core's names and layouts to those of the hub."""

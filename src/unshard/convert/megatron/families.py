@@ -1,49 +1,49 @@
-"""What Megatron-core calls the tensors of model families, and what they are on the hub: one table.
+"""Megatron-core's names of tensors and those of the hub, by model family, in one table.
 
-Sources: megatron-core 0.16.1, whose own files the tests have; slime's `megatron_to_hf` and the
-bridges of Megatron-Bridge 0.3.1. Experts stay stacked here, as transformers has them in training;
+Sources: megatron-core 0.16.1, which wrote files for the tests; slime's `megatron_to_hf` and the
+bridges of Megatron-Bridge 0.3.1. Experts stay stacked, as in transformers' training;
 `convert.names` splits them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 
 class How(Enum):
-    """What becomes of a tensor of one layer."""
+    """How a tensor is divided into tensors of the hub."""
 
-    WHOLE = "one tensor, as it is"
-    VOCABULARY = "its rows up to the size of the vocabulary: the others are padding"
-    HALVES = "two tensors: the upper and the lower half of its rows"
-    GROUPS = "three: of each group of heads its queries, then its key, then its value"
+    WHOLE = "one tensor, unchanged"
+    VOCABULARY = "the rows of the vocabulary, without padding"
+    HALVES = "the upper and the lower half of the rows"
+    GROUPS = "queries, keys and values, which alternate by groups of heads"
 
 
-class Row(NamedTuple):
-    """A tensor: where it goes on the hub, one name for each part."""
+class HubNames(NamedTuple):
+    """The names on the hub for the parts of a tensor."""
 
-    hub: tuple[str, ...]
+    names: tuple[str, ...]
     how: How = How.WHOLE
 
 
-_Table = Mapping[str, Row]
+_Table = Mapping[str, HubNames]
 
 
-def _same(text: str) -> dict[str, Row]:
-    """Return rows of a text with a line for each: Megatron's name, then that of the hub."""
+def _unchanged(text: str) -> dict[str, HubNames]:
+    """Return the table of a text whose lines are Megatron's name and the hub's name."""
     pairs = (line.split() for line in text.strip().splitlines())
-    return {megatron: Row((hub,)) for megatron, hub in pairs}
+    return {megatron: HubNames((hub,)) for megatron, hub in pairs}
 
 
 TOP: _Table = {
-    "embedding.word_embeddings.weight": Row(("model.embed_tokens.weight",), How.VOCABULARY),
-    "output_layer.weight": Row(("lm_head.weight",), How.VOCABULARY),
-    "decoder.final_layernorm.weight": Row(("model.norm.weight",)),
+    "embedding.word_embeddings.weight": HubNames(("model.embed_tokens.weight",), How.VOCABULARY),
+    "output_layer.weight": HubNames(("lm_head.weight",), How.VOCABULARY),
+    "decoder.final_layernorm.weight": HubNames(("model.norm.weight",)),
 }
-"""Tensors that are in no layer."""
+"""Tensors outside of layers."""
 
-_LAYER = _same(
+_LAYER = _unchanged(
     """
     input_layernorm.weight input_layernorm.weight
     pre_mlp_layernorm.weight post_attention_layernorm.weight
@@ -51,20 +51,20 @@ _LAYER = _same(
     self_attention.linear_proj.weight self_attn.o_proj.weight
     mlp.linear_fc2.weight mlp.down_proj.weight
     """
-) | {"mlp.linear_fc1.weight": Row(("mlp.gate_proj.weight", "mlp.up_proj.weight"), How.HALVES)}
-_GROUPED = _same("self_attention.linear_qkv.layer_norm_weight input_layernorm.weight") | {
-    f"self_attention.linear_qkv.{end}": Row(
-        tuple(f"self_attn.{one}_proj.{end}" for one in "qkv"), How.GROUPS
+) | {"mlp.linear_fc1.weight": HubNames(("mlp.gate_proj.weight", "mlp.up_proj.weight"), How.HALVES)}
+_GROUPED = _unchanged("self_attention.linear_qkv.layer_norm_weight input_layernorm.weight") | {
+    f"self_attention.linear_qkv.{end}": HubNames(
+        tuple(f"self_attn.{part}_proj.{end}" for part in "qkv"), How.GROUPS
     )
     for end in ("weight", "bias")
 }
-_QK_NORM = _same(
+_QK_NORM = _unchanged(
     """
     self_attention.q_layernorm.weight self_attn.q_norm.weight
     self_attention.k_layernorm.weight self_attn.k_norm.weight
     """
 )
-_LATENT = _same(
+_LATENT = _unchanged(
     """
     self_attention.linear_q_proj.weight self_attn.q_proj.weight
     self_attention.linear_q_down_proj.weight self_attn.q_a_proj.weight
@@ -77,24 +77,24 @@ _LATENT = _same(
     self_attention.linear_kv_up_proj.weight self_attn.kv_b_proj.weight
     """
 )
-_EXPERTS = _same(
+_EXPERTS = _unchanged(
     """
     mlp.router.weight mlp.gate.weight
     mlp.experts.experts.linear_fc1.weight mlp.experts.gate_up_proj
     mlp.experts.experts.linear_fc2.weight mlp.experts.down_proj
     """
 )
-_SHARED = _same(
+_SHARED = _unchanged(
     """
     mlp.router.expert_bias mlp.gate.e_score_correction_bias
     mlp.shared_experts.linear_fc2.weight mlp.shared_experts.down_proj.weight
     """
 ) | {
-    "mlp.shared_experts.linear_fc1.weight": Row(
+    "mlp.shared_experts.linear_fc1.weight": HubNames(
         ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"), How.HALVES
     )
 }
-_MTP = _same(
+_MTP = _unchanged(
     """
     enorm.weight enorm.weight
     hnorm.weight hnorm.weight
@@ -104,31 +104,30 @@ _MTP = _same(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What the layers of a model type have.
+class LayerNames(NamedTuple):
+    """The tensors in the layers of a model type.
 
     Attributes:
         layers: tensors of a layer, by the ends of Megatron's names.
-        mtp: tensors of a layer that predicts more tokens, next to those of the layer inside it;
-            empty if the family has none.
+        mtp: tensors of an MTP layer, without those of the layer inside it; empty if the family has
+            no MTP layers.
     """
 
     layers: _Table
-    mtp: _Table = field(default_factory=dict)
+    mtp: _Table = MappingProxyType({})
 
 
 _DENSE = _LAYER | _GROUPED
 _MOE = _DENSE | _EXPERTS
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_DENSE),
-    "mistral": Family(_DENSE),
-    "qwen2": Family(_DENSE),
-    "qwen3": Family(_DENSE | _QK_NORM),
-    "mixtral": Family(_MOE),
-    "qwen3_moe": Family(_MOE | _QK_NORM),
-    "deepseek_v3": Family(_LAYER | _LATENT | _EXPERTS | _SHARED, _MTP),
-    "glm4_moe": Family(_MOE | _QK_NORM | _SHARED, _MTP),
+FAMILIES: Mapping[str, LayerNames] = {
+    "llama": LayerNames(_DENSE),
+    "mistral": LayerNames(_DENSE),
+    "qwen2": LayerNames(_DENSE),
+    "qwen3": LayerNames(_DENSE | _QK_NORM),
+    "mixtral": LayerNames(_MOE),
+    "qwen3_moe": LayerNames(_MOE | _QK_NORM),
+    "deepseek_v3": LayerNames(_LAYER | _LATENT | _EXPERTS | _SHARED, _MTP),
+    "glm4_moe": LayerNames(_MOE | _QK_NORM | _SHARED, _MTP),
 }
-"""Model types, as config.json names them. Qwen2.5 is `qwen2`."""
+"""By the model types of config.json. Qwen2.5 is `qwen2`."""

@@ -1,8 +1,8 @@
-"""Megatron's layouts undone: layers and experts by number, and the parts of fused matrices.
+"""Undo Megatron's layouts: number layers and experts, and divide fused matrices.
 
 Homogeneous layers are one tensor [L, ...] under a name without a number. The experts of a layer are
-one tensor [E, ...] or a tensor each, and the halves of a gated matrix may be stored by themselves,
-as `weight_w` (gate) and `weight_v` (up). Everything is a box of what is stored.
+one tensor [E, ...] or a tensor each, and the halves of a gated matrix may be separate tensors,
+`weight_w` (gate) and `weight_v` (up). Every result is a box of the stored tensors.
 """
 
 import re
@@ -14,8 +14,8 @@ from unshard.convert.recipes import (
     Recipe,
     Stack,
     Take,
+    check_alike,
     cut,
-    dtype_of,
     pick,
     shape_of,
     take,
@@ -26,7 +26,7 @@ from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.selection import cut_out
 
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
-# The last form is that of a state dict in memory, which Megatron-FSDP saves as it is.
+# The last form is that of a state dict in memory, which Megatron-FSDP saves unchanged.
 _EXPERT = re.compile(
     r"(?P<block>.+\.experts)\."
     r"(?:(?:local_)?experts\.(?P<number>\d{1,9})\.(?P<part>linear_fc[12])\.weight"
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d{1,9})\.)?(.+)")
 
 
 class Heads(NamedTuple):
-    """The heads of an attention: of queries, of keys (the groups), and the rows of one."""
+    """The numbers of query heads and key heads (groups) of an attention, and the rows of a head."""
 
     queries: int
     groups: int
@@ -44,52 +44,52 @@ class Heads(NamedTuple):
 
 
 def with_whole_matrices(tensors: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Join the halves of gated matrices, then single experts into tensors of all of a layer.
+    """Join the halves of gated matrices, then the experts of each layer.
 
     Raises:
         ConversionError: a half or an expert is missing, or they differ in shape or dtype.
     """
-    whole = _joined(tensors, _half_of, lambda parts: Concat(0, parts), 2)
-    return _joined(whole, _expert_of, lambda parts: Stack(0, parts), 1)
+    whole = _joined(tensors, _half_of, Concat, 2)
+    return _joined(whole, _expert_of, Stack, 1)
 
 
 _Part = tuple[str, int]
-"""The name of a whole, and the number of a part."""
+"""The name of the joined tensor, and the number of a part."""
 
 
 def _half_of(name: str) -> _Part | None:
-    found = _HALF.fullmatch(name)
-    return None if found is None else (found[1], "wv".index(found[2]))
+    half = _HALF.fullmatch(name)
+    return None if half is None else (half[1], "wv".index(half[2]))
 
 
 def _expert_of(name: str) -> _Part | None:
-    found = _EXPERT.fullmatch(name)
-    if found is None:
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
         return None
-    whole = f"{found['block']}.experts.{found['part'] or found['grouped']}.weight"
-    return whole, int(found["number"] or found["last"])
+    whole = f"{expert['block']}.experts.{expert['part'] or expert['grouped']}.weight"
+    return whole, int(expert["number"] or expert["last"])
 
 
 def _joined(
     tensors: Mapping[str, Recipe],
     part_of: Callable[[str], _Part | None],
-    join: Callable[[tuple[Recipe, ...]], Recipe],
+    join: type[Concat | Stack],
     least: int,
 ) -> dict[str, Recipe]:
-    """Return the tensors with parts joined, each whole in the place of its first part."""
-    found: dict[str, Recipe | dict[int, Recipe]] = {}
+    """Return the tensors with parts joined along dimension 0, in the place of the first part."""
+    whole: dict[str, Recipe | dict[int, Recipe]] = {}
     for name, recipe in tensors.items():
         part = part_of(name)
         if part is None:
-            found[name] = recipe
+            whole[name] = recipe
             continue
-        parts = found.setdefault(part[0], {})
+        parts = whole.setdefault(part[0], {})
         if not isinstance(parts, dict) or part[1] in parts:
-            raise ConversionError(f"tensor {name}: is there twice, also as a part of {part[0]}")
+            raise ConversionError(f"tensor {name}: is stored twice, also as a part of {part[0]}")
         parts[part[1]] = recipe
     return {
-        name: join(_in_order(name, one, least)) if isinstance(one, dict) else one
-        for name, one in found.items()
+        name: join(0, _in_order(name, value, least)) if isinstance(value, dict) else value
+        for name, value in whole.items()
     }
 
 
@@ -97,32 +97,29 @@ def _in_order(name: str, parts: Mapping[int, Recipe], least: int) -> tuple[Recip
     """Return the parts by number.
 
     Raises:
-        ConversionError: there are fewer than `least`, or one is missing, or they are not alike.
+        ConversionError: there are fewer than `least`, a part is missing, or parts are not alike.
     """
     missing = sorted({*range(max(len(parts), least))} - parts.keys())
     if missing:
         raise ConversionError(
             f"tensor {name}: its part {missing[0]} is missing", found=f"{len(parts)} parts"
         )
-    kinds = {(shape_of(one), dtype_of(one).name) for one in parts.values()}
-    if len(kinds) > 1:
-        shown = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in sorted(kinds))
-        raise ConversionError(f"tensor {name}: its parts are not alike", found=shown)
+    check_alike(f"tensor {name}: its parts", parts.values())
     return tuple(parts[number] for number in range(len(parts)))
 
 
 def single_layers(name: str, recipe: Recipe, layers: int) -> Iterator[tuple[str, int, str, Recipe]]:
     """Yield the layers in a tensor: "decoder" or "mtp", number, the rest of the name, recipe.
 
-    Nothing for a tensor that is in no layer.
+    Yields nothing for a tensor outside of layers.
 
     Raises:
         ConversionError: a tensor of all layers does not have as many as the model.
     """
-    found = _LAYER.fullmatch(name)
-    if found is None:
+    match = _LAYER.fullmatch(name)
+    if match is None:
         return
-    part, number, rest = found.groups()
+    part, number, rest = match.groups()
     if number is not None:
         yield part, int(number), rest, recipe
         return
@@ -130,17 +127,18 @@ def single_layers(name: str, recipe: Recipe, layers: int) -> Iterator[tuple[str,
     if part != "decoder" or shape[:1] != (layers,):
         raise ConversionError(
             f"tensor {name} has {shape[0] if shape else 0} layers",
-            expected=f"{layers}, as num_hidden_layers of config.json says",
+            expected=f"{layers}, the num_hidden_layers of config.json",
             hint="check that this is the config of the model that was trained",
         )
-    for layer, one in enumerate(_layers(recipe, layers)):
-        yield part, layer, rest, one
+    for layer, piece in enumerate(_layers(recipe, layers)):
+        yield part, layer, rest, piece
 
 
 def _layers(recipe: Recipe, layers: int) -> Iterable[Recipe]:
-    """Return the layers of a tensor: of a stored one as tensors, which have only their own chunks.
+    """Return the layers of a tensor.
 
-    Its experts are looked for among these then, and not among those of all layers.
+    The layers of a stored tensor become tensors with only their own chunks, so that planning an
+    expert does not search the chunks of all layers.
     """
     if not isinstance(recipe, Take) or recipe != take(recipe.entry):
         return (pick(recipe, layer) for layer in range(layers))
@@ -152,49 +150,45 @@ def _layers(recipe: Recipe, layers: int) -> Iterable[Recipe]:
     return (take(TensorEntry(entry.fqn, entry.dtype, shape, table)) for table in tables)
 
 
-def first_rows(recipe: Recipe, rows: int) -> Recipe:
-    """Return the first rows of a matrix."""
-    return _rows(recipe, 0, rows)
-
-
 def halves(name: str, recipe: Recipe) -> list[Recipe]:
     """Return the upper and the lower half of a matrix.
 
     Raises:
         ConversionError: it has an odd number of rows.
     """
-    rows = shape_of(recipe)[0] if shape_of(recipe) else 1
-    if rows % 2:
-        raise ConversionError(f"tensor {name}: {rows} rows are not two equal halves")
-    return [_rows(recipe, 0, rows // 2), _rows(recipe, rows // 2, rows // 2)]
+    count = shape_of(recipe)[0] if shape_of(recipe) else 1
+    if count % 2:
+        raise ConversionError(f"tensor {name}: {count} rows are not two equal halves")
+    return [rows(recipe, 0, count // 2), rows(recipe, count // 2, count // 2)]
 
 
 def by_groups(name: str, recipe: Recipe, heads: Heads) -> list[Recipe]:
-    """Return queries, keys and values of a matrix, or bias, in which they come group by group.
+    """Return queries, keys and values of a matrix or bias in which they alternate by group.
 
-    A group has its heads of queries, then one of keys and one of values.
+    A group has its query heads, then one key head and one value head.
 
     Raises:
         ConversionError: it does not have the rows of these heads.
     """
-    shape, (queries, groups, rows) = shape_of(recipe), heads
+    shape, (queries, groups, size) = shape_of(recipe), heads
     each = queries // groups
-    group = (each + 2) * rows
+    group = (each + 2) * size
     if queries % groups or not shape or shape[0] != groups * group:
         raise ConversionError(
             f"tensor {name} does not have the rows of {queries} heads in {groups} groups, of "
-            f"{rows} rows each",
+            f"{size} rows each",
             expected=f"{groups * group} rows",
             found=str(list(shape)),
             hint="check that this is the config of the model that was trained",
         )
-    spans = ((0, each * rows), (each * rows, rows), ((each + 1) * rows, rows))
+    spans = ((0, each * size), (each * size, size), ((each + 1) * size, size))
     return [
-        Concat(0, tuple(_rows(recipe, one * group + start, size) for one in range(groups)))
-        for start, size in spans
+        Concat(0, tuple(rows(recipe, number * group + start, count) for number in range(groups)))
+        for start, count in spans
     ]
 
 
-def _rows(recipe: Recipe, start: int, count: int) -> Recipe:
+def rows(recipe: Recipe, start: int, count: int) -> Recipe:
+    """Return `count` rows of a matrix from the row `start` on."""
     shape = shape_of(recipe)
     return cut(recipe, Box((start, *(0 for _ in shape[1:])), (count, *shape[1:])))
