@@ -457,7 +457,8 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
             )
         assert "What it waits for" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
         assert (
-            "no jobs of profile script" in cli(server.url, "cancel", "--profile", "script").stdout
+            "profile script has no queued jobs"
+            in cli(server.url, "cancel", "--profile", "script").stdout
         )
         done = cli(server.url, "cancel", "--profile", "renamed", "--json")
         ended = json.loads(done.stdout)["jobs"]

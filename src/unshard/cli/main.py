@@ -32,20 +32,20 @@ _COMMANDS = {
 }
 _OF_EVAL = {
     "submit": ("evaluate.commands", "Queue evaluations of a checkpoint."),
-    "retry": ("evaluate.commands", "Queue jobs again that have ended."),
+    "retry": ("evaluate.commands", "Queue ended jobs again."),
     "status": ("evaluate.commands", "Show the status of jobs."),
-    "cancel": ("evaluate.commands", "Cancel a job, or all that wait for a profile."),
+    "cancel": ("evaluate.commands", "Cancel a job, or all queued jobs of a profile."),
     "logs": ("evaluate.commands", "Print a job's log."),
     "results": ("evaluate.commands", "Print all results, each with its training step."),
     "serve": ("evaluate.serving", "Run the evaluation server."),
     "drain": ("evaluate.serving", "Stop starting jobs; exit when running jobs finish."),
-    "doctor": ("evaluate.serving", "Check what a server needs before it starts."),
+    "doctor": ("evaluate.serving", "Check a server's configuration."),
     "watch": ("evaluate.runs", "Evaluate a run's checkpoints as they are saved, by any trainer."),
     "export": ("evaluate.runs", "Export results to a tracker at their steps (safe to repeat)."),
-    "compare": ("evaluate.compare", "Compare the best step with the last."),
-    "hide": ("evaluate.correcting", "Leave results out of curves, tables and exports."),
-    "show": ("evaluate.correcting", "Show hidden results again."),
-    "adopt": ("evaluate.correcting", "Continue the curves of a run that was moved."),
+    "compare": ("evaluate.commands", "Compare the best step with the last."),
+    "hide": ("evaluate.commands", "Leave results out of curves, tables and exports."),
+    "show": ("evaluate.commands", "Show hidden results again."),
+    "adopt": ("evaluate.runs", "Continue the curves of a run that was moved."),
 }
 
 

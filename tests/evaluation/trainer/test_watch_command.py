@@ -229,7 +229,7 @@ def test_once_says_how_many_wait_for_room(
         f"server_url: {stub.url}\nprofile: script\ntasks: [t]\nquota: {{count: 1, bytes: null}}\n"
     )
     assert once(run, stub.url, f"--config={file}") == 1
-    assert "2 more waiting for room among the pins" in capsys.readouterr().err
+    assert "2 more waiting for room in the pin quota" in capsys.readouterr().err
 
 
 def test_once_says_why_it_selected_nothing(

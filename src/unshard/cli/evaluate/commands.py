@@ -1,28 +1,34 @@
-"""`unshard eval`: the server, and the commands about jobs."""
+"""The commands of `unshard eval` about jobs and results."""
 
 import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from unshard.cli.evaluate.live import show_again
-from unshard.cli.evaluate.show import job_lines, print_jobs, result_lines, wait_for
+from unshard.cli.evaluate.show import (
+    csv_lines,
+    job_lines,
+    print_jobs,
+    result_lines,
+    show_lines,
+    wait_for,
+)
 from unshard.cli.options import Json, flag, option
 from unshard.cli.parser.parameters import argument
 from unshard.cli.running import error_fields, front_of, say
 from unshard.errors import UnshardError, UsageError, how_to_install
+from unshard.evaluate.tables import terminal_width
 
 if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
 
 URL = "http://127.0.0.1:8000"
-_ALL = 1_000_000  # jobs
 FAILED = 1
 """The exit code if a job did not complete, or a checkpoint was not accepted."""
+_ALL = 1_000_000  # jobs
 
 ServerUrl = Annotated[
     str,
@@ -32,13 +38,13 @@ TokenFile = Annotated[
     Path | None,
     option("FILE", "A file that contains the server's token.", envvar="UNSHARD_EVAL_TOKEN_FILE"),
 ]
-JobId = Annotated[str, argument("JOB", "The job's id, or its beginning.")]
+JobIds = Annotated[list[str], argument("JOB...", "The jobs' ids, or their beginnings.")]
 BaseModel = Annotated[
     str | None,
     option(
         "MODEL",
-        "The model that training began with, evaluated once as step 0: a Hugging Face "
-        "directory, or the id of a model that was downloaded from the hub.",
+        "Also evaluate this base model, once, as step 0: a Hugging Face directory, or the id of a "
+        "model that was downloaded from the hub.",
     ),
 ]
 RandomSeed = Annotated[
@@ -49,25 +55,20 @@ RandomSeed = Annotated[
         limits=(0, 2**32 - 1),
     ),
 ]
-
-
 Watch = Annotated[
     bool,
     flag(
         "--watch",
-        "Show it again and again, until Ctrl-C; where stdout is not a terminal, print it when "
-        "it has changed.",
+        "Refresh until Ctrl-C; if stdout is not a terminal, print again after each change.",
     ),
 ]
-Interval = Annotated[
-    float, option("SECONDS", "How often --watch asks the server.", limits=(0.05, None))
-]
+Interval = Annotated[float, option("SECONDS", "Refresh interval of --watch.", limits=(0.05, None))]
 Csv = Annotated[bool, flag("--csv", "Print CSV.")]
 HigherIsBetter = Annotated[
     bool | None,
     flag(
         "--higher-is-better/--lower-is-better",
-        "Which value is the best.  [default: what the evaluator says of the metric]",
+        "Direction of the best value.  [default: the evaluator's, of each metric]",
     ),
 ]
 
@@ -76,20 +77,19 @@ def connect(url: str, token_file: Path | None) -> "EvalClient":
     """Return a client of the server; nothing is sent yet.
 
     Raises:
-        UsageError: httpx is not installed, or the URL or the token cannot be one.
+        UsageError: httpx is not installed, or the URL or the token is invalid.
     """
     check_installed("httpx", "pydantic")
     from unshard.evaluate.client.v1 import EvalClient
     from unshard.evaluate.credentials import read_token, split_url
 
     split_url(url, what="--server")
-    what = f"--token-file {token_file}"
-    token = None if token_file is None else read_token(token_file, what=what)
+    token = token_file and read_token(token_file, what=f"--token-file {token_file}")
     return EvalClient(url, token=token)
 
 
 def check_installed(*modules: str) -> None:
-    """Raise UsageError, with the command that installs them, unless all modules are there."""
+    """Raise UsageError, with the command to install them, unless all modules are installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         packages = " ".join("pyyaml" if name == "yaml" else name for name in missing)
@@ -100,7 +100,7 @@ def submit(
     checkpoint: Annotated[Path, argument("CHECKPOINT", "The checkpoint.")],
     tasks: Annotated[str, option("A,B", "Tasks to evaluate.")],
     profile: Annotated[
-        str, option("NAME", "One of the evaluators that the server offers.")
+        str, option("NAME", "Evaluator, as the server's configuration names it.")
     ] = "lm-eval",
     step: Annotated[
         int | None, option("N", "The training step.  [default: from the directory's name]")
@@ -109,11 +109,11 @@ def submit(
         str,
         option(
             "RUN",
-            "The training run: a name for it, or for a model that is in no run's directory, "
-            "this directory.  [default: the run directory's name]",
+            "Name of the training run; or its directory, for a model outside of it.  "
+            "[default: the run directory's name]",
         ),
     ] = "",
-    weights: Annotated[str, option("model,ema", "Which weights; one job for each.")] = "model",
+    weights: Annotated[str, option("model,ema", "Weight sets, a job for each.")] = "model",
     base: BaseModel = None,
     limit: Annotated[
         str | None,
@@ -125,22 +125,19 @@ def submit(
     batch_size: Annotated[
         str | None, option("N|auto", "Batch size of the evaluator's model.")
     ] = None,
-    num_gpus: Annotated[
-        int | None, option("N", "How many GPUs the job gets.", limits=(0, None))
-    ] = None,
+    num_gpus: Annotated[int | None, option("N", "GPUs of the job.", limits=(0, None))] = None,
     model_args: Annotated[
         str | None,
         option("KEY=VALUE,...", "Arguments of the evaluator's model."),
     ] = None,
     gen_kwargs: Annotated[str | None, option("KEY=VALUE,...", "Arguments of generation.")] = None,
     seed: RandomSeed = None,
-    again: Annotated[bool, flag("--again", "Evaluate again what has been evaluated.")] = False,
+    again: Annotated[bool, flag("--again", "Evaluate again, even if completed.")] = False,
     wait: Annotated[
         bool,
         flag(
             "--wait",
-            "Wait until the jobs have ended, and print their progress; exit code 1 unless all "
-            "completed.",
+            "Print progress until the jobs have ended; exit code 1 unless all completed.",
         ),
     ] = False,
     server: ServerUrl = URL,
@@ -155,11 +152,11 @@ def submit(
     from unshard.stores.remote_path import is_url, path_of
 
     with connect(server, token_file) as client:
-        # The server checks it: it may see other paths.
+        # Only the server checks path and arguments: it may have other disks and evaluators.
         is_here = not is_url(checkpoint)
         path = os.path.realpath(checkpoint) if is_here else str(path_of(checkpoint))
         names = split_names(tasks)
-        chosen: dict[str, Any] = {  # which the server checks
+        arguments: dict[str, Any] = {
             "limit": limit and read_scalar(limit),
             "batch_size": batch_size and read_scalar(batch_size),
             "model_args": model_args and parse_arguments(model_args, what="--model-args"),
@@ -169,17 +166,17 @@ def submit(
             "seed": seed,
             "again": again,
         }
-        run, place = ("", os.path.realpath(run)) if "/" in run else (run, None)
+        run, directory = ("", os.path.realpath(run)) if "/" in run else (run, None)
         base = None if base is None else find_base(base)
+        arguments["run"] = run
         jobs: list[dict[str, object]] = []
         try:
-            for one in split_names(weights):
-                of_run: dict[str, Any] = {"run": run, "directory": place, "weights": one}
-                jobs.append(client.submit(path, step, profile, names, **of_run, **chosen))
+            for name in split_names(weights):
+                of_weights: dict[str, Any] = {**arguments, "directory": directory, "weights": name}
+                jobs.append(client.submit(path, step, profile, names, **of_weights))
             if base is not None:
-                place = str(jobs[0]["run_directory"]) or None
-                of_run = {"run": run, "directory": place}
-                jobs.append(client.submit(base, BASE_STEP, profile, names, **of_run, **chosen))
+                arguments["directory"] = str(jobs[0]["run_directory"]) or None
+                jobs.append(client.submit(base, BASE_STEP, profile, names, **arguments))
         except UnshardError as error:
             error.front = front_of(submit, {"checkpoint": checkpoint})
             _print_refused(error, jobs, as_json=as_json)
@@ -203,12 +200,12 @@ def _print_refused(error: UnshardError, jobs: list[dict[str, object]], *, as_jso
 
 
 def retry(
-    jobs: Annotated[list[str], argument("JOB...", "Ids of jobs, or their beginnings.")],
+    jobs: JobIds,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Queue jobs again that have ended. A completed job stays, and a new one evaluates again."""
+    """Queue ended jobs again. A completed job stays, and a new job evaluates again."""
     queued: list[dict[str, object]] = []
     with connect(server, token_file) as client:
         try:
@@ -235,7 +232,7 @@ def status(
     with connect(server, token_file) as client:
         from unshard.evaluate.client.v1 import ServerAwayError
 
-        # If the server does not answer this, the next request fails with the reason.
+        # If the server does not answer, the next request fails with the reason.
         with contextlib.suppress(ServerAwayError):
             for problem in client.problems():
                 say(f"warning: the server accepts no jobs now: {problem}")
@@ -244,39 +241,34 @@ def status(
             jobs = [client.job(job)] if job else client.jobs(run=run)
             return job_lines(jobs, run=run, as_json=as_json)
 
-        _show(read, interval if watch else None)
+        show_lines(read, interval if watch else None)
 
 
 def cancel(
     job: Annotated[str | None, argument("JOB", "The job's id, or its beginning.")] = None,
     profile: Annotated[
-        str | None,
-        option("NAME", "Instead of a job: all that wait for this profile."),
+        str | None, option("NAME", "Instead of a job: all queued jobs of this profile.")
     ] = None,
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Cancel a job, or all that wait for a profile."""
+    """Cancel a job, or all queued jobs of a profile."""
     if (job is None) == (profile is None):
         raise UsageError("cancel takes a job, or --profile NAME", expected="one of the two")
     with connect(server, token_file) as client:
-        waiting = [] if profile is None else client.jobs(status="queued", limit=_ALL)
-        names = [str(one["id"]) for one in waiting if profile in _names_of(one["profile"])]
-        jobs = [client.cancel(name) for name in ([job] if job else names)]
+        queued = [] if profile is None else client.jobs(status="queued", limit=_ALL)
+        # A job's profile is "profile" or "profile:type".
+        ids = [str(one["id"]) for one in queued if f"{one['profile']}:".startswith(f"{profile}:")]
+        jobs = [client.cancel(id_) for id_ in ([job] if job else ids)]
         if jobs or as_json:
             print_jobs(jobs, as_json=as_json)
         else:
-            print(f"no jobs of profile {profile} wait")
-
-
-def _names_of(profile: object) -> tuple[str, str]:
-    """Return the names by which a job's profile is known: "profile:type", and "profile"."""
-    return str(profile), str(profile).partition(":")[0]
+            print(f"profile {profile} has no queued jobs")
 
 
 def logs(
-    job: JobId,
+    job: Annotated[str, argument("JOB", "The job's id, or its beginning.")],
     follow: Annotated[
         bool, flag("--follow", "Keep printing until the job ends.", None, "-f")
     ] = False,
@@ -309,9 +301,7 @@ def results(
         ),
     ] = None,
     higher_is_better: HigherIsBetter = None,
-    hidden: Annotated[
-        bool, flag("--hidden", "Print those that are hidden, too, with the reason.")
-    ] = False,
+    hidden: Annotated[bool, flag("--hidden", "Include hidden results, with the reason.")] = False,
     watch: Watch = False,
     interval: Interval = 2.0,
     as_csv: Csv = False,
@@ -329,19 +319,69 @@ def results(
         from unshard.evaluate.comparing import as_results, best_numbers
 
         def read() -> list[str]:
-            found, marked = client.results(run=run, hidden=hidden), None
+            rows, numbers = client.results(run=run, hidden=hidden), None
             if best:
-                better = higher_is_better
-                shown = [one for one in as_results(found) if one.hidden is None]
-                marked = best_numbers(shown, best, higher_is_better=better)
-            return result_lines(found, run=run, as_csv=as_csv, as_json=as_json, best=marked)
+                shown = [one for one in as_results(rows) if one.hidden is None]
+                numbers = best_numbers(shown, best, higher_is_better=higher_is_better)
+            return result_lines(rows, run=run, as_csv=as_csv, as_json=as_json, best=numbers)
 
-        _show(read, interval if watch else None)
+        show_lines(read, interval if watch else None)
 
 
-def _show(read: Callable[[], list[str]], every_s: float | None) -> None:
-    """Print lines, once or again and again."""
-    if every_s is None:
-        print("\n".join(read()))
+def compare(
+    runs: Annotated[list[str], argument("RUN...", "Names of training runs.")],
+    higher_is_better: HigherIsBetter = None,
+    as_csv: Csv = False,
+    as_markdown: Annotated[bool, flag("--markdown", "Print Markdown.")] = False,
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the best step with the last. Runs are compared with the first one named."""
+    with connect(server, token_file) as client:
+        from unshard.evaluate.comparing import as_results, compare_runs
+        from unshard.evaluate.summary import tables_of
+
+        by_name = {run: as_results(client.results(run=run)) for run in runs}
+    for run, of_run in by_name.items():
+        if all(one.step is None for one in of_run):
+            raise UsageError(
+                f"run {run!r} has no results that belong to a step",
+                hint="unshard eval results lists all results of the server",
+            )
+    results = [one for of_run in by_name.values() for one in of_run]
+    labels = list(dict.fromkeys(one.run for one in results))  # several runs may have a name
+    compared = compare_runs(labels, results, higher_is_better=higher_is_better)
+    rows = [one.as_row() for one in compared]
+    if as_json:
+        print(json.dumps({"comparisons": rows}))
+    elif as_csv:
+        print("\n".join(csv_lines(list(rows[0]), rows)))
     else:
-        show_again(read, every_s)
+        print("\n".join(tables_of(compared, as_markdown=as_markdown, width=terminal_width())))
+
+
+def hide(
+    jobs: JobIds,
+    reason: Annotated[str, option("TEXT", "Why; it is kept with the job.")],
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Leave results out of curves, tables and exports.
+
+    Nothing is removed, and `unshard eval show` brings them back.
+    """
+    with connect(server, token_file) as client:
+        print_jobs([client.hide(job, reason) for job in jobs], as_json=as_json)
+
+
+def show(
+    jobs: JobIds, server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False
+) -> None:
+    """Show hidden results again.
+
+    Also results of a branch that training has left by resuming from an older step.
+    """
+    with connect(server, token_file) as client:
+        print_jobs([client.show(job) for job in jobs], as_json=as_json)

@@ -1,10 +1,11 @@
-"""`unshard eval watch` and `unshard eval export`: commands about whole runs."""
+"""The commands of `unshard eval` about whole runs: `watch`, `export` and `adopt`."""
 
 import contextlib
 import json
 import logging
 import sys
 import time
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,6 +15,7 @@ from unshard.cli.evaluate.commands import (
     URL,
     BaseModel,
     RandomSeed,
+    ServerUrl,
     TokenFile,
     check_installed,
     connect,
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.watcher import Watching
 
-_SEND_S = 30.0  # how long --once waits for a server
-_ANSWER_S = 2.0  # how long a look waits for the server's answers; the next look prints the rest
-_SETTLE_S = 2.0  # how far apart the two looks of --once are, at most
+_SEND_S = 30.0  # the longest wait of --once for a server
+_ANSWER_S = 2.0  # the longest wait for the server's answers; the next look prints the rest
+_SETTLE_S = 2.0  # the longest time between the two looks of --once
 
 Server = Annotated[
     str | None,
@@ -50,18 +52,17 @@ def watch(
     tasks: Annotated[str | None, option("A,B", "Tasks to evaluate.")] = None,
     profile: Annotated[
         str | None,
-        option("NAME", "One of the evaluators that the server offers.  [default: lm-eval]"),
+        option("NAME", "Evaluator, as the server's configuration names it.  [default: lm-eval]"),
     ] = None,
     weights: Annotated[
-        str | None,
-        option("model,ema", "Which weights.  [default: model]"),
+        str | None, option("model,ema", "Weight sets, a job for each.  [default: model]")
     ] = None,
     every: Annotated[
         int | None,
         option("N", "Only the first checkpoint at or after every Nth step.", limits=(1, None)),
     ] = None,
     run: Annotated[
-        str | None, option("RUN", "The training run.  [default: the directory's name]")
+        str | None, option("RUN", "Name of the training run.  [default: the directory's]")
     ] = None,
     base: BaseModel = None,
     seed: RandomSeed = None,
@@ -74,16 +75,12 @@ def watch(
         bool,
         flag(
             "--once",
-            "Submit the checkpoints that are complete and exit; exit code 1 if the server did "
-            "not accept all of them.",
+            "Submit the complete checkpoints and exit; exit code 1 unless the server accepts all.",
         ),
     ] = False,
     again: Annotated[
         bool,
-        flag(
-            "--again",
-            "Evaluate again what was measured before the profile changed.  [default: kept]",
-        ),
+        flag("--again", "Evaluate steps again that were measured before the profile changed."),
     ] = False,
     work_dir: Annotated[
         Path,
@@ -96,8 +93,8 @@ def watch(
 ) -> None:
     """Evaluate a run's checkpoints as they are saved, by any trainer.
 
-    A checkpoint is submitted once, when it is complete, and hard links keep it until it has been
-    evaluated; there are none in an object store. Ctrl-C stops watching; the same command resumes.
+    A checkpoint is submitted once, when it is complete. Hard links keep it until it is evaluated,
+    except in an object store. Ctrl-C stops watching; the same command resumes.
     """
     check_installed("httpx", "pydantic", "yaml")
     from unshard.evaluate.logs import log_to_stderr
@@ -105,7 +102,7 @@ def watch(
     from unshard.stores.remote_path import RemotePath, path_of
 
     log_to_stderr(logging.WARNING, "%(asctime)s %(message)s")
-    given: dict[str, object] = {
+    options: dict[str, object] = {
         "server_url": server,
         "profile": profile,
         "tasks": tasks,
@@ -114,16 +111,16 @@ def watch(
         "run": run,
         "base": base,
         "seed": seed,
-        "token_file": None if token_file is None else str(token_file),
+        "token_file": token_file and str(token_file),
     }
-    chosen = {key: value for key, value in given.items() if value is not None}
-    configured = _configure(config, chosen, interval)
-    place = path_of(directory)
-    _wait_for_directory(place, None if once else interval)
-    own = None
-    if isinstance(place, RemotePath):
-        own = work_dir.joinpath(place.parts[1].removesuffix(":"), *place.parts[2:])
-    with Watching(place, configured, own, is_again=again) as watching:
+    options = {key: value for key, value in options.items() if value is not None}
+    configuration = _configure(config, options, interval)
+    path = path_of(directory)
+    _wait_for_directory(path, None if once else interval)
+    state = None
+    if isinstance(path, RemotePath):
+        state = work_dir.joinpath(path.parts[1].removesuffix(":"), *path.parts[2:])
+    with Watching(path, configuration, state, is_again=again) as watching:
         if once:
             _watch_once(watching, min(interval, _SETTLE_S))
             return
@@ -149,8 +146,8 @@ def export(
         Path,
         option(
             "DIR",
-            "Where to write files (tensorboard: a training run's log directory) and the "
-            "record of what has been exported.",
+            "Directory of files (tensorboard: a training run's log directory) and of the record "
+            "of exported results.",
         ),
     ] = Path("unshard-exports"),
     project: Annotated[
@@ -166,42 +163,63 @@ def export(
     if to not in list(Tracker):
         raise UsageError(f"--to {to}: unknown", expected=", ".join(Tracker))
     destination = Destination(Tracker(to), directory, project, is_for_one=run is not None)
-    destination.check()
     with connect(server or URL, token_file) as client:
-        found = client.results(run=run)
+        results = client.results(run=run)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # trackers print
-            done = export_all(found, destination)
+            exported = export_all(results, destination)
     except OSError as error:
         raise UsageError(f"--directory {directory}: cannot be written", found=str(error)) from error
     if as_json:
-        names = ("run", "written", "present", "without_step")
-        print(json.dumps({"runs": [{name: getattr(one, name) for name in names} for one in done]}))
+        print(json.dumps({"runs": [asdict(one) for one in exported]}))
         return
-    for one in done:
-        left = f", {one.without_step} left out: they have no step" if one.without_step else ""
-        print(
-            f"{one.run}: {counted(one.written, 'job')} written, {one.present} already there{left}"
-        )
-    if not done:
+    for one in exported:
+        left_out = f", {one.without_step} without a step left out" if one.without_step else ""
+        written = f"{counted(one.written, 'job')} written, {one.present} already there"
+        print(f"{one.run}: {written}{left_out}")
+    if not exported:
         print("the server has no results" + (f" of {run}" if run else ""))
 
 
-def _configure(file: Path | None, chosen: dict[str, object], interval: float) -> "EvalConfig":
-    """Return the configuration of a file, if there is one, with the given options in its place."""
-    from dataclasses import replace
+def adopt(
+    run: Annotated[Path, argument("RUN", "The run's directory.")],
+    server: ServerUrl = URL,
+    token_file: TokenFile = None,
+) -> None:
+    """Continue the curves of a run that was moved.
 
+    On another disk it seems to be a copy, and gets curves of its own.
+    """
+    from unshard.evaluate.client.v1 import ServerAwayError
+    from unshard.evaluate.run_folder import RunFolder
+
+    directory = run.resolve()
+    if not directory.is_dir():
+        raise UsageError(f"{run}: there is no such directory", expected="the directory of a run")
+    try:
+        RunFolder(directory).adopt()
+    except OSError as error:
+        raise UsageError(f"{run}: cannot be written to", found=str(error)) from error
+    with connect(server, token_file) as client:
+        try:
+            print(f"{run} is the run {client.see_run(str(directory))['label']}")
+        except ServerAwayError as error:
+            say(f"the server notices it with the run's next checkpoint: {error}")
+
+
+def _configure(file: Path | None, options: dict[str, object], interval: float) -> "EvalConfig":
+    """Return the configuration of a file, if there is one, changed by the options."""
     from unshard.evaluate.trainer.config import EvalConfig
 
     if not isfinite(interval):
         raise UsageError("--interval", expected="seconds, above 0", found=str(interval))
     if file is None:
         default = {"server_url": URL, "profile": "lm-eval", "poll_interval": interval}
-        return EvalConfig.from_dict({**default, **chosen})
+        return EvalConfig.from_dict({**default, **options})
     base = EvalConfig.from_yaml(file)
-    least = {"server_url": base.server_url, "profile": base.profile, "tasks": base.tasks}
-    read = EvalConfig.from_dict({**least, **chosen})
-    return replace(base, **{key: getattr(read, key) for key in chosen})
+    needed = {"server_url": base.server_url, "profile": base.profile, "tasks": base.tasks}
+    changed = EvalConfig.from_dict({**needed, **options})
+    return replace(base, **{key: getattr(changed, key) for key in options})
 
 
 def _wait_for_directory(directory: Path, interval: float | None) -> None:
@@ -220,23 +238,23 @@ def _wait_for_directory(directory: Path, interval: float | None) -> None:
 
 
 def _watch_once(watching: "Watching", apart: float) -> None:
-    has_said = _look(watching)
-    time.sleep(apart)  # a file that still grows is not complete
-    has_said |= _look(watching)
+    has_decisions = _look(watching)
+    time.sleep(apart)  # a file that is still growing is not complete
+    has_decisions |= _look(watching)
     is_sent = watching.wait_until_sent(_SEND_S)
-    has_said |= _say_decisions(watching)
+    has_decisions |= _print_decisions(watching)
     if not is_sent:
         say("not sent: the server accepts nothing now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
         raise SystemExit(FAILED)
-    if not has_said:
+    if not has_decisions:
         say(f"nothing to submit in {watching.run}")
         for reason in watching.left_out() or ["it has no steps"]:
             say(f"  {reason}")
 
 
-def _say_decisions(watching: "Watching") -> bool:
-    """Print what the server accepted and what it refused; return whether there was anything."""
+def _print_decisions(watching: "Watching") -> bool:
+    """Print which submissions the server accepted or refused; return whether there were any."""
     decisions = watching.decisions()
     for one in decisions:
         weights = ", ".join(one.weights)
@@ -248,14 +266,14 @@ def _say_decisions(watching: "Watching") -> bool:
 
 
 def _look(watching: "Watching") -> bool:
-    """Submit what is complete and print what is new; return whether the server decided anything."""
+    """Submit complete checkpoints, print news; return whether the server has decided on any."""
     before = watching.held_back
     if watching.look():
         watching.wait_until_sent(_ANSWER_S)
-    has_decided = _say_decisions(watching)
+    has_decisions = _print_decisions(watching)
     if watching.held_back not in (0, before):
-        say(f"{watching.held_back} more waiting for room among the pins")
+        say(f"{watching.held_back} more waiting for room in the pin quota")
     for step, metrics in watching.completed():
         for name, value in metrics.items():
             print(f"step {step}: {on_one_line(name)} = {write_number(value, 6)}", flush=True)
-    return has_decided
+    return has_decisions

@@ -63,11 +63,11 @@ def serve(
         str | None,
         option(
             "text|json",
-            "What the log has: lines for people, or a JSON object per line.  [default: text]",
+            "Format of the log: text, or a JSON object per line.  [default: text]",
         ),
     ] = None,
     root_path: Annotated[
-        str | None, option("/PATH", "The path at which a proxy has the server, such as /eval.")
+        str | None, option("/PATH", "Path of the server behind a proxy, such as /eval.")
     ] = None,
 ) -> None:
     """Run the evaluation server."""
@@ -109,7 +109,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check what a server needs before it starts. Exits 1 on any problem."""
+    """Check a server's configuration. Exits 1 on any problem."""
     check_installed("fastapi", "uvicorn", "httpx", "pydantic", "yaml")
     from unshard.evaluate.server.doctor import Trial, examine
     from unshard.evaluate.server.serve import ServeOptions
@@ -122,31 +122,32 @@ def doctor(
         raise UsageError("--try and --checkpoint are given together, or neither")
     trial = Trial(checkpoint.absolute(), _tasks_of(trials)) if checkpoint and trials else None
     is_fine = True
-    for one in examine(given, trial):
-        is_fine &= one.is_fine
+    for check in examine(given, trial):
+        is_fine &= check.is_fine
         if as_json:
-            print(json.dumps(asdict(one)), flush=True)
+            print(json.dumps(asdict(check)), flush=True)
         else:
-            print(f"{'ok' if one.is_fine else 'WRONG':<6}{one.subject}: {one.text}", flush=True)
+            state = "ok" if check.is_fine else "WRONG"
+            print(f"{state:<6}{check.subject}: {check.text}", flush=True)
     if not is_fine:
         raise SystemExit(FAILED)
 
 
 def _tasks_of(trials: Sequence[str]) -> dict[str, list[str]]:
-    found = dict[str, list[str]]()
-    for one in trials:
-        name, _, tasks = one.partition("=")
+    by_profile = dict[str, list[str]]()
+    for trial in trials:
+        name, _, tasks = trial.partition("=")
         if not name or not tasks:
-            raise UsageError(f"--try {one}: cannot be read", expected="PROFILE=TASK,TASK")
-        found.setdefault(name, []).extend(tasks.split(","))
-    return found
+            raise UsageError(f"--try {trial}: cannot be read", expected="PROFILE=TASK,TASK")
+        by_profile.setdefault(name, []).extend(tasks.split(","))
+    return by_profile
 
 
 def drain(server: ServerUrl = URL, token_file: TokenFile = None, as_json: Json = False) -> None:
     """Stop starting jobs; exit when running jobs finish."""
     with connect(server, token_file) as client:
-        found = client.drain()
-    running, queued = found["running"], found["queued"]
+        counts = client.drain()
+    running, queued = counts["running"], counts["queued"]
     if as_json:
         print(json.dumps({"running": running, "queued": queued}))
     else:

@@ -1,30 +1,36 @@
-"""How `unshard eval` shows jobs and results: as tables, CSV or JSON, or as they change."""
+"""Show jobs and results as tables, CSV or JSON, once, with refreshes, or until jobs end."""
 
 import io
 import json
+import os
+import sys
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from unshard.cli.running import say
+from unshard.errors import printable
 from unshard.evaluate.tables import lay_out_table, on_one_line, terminal_width, write_number
 
 if TYPE_CHECKING:
+    from rich.live import Live
+
     from unshard.evaluate.client.v1 import EvalClient
 
 Row = Mapping[str, object]
-"""A job or a result as the server answers it."""
+"""A job or a result in the server's answer."""
 
-_SHORT = 8  # characters of a job's id: the server knows it by them
+_SHORT = 8  # characters of a job's id; the server accepts the beginning of an id
 _SHOWN = ("run", "step", "weights", "profile", "task", "metric", "value", "stderr")
 _SETTINGS = ("arguments", "revision", "evaluator", "task_version", "n_shot", "n_samples", "hidden")
-_COLUMNS = (*_SHOWN[:-1], "job_id", "stderr")  # what is newer comes last
-_NUMBERS = frozenset({"step", "value", "stderr"})  # aligned at their ends
+_COLUMNS = (*_SHOWN[:-1], "job_id", "stderr")  # newer columns are last
+_NUMBERS = frozenset({"step", "value", "stderr"})  # right-aligned
 _LOOK_S = 1.0  # between looks at the jobs
 
 
 def _shorten(job_id: object) -> str:
-    """Return the beginning of a job's id, which every command takes in its place."""
+    """Return the beginning of a job's id, which every command accepts."""
     return str(job_id)[:_SHORT]
 
 
@@ -37,17 +43,17 @@ def _describe_state(job: Row) -> str:
 
 
 def print_jobs(jobs: Sequence[Row], *, as_json: bool) -> None:
-    """Print jobs; see `job_lines`."""
+    """Print jobs as `job_lines` returns them."""
     print("\n".join(job_lines(jobs, run=None, as_json=as_json)))
 
 
 def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[str]:
-    """Return jobs as a table, each with its results and its error below.
+    """Return jobs as a table, each with its results and its error below, or as JSON.
 
     Args:
-        jobs: as the server answers them.
-        run: the run that these are all jobs of, if only one was asked for.
-        as_json: whether to give all fields, as JSON.
+        jobs: from the server.
+        run: the run of all these jobs, if there is a filter.
+        as_json: whether to return all fields, as JSON.
     """
     if as_json:
         return [json.dumps({"jobs": list(jobs)})]
@@ -69,14 +75,12 @@ def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[st
         for job in jobs
     ]
     head, *lines = lay_out_table(rows, numbers=_NUMBERS, width=terminal_width())
-    shown = [head]
-    for job, line in zip(jobs, lines, strict=True):
-        shown += [line, *_details(job)]
-    return shown
+    below = zip(jobs, lines, strict=True)
+    return [head, *(text for job, line in below for text in (line, *_details(job)))]
 
 
 def _details(job: Row) -> list[str]:
-    """Return the lines below a job: what it measured, and what is wrong."""
+    """Return the lines below a job: its results and problems."""
     lines = list[str]()
     if job.get("pinned") is False and job["completed_at"] is None:
         lines.append("    not pinned: the checkpoint must stay where it is until it is merged")
@@ -96,32 +100,32 @@ def _details(job: Row) -> list[str]:
 
 
 def result_lines(
-    found: Sequence[Row],
+    results: Sequence[Row],
     *,
     run: str | None,
     as_csv: bool,
     as_json: bool,
     best: Container[object] | None = None,
 ) -> list[str]:
-    """Return results, one on each line.
+    """Return results as a table, CSV or JSON.
 
     Args:
-        found: as the server answers them.
-        run: the run that these are all results of, if only one was asked for.
-        as_csv: whether to give them as CSV.
-        as_json: whether to give all fields, as JSON.
-        best: the numbers of those to mark; None: there is no such column.
+        results: from the server.
+        run: the run of all these results, if there is a filter.
+        as_csv: whether to return CSV.
+        as_json: whether to return all fields, as JSON.
+        best: the numbers of the results to mark; None: without this column.
     """
     if best is not None:
-        found = [{**one, "best": one.get("number") in best} for one in found]
+        results = [{**one, "best": one.get("number") in best} for one in results]
     if as_json:
-        return [json.dumps({"results": list(found)})]
+        return [json.dumps({"results": list(results)})]
     if as_csv:
-        named = [{**one, "arguments": json.dumps(one.get("arguments"))} for one in found]
-        return csv_lines((*_COLUMNS, *(() if best is None else ("best",)), *_SETTINGS), named)
-    if not found:
+        flat = [{**one, "arguments": json.dumps(one.get("arguments"))} for one in results]
+        return csv_lines((*_COLUMNS, *(() if best is None else ("best",)), *_SETTINGS), flat)
+    if not results:
         return [f"no results of run {run}" if run else "no results yet"]
-    told = _describe_settings(found)
+    settings = _describe_settings(results)
     rows = [
         {
             **{name: one.get(name) for name in _SHOWN[:-1]},
@@ -129,21 +133,21 @@ def result_lines(
             **({} if best is None else {"best": "best" if one["best"] else ""}),
             "completed (local)": _write_time(one.get("completed_at")),
             "job": _shorten(one["job_id"]),
-            **({"settings": settings} if any(told) else {}),
-            **({"hidden": one["hidden"]} if any(other.get("hidden") for other in found) else {}),
+            **({"settings": own} if any(settings) else {}),
+            **({"hidden": one["hidden"]} if any(other.get("hidden") for other in results) else {}),
         }
-        for one, settings in zip(found, told, strict=True)
+        for one, own in zip(results, settings, strict=True)
     ]
     return lay_out_table(rows, numbers=_NUMBERS, width=terminal_width())
 
 
-def _describe_settings(found: Sequence[Row]) -> list[str]:
-    """Return what distinguishes the settings of each result from the others'."""
+def _describe_settings(rows: Sequence[Row]) -> list[str]:
+    """Return the distinguishing part of each result's settings."""
     from unshard.evaluate.comparing import as_results, describe_settings
 
-    results = as_results(found)
-    named = describe_settings(results)
-    return [named[one.profile, one.settings] for one in results]
+    results = as_results(rows)
+    descriptions = describe_settings(results)
+    return [descriptions[one.profile, one.settings] for one in results]
 
 
 def csv_lines(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
@@ -169,39 +173,39 @@ def _write_time(seconds: object) -> str | None:
 
 
 def wait_for(client: "EvalClient", jobs: Sequence[str]) -> list[dict[str, object]]:
-    """Wait until all jobs, or those that superseded them, have ended, and return them.
+    """Wait until all jobs, or the jobs that superseded them, have ended, and return them.
 
-    Waiting outlasts restarts of the server; after Ctrl-C the jobs continue. Changes are printed to
-    stderr.
+    Waiting continues across restarts of the server; after Ctrl-C the jobs continue. Changes are
+    printed to stderr.
     """
-    followed = [_Followed(client, job) for job in jobs]
+    waiting = [_WaitingFor(client, job) for job in jobs]
     try:
-        while not all([one.look() for one in followed]):  # noqa: C419  (look at every one)
+        while not all([one.look() for one in waiting]):  # noqa: C419  (look at every one)
             time.sleep(_LOOK_S)
     except KeyboardInterrupt as error:
-        left = [_shorten(one.job_id) for one in followed if not one.has_ended]
+        unfinished = [_shorten(one.job_id) for one in waiting if not one.has_ended]
         raise KeyboardInterrupt(
-            f"interrupted: the server continues with {', '.join(left)}\n"
-            f"to cancel a job: unshard eval cancel {left[0]}"
+            f"interrupted: the server continues with {', '.join(unfinished)}\n"
+            f"to cancel a job: unshard eval cancel {unfinished[0]}"
         ) from error
-    return [dict(one.job) for one in followed]
+    return [dict(one.job) for one in waiting]
 
 
-class _Followed:
-    """A job that is waited for, and what was printed about it last."""
+class _WaitingFor:
+    """An awaited job, and the last printed line about it."""
 
     def __init__(self, client: "EvalClient", job_id: str) -> None:
         self.job_id = job_id
         self.job: Row = {}
         self.has_ended = False
         self._client = client
-        self._said = ""
-        self._failed: object = 0
+        self._printed = ""
+        self._failed = 0  # attempts, as printed
         self._is_away = False
         say(f"waiting for job {_shorten(job_id)}")
 
     def look(self) -> bool:
-        """Print what has changed; return whether the job has ended."""
+        """Print changes; return whether the job has ended."""
         from unshard.evaluate.client.v1 import ServerAwayError
 
         if self.has_ended:
@@ -236,6 +240,74 @@ class _Followed:
         again = f", attempt {attempts}" if job.get("status") == "running" and over else ""
         now = f"{name}: {_describe_state(job)}{again}"
         now += f", waits for {job['waits_for']}" if job.get("waits_for") else ""
-        if now != self._said:
+        if now != self._printed:
             say(now)
-        self._said = now
+        self._printed = now
+
+
+def show_lines(read: Callable[[], Sequence[str]], every_s: float | None) -> None:
+    """Print lines once; or every few seconds, until a signal.
+
+    On a terminal new lines replace the old ones, elsewhere they are printed after each change.
+    While the server is away, the lines stay, and the reason is shown.
+
+    Args:
+        read: returns the lines, from the server.
+        every_s: seconds between two requests; None: print once.
+    """
+    if every_s is None:
+        print("\n".join(read()))
+        return
+    from unshard.evaluate.client.v1 import ServerAwayError
+
+    lines: Sequence[str] = ()
+    printed: Sequence[str] | None = None
+    was_away = False
+    with _screen() as screen:
+        while True:
+            away = ""
+            try:
+                lines = read()
+            except ServerAwayError as error:
+                away = f"waiting: {error}"
+            if screen is not None:
+                _redraw(screen, lines, away)
+            elif away and not was_away:
+                say(away)
+            elif not away and lines != printed:
+                print("\n".join(lines if printed is None else ["", *lines]), flush=True)
+                printed = lines
+            was_away = bool(away)
+            time.sleep(every_s)
+
+
+def _redraw(screen: "Live", lines: Sequence[str], away: str) -> None:
+    from rich.text import Text
+
+    foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
+    text = printable("\n".join([*lines, "", *([away] if away else []), foot]))
+    screen.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+
+@contextmanager
+def _screen() -> "Iterator[Live | None]":
+    """Yield a display on stdout; None if stdout is not a terminal that can redraw."""
+    is_dumb = os.environ.get("TERM", "").lower() in {"", "dumb", "unknown"}
+    if not sys.stdout.isatty() or is_dumb:
+        yield None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    # A second stream: stdout itself escapes control sequences. `_redraw` escapes those of texts.
+    number, encoding = sys.stdout.fileno(), sys.stdout.encoding
+    with (
+        open(number, "w", encoding=encoding, errors="backslashreplace", closefd=False) as plain,
+        Live(
+            console=Console(file=plain),
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as screen,
+    ):
+        yield screen

@@ -115,7 +115,7 @@ class ServerConfig(BaseModel):
     port: Annotated[int, whole(0, 65535)] = 8000
     """The port to listen on; 0 picks a free one."""
     root_path: Annotated[str, expects(ROOT_PATH_EXPECTED, is_root_path)] = ""
-    """The path at which a proxy has the server, such as /eval."""
+    """Path of the server behind a proxy, such as /eval."""
     token_file: Place | None = None
     """The file with the clients' token, 16 characters or more, or with a line `NAME ROLE TOKEN` for
     each user; readable by its owner alone."""

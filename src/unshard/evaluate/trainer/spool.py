@@ -194,8 +194,9 @@ class Spool:
         elif record.is_ours or path in self._written:
             return Entry(path, record.fields)
         else:
-            why = "not written here by this user (a copy?); submit it again if needed"
-            leave_alone(f"{path}: {why}")
+            leave_alone(
+                f"{path}: not written here by this user (a copy?); submit it again if needed"
+            )
         return None
 
     def _move(self, entry: Entry, folder: str, name: str, fields: EntryFields) -> Entry:
