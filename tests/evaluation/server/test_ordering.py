@@ -181,9 +181,10 @@ def test_new_runs_do_not_keep_a_run_from_its_turn(tmp_path: Path) -> None:
 
         for step in range(9):
             submit("big", step)
-        began = []
+        began: list[str] = []
         for number in range(8):
-            submit(f"new-{number}", 0)  # as one ends, the next is there
+            if began[-1:] != ["big"]:  # as one ends, the next is there
+                submit(f"new-{number}", 0)
             ((first, _, _),) = store.due(2e9, 1)
             job = store.claim(2e9, first)
             assert job is not None

@@ -98,8 +98,8 @@ class Store:
             job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
             if row is not None and Status(row["status"]) in _AGAIN:
                 job_id = queue_again(connection, job_id, request, pin, now)
-            # Behind the runs that wait. A run that had no turn yet would be before them, so new runs,
-            # one after the other, would keep the others from theirs.
+            # Behind the runs that wait. A run that had no turn yet would be before them, so new
+            # runs, one after the other, would keep the others from theirs.
             connection.execute(
                 "UPDATE runs SET turn = (SELECT MAX(turn) FROM runs) WHERE id = ? AND 1 ="
                 " (SELECT COUNT(*) FROM jobs WHERE run = runs.id AND status = 'queued')",
