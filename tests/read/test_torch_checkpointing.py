@@ -136,7 +136,7 @@ def test_tensors_of_missing_ranks_alone_are_missed(step: Step, tmp_path: Path) -
 def test_safetensors_without_metadata_are_refused(step: Step, tmp_path: Path) -> None:
     place = step("fsdp2_safetensors")
     (place / "metadata.pkl").unlink()
-    words = "do not state how their tensors are cut", "metadata.pkl"
+    words = "without the cuts of their tensors", "metadata.pkl"
     assert_refused(place, tmp_path / "out" / "out", NotMergeableError, *words)
 
 

@@ -225,7 +225,7 @@ def test_of_several_sets_the_complete_one_is_read(tmp_path: Path) -> None:
 def test_a_number_beyond_the_count_is_refused(tmp_path: Path) -> None:
     write_set(tmp_path)
     shutil.copy(tmp_path / numbered(1, 3), tmp_path / numbered(4, 3))
-    with pytest.raises(CorruptError, match="above 3"):
+    with pytest.raises(CorruptError, match="exceed the total 3"):
         read(tmp_path)
 
 
@@ -243,7 +243,7 @@ def test_a_name_that_is_not_where_the_index_says_is_named(tmp_path: Path) -> Non
     listed = listed_in() | {"layers.1.a": numbered(2, 3), "layers.9.z": numbered(2, 3)}
     write_index(tmp_path / INDEX, listed)
     with pytest.raises(
-        CorruptError, match=r"00002-of-00003.safetensors does not have 2 tensors"
+        CorruptError, match=r"00002-of-00003.safetensors lacks 2 tensors"
     ) as caught:
         read(tmp_path)
     assert caught.value.found == "no layers.1.a, layers.9.z"

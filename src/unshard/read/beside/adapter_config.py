@@ -1,8 +1,8 @@
-"""Read what a LoRA adapter's tensors do not show: alpha, rank, how they are scaled.
+"""Reads the settings of a LoRA adapter that its tensors do not show: alpha, rank, scaling.
 
 verl writes `lora_train_meta.json` (rank, alpha, task type) next to its shards; PEFT writes
 `adapter_config.json`, with everything. Some versions of verl wrote an alpha of 0 and a task type of
-"TaskType.CAUSAL_LM"; a 0 is taken as unknown.
+"TaskType.CAUSAL_LM"; a 0 counts as unknown.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,11 @@ from unshard.read.step_names import holds_steps
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What is written about an adapter.
+    """The settings of an adapter.
 
     Attributes:
-        alpha: the numerator of its scale; None where nothing, or 0, is written.
-        rank: of most of its pairs; None where nothing is written.
+        alpha: the numerator of its scale; None if missing or 0.
+        rank: of most of its pairs; None if missing.
         use_rslora: the scale is alpha / sqrt(rank), not alpha / rank.
         use_dora: it is a DoRA adapter.
         rank_pattern: ranks of modules that differ, by PEFT's pattern of their names.
@@ -33,9 +33,9 @@ class AdapterConfig:
         modules_to_save: modules that were trained whole.
         task_type: "CAUSAL_LM" and the like.
         base_model_name_or_path: the model it was trained on.
-        fan_in_fan_out: whether weights are stored as (in, out); None where nothing is written.
-        fields: all fields of adapter_config.json as they are, or those of verl's file.
-        source: the file that states it.
+        fan_in_fan_out: whether weights are stored as (in, out); None if missing.
+        fields: all fields of adapter_config.json, unchanged, or those of verl's file.
+        source: the file.
     """
 
     alpha: float | None = None
@@ -55,14 +55,14 @@ class AdapterConfig:
 
 
 def read_adapter_config(location: Location) -> AdapterConfig | None:
-    """Return what is written about the adapter of a checkpoint; None if nothing is.
+    """Return the settings of a checkpoint's adapter; None if no file has any.
 
-    adapter_config.json states more and decides; verl's file fills in what it leaves open.
+    adapter_config.json has more and decides; verl's file fills in missing values.
 
     Raises:
         CorruptError: a file is malformed, or the two contradict one another.
     """
-    meta, config = (None if one is None else _stated(one) for one in adapter_files(location))
+    meta, config = (None if path is None else _settings(path) for path in adapter_files(location))
     if meta is None or config is None:
         return config or meta
     for key, of_meta, of_config in (
@@ -104,9 +104,10 @@ def lora_names(names: Iterable[str]) -> list[str]:
 def find_adapter(location: Location) -> Path | None:
     """Return the adapter in a file next to weights, where transformers or a trainer reads it.
 
-    Not the one in an output of `--lora both`, whose weights have it already.
+    The adapter in an output of `--lora both` does not count: the weights contain it already.
     """
-    above = [one for one in location.weights_dir.parents if one.is_relative_to(location.step_dir)]
+    step = location.step_dir
+    above = [folder for folder in location.weights_dir.parents if folder.is_relative_to(step)]
     for folder in (*location.roots, *([] if location.role else above)):
         for place in (folder, folder / "lora_adapter", folder / "huggingface"):
             names = ("adapter_model.safetensors", "adapter_model.bin") if place.is_dir() else ()
@@ -128,10 +129,10 @@ def _first(name: str, places: Iterable[Path]) -> Path | None:
     return next((place / name for place in places if (place / name).is_file()), None)
 
 
-def _stated(path: Path) -> AdapterConfig:
+def _settings(path: Path) -> AdapterConfig:
     fields = json_object(path)
     reader = JsonFields(path, fields)
-    for key in ("peft_type", "bias"):  # which are read where they matter, among other fields
+    for key in ("peft_type", "bias"):  # checked here, but read from `fields` where they matter
         reader.text(key)
     targets = fields.get("target_modules")
     ranks, alphas = reader.inside("rank_pattern"), reader.inside("alpha_pattern")

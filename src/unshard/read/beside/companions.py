@@ -1,10 +1,10 @@
-"""Find the files that make weights a model: config, tokenizer, processor, chat template, code.
+"""Finds the files that make weights a model: config, tokenizer, processor, chat template, code.
 
 Never weights, optimizer or random state. Sources: transformers' file name constants; for the
-places, verl's history (next to the shards in 0.4.0, in `huggingface/` before and after, not at all
-in 0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`),
-NeMo-RL (`tokenizer/`), VeOmni (`model_assets/`), and axolotl and others, which write them once, at
-the start, into the run's directory.
+places, verl's history (next to the shards in 0.4.0, in `huggingface/` before and after, nowhere in
+0.3.0), lmms-engine (in the checkpoint's own directory), NeMo AutoModel (`.hf_metadata/`), NeMo-RL
+(`tokenizer/`), VeOmni (`model_assets/`), and axolotl and others, which write them once, at the
+start, into the run's directory.
 """
 
 import shlex
@@ -43,9 +43,9 @@ class Companions:
     """The files that make weights a model: config, tokenizer, processor, custom code.
 
     Attributes:
-        config_file: the model's config.json, or what is known instead of it; or None.
+        config_file: the model's config.json, or a config that was made in its place; or None.
         files: every other file to copy, by its name in the output.
-        folder: of the model in the output: that of a component, with a slash, or "".
+        folder: of the model in the output: a component's folder with a slash, or "".
     """
 
     config_file: ConfigFile | None = None
@@ -54,32 +54,33 @@ class Companions:
 
     @property
     def config(self) -> Path | None:
-        """The path of config.json; None if there is none, or only what stands for one."""
+        """The path of config.json; None if there is none, or if the config was made."""
         file = self.config_file
         return None if file is None or file.made is not None else file.path
 
     @property
     def model(self) -> ModelConfig | None:
-        """What config.json says: see `ConfigFile.model`; None without one."""
+        """The content of config.json: see `ConfigFile.model`; None without one."""
         return None if self.config_file is None else self.config_file.model
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """With a slash, the folders of the modules of sentence-transformers; none of others."""
+        """The folders of sentence-transformers' modules, with a slash; none for other models."""
         if MODULES not in self.files:
             return ()
         from unshard.read.beside.modules import modules_at
 
-        return tuple({f"{one.folder}/" for one in modules_at(self.files[MODULES]) if one.folder})
+        modules = modules_at(self.files[MODULES])
+        return tuple({f"{module.folder}/" for module in modules if module.folder})
 
     @property
     def paths(self) -> dict[str, Path]:
-        """All of them by their names, config.json too."""
+        """All files by name, config.json too."""
         config = {} if self.config is None else {f"{self.folder}{_CONFIG}": self.config}
         return {**config, **self.files}
 
     def note(self, states: FileStates) -> None:
-        """Take note of how the files are now: they are copied later."""
+        """Note the state of the files: they are copied later."""
         for path in self.paths.values():
             states.add(path)
 
@@ -87,32 +88,32 @@ class Companions:
 def find_companions(location: Location, config: Path | None) -> Companions:
     """Return the companions of a checkpoint.
 
-    The user may give `config` instead: a directory for all of them, a file for config.json only.
+    The user's `config` may replace them: a directory for all of them, a file for config.json only.
 
     Raises:
-        UsageError: what the user gave is not a config.
+        UsageError: the user's path is not a config.
     """
-    given = shlex.quote(str(config))
+    shown = shlex.quote(str(config))
     if config is not None and config.is_dir():
         if not (config / _CONFIG).is_file():
-            raise UsageError(f"⟦--config {given}⟧: this directory has no {_CONFIG}")
+            raise UsageError(f"⟦--config {shown}⟧: this directory has no {_CONFIG}")
         return companions_in(config)
     if config is not None and not config.is_file():
-        raise UsageError(f"⟦--config {given}⟧: no such file or directory")
-    found = Companions()
+        raise UsageError(f"⟦--config {shown}⟧: no such file or directory")
+    companions = Companions()
     for folder, is_own in _places(location):
         here = companions_in(folder) if is_own else _in_run(folder)
-        if here.config or (here.files and not found.files):
-            found = here
+        if here.config or (here.files and not companions.files):
+            companions = here
         if here.config:
             break
-    if not any(_kind(name) == "tokenizer" for name in found.files):
-        found = completed(found, _tokenizer_folder(location))
-    return replace(found, config_file=ConfigFile(config)) if config else found
+    if not any(_kind(name) == "tokenizer" for name in companions.files):
+        companions = completed(companions, _tokenizer_folder(location))
+    return replace(companions, config_file=ConfigFile(config)) if config else companions
 
 
 def _tokenizer_folder(location: Location) -> Companions:
-    """Return what a folder of the tokenizer alone has, as NeMo-RL writes it next to the weights."""
+    """Return the files in a folder for the tokenizer, which NeMo-RL writes next to the weights."""
     for folder in (location.weights_dir, *_between(location), location.step_dir):
         here = companions_in(folder / "tokenizer")
         if here.files:
@@ -123,18 +124,18 @@ def _tokenizer_folder(location: Location) -> Companions:
 def _between(location: Location) -> list[Path]:
     """Return the directories between the weights and the step's directory, the nearest first."""
     step = location.step_dir
-    return [one for one in location.weights_dir.parents if one != step and step in one.parents]
+    return [p for p in location.weights_dir.parents if p != step and step in p.parents]
 
 
 def _places(location: Location) -> Iterator[tuple[Path, bool]]:
-    """Yield where companions may be, and whether that place belongs to this checkpoint alone."""
+    """Yield possible places of companions, and whether each belongs to this checkpoint alone."""
     for root in location.roots:
         yield root / "huggingface", True
         yield root / ".hf_metadata", True
         yield root, True
         yield root / "model" / "huggingface", True
     step = location.step_dir
-    own = [one for one in (*_between(location), step) if one != location.weights_dir]
+    own = [path for path in (*_between(location), step) if path != location.weights_dir]
     for folder in own:
         yield folder / "huggingface", True
         yield folder, False
@@ -147,15 +148,15 @@ def _places(location: Location) -> Iterator[tuple[Path, bool]]:
 
 
 def _in_run(folder: Path) -> Companions:
-    """Return the companions in a directory that also holds other things.
+    """Return the companions in a directory with other files.
 
-    Its config.json must be a model's; code belongs to the model only if that config says so.
+    Its config.json must be a model's; code belongs to the model only if that config refers to it.
     """
     here = companions_in(folder)
     try:
         config = here.model
     except CorruptError:
-        return here  # the error is raised where it is used
+        return here  # using the config raises the error
     if config is None or not config.library.name:
         return Companions()
     if "auto_map" in config.fields:
@@ -181,21 +182,21 @@ def companions_in(folder: Path) -> Companions:
             f"{_TEMPLATES}/{child.name}": child for child in sorted(templates.glob("*.jinja"))
         }
     config = folder / _CONFIG
-    # A pipe is refused when it is read: passed over, the output would silently lack a config.
-    is_there = config.exists() and not config.is_dir()
-    return Companions(ConfigFile(config) if is_there else None, files)
+    # A pipe is refused when it is read: if it were skipped, the output would lack a config.
+    exists = config.exists() and not config.is_dir()
+    return Companions(ConfigFile(config) if exists else None, files)
 
 
 def _with_modules(folder: Path, files: dict[str, Path]) -> dict[str, Path]:
-    """Return files with those, but for weights, in the folders of sentence-transformers' modules.
+    """Return files with those in the folders of sentence-transformers' modules, but for weights.
 
-    A modules.json of another meaning is left out.
+    A modules.json of another tool is left out.
     """
     from unshard.read.beside.modules import modules_at
 
     if not (modules := modules_at(files[MODULES])):
         return {name: path for name, path in files.items() if name != MODULES}
-    inside = (folder / one.folder for one in modules if one.folder)
+    inside = (folder / module.folder for module in modules if module.folder)
     return files | {
         child.relative_to(folder).as_posix(): child
         for place in inside
@@ -215,13 +216,13 @@ _TOKENIZER = (
 def completed(own: Companions, base: Companions) -> Companions:
     """Return a checkpoint's companions, completed by the base model's.
 
-    A tokenizer, a processor, code are taken whole or not at all: parts of two do not fit. Of a
-    pipeline all files are taken.
+    A tokenizer, a processor, or code is taken as a whole: parts of two do not fit together. A
+    pipeline's files are all taken.
     """
     if base.folder:
         return replace(base, config_file=own.config_file or base.config_file)
-    have = {_kind(name) for name in own.files}
-    added = {name: path for name, path in base.files.items() if _kind(name) not in have}
+    own_kinds = {_kind(name) for name in own.files}
+    added = {name: path for name, path in base.files.items() if _kind(name) not in own_kinds}
     return Companions(own.config_file or base.config_file, {**own.files, **added})
 
 

@@ -1,9 +1,9 @@
 """Models of sentence-transformers: a folder for each module, and modules.json, which lists them.
 
-The first is a model of transformers, in the directory itself. Of the others those that were trained
-have a model.safetensors (Dense), all have a config.json. In training the name of a tensor begins
-with that of its module, and of a Transformer also with `auto_model` (until version 5) or `model`.
-Here its name is that of its file, with the folder before it: `2_Dense/linear.weight`.
+The first is a model of transformers, in the directory itself. Trained ones of the others (Dense)
+have a model.safetensors, all have a config.json. In training the name of a tensor begins with that
+of its module, and in a Transformer also with `auto_model` (until version 5) or `model`. Here its
+name is that in its file, after the folder: `2_Dense/linear.weight`.
 """
 
 import json
@@ -29,49 +29,49 @@ class Module(NamedTuple):
 
 
 def modules_at(path: Path) -> tuple[Module, ...]:
-    """Return what a modules.json lists; nothing if it is not one of sentence-transformers.
+    """Return the modules in a modules.json; none if it is not of sentence-transformers.
 
     Raises:
-        CorruptError: a name is none, or a folder is not inside the model's directory.
+        CorruptError: a name is not text, or a folder is not inside the model's directory.
     """
     try:
         listed = json.loads(read_whole(path))
     except (ValueError, RecursionError):
         return ()
-    known = isinstance(listed, list) and all(isinstance(one, dict) for one in listed)
-    if not known or not all({*one} >= _KEYS for one in listed):
+    is_list = isinstance(listed, list) and all(isinstance(fields, dict) for fields in listed)
+    if not is_list or not all({*fields} >= _KEYS for fields in listed):
         return ()
-    found = []
-    for one in listed:
-        name, folder = one["name"], one["path"]
+    modules = []
+    for fields in listed:
+        name, folder = fields["name"], fields["path"]
         if not (isinstance(name, str) and isinstance(folder, str)):
             raise CorruptError(f"{path}: is not a list of modules with a name and a path")
         is_long = any(len(part.encode()) > _LONGEST for part in folder.split("/"))
         if is_long or ".." in folder.split("/") or folder.startswith("/") or "\0" in folder:
             raise CorruptError(f"{path}: a folder outside its own", found=shown(folder))
-        found.append(Module(name, folder))
-    return tuple(found)
+        modules.append(Module(name, folder))
+    return tuple(modules)
 
 
 def in_folders(tensors: Mapping[str, _T], modules: Iterable[Module]) -> dict[str, _T]:
-    """Return tensors in training under the names that they have in the folders of their modules."""
-    folders = {one.name: one.folder for one in modules}
-    found: dict[str, _T] = {}
+    """Return tensors under the names in the files of their modules, from those in training."""
+    folders = {module.name: module.folder for module in modules}
+    renamed: dict[str, _T] = {}
     for name, value in tensors.items():
         first, _, rest = name.partition(".")
         if first not in folders:
-            found[name] = value
+            renamed[name] = value
             continue
         if not folders[first]:
-            wrapper = next((one for one in _INNER if rest.startswith(one)), "")
+            wrapper = next((inner for inner in _INNER if rest.startswith(inner)), "")
             rest = rest.removeprefix(wrapper)
-        found[f"{folders[first]}/{rest}" if folders[first] else rest] = value
-    return found
+        renamed[f"{folders[first]}/{rest}" if folders[first] else rest] = value
+    return renamed
 
 
 def are_unlisted(names: Iterable[str]) -> bool:
-    """Return whether names may be those of a model of modules in training, where no list says."""
-    found = list(names)
+    """Return whether names look like those of modules in training; used without a modules.json."""
+    every = list(names)
     starts = tuple(f"0.{inner}" for inner in _INNER)
-    is_numbered = all(name.partition(".")[0].isdigit() for name in found)
-    return is_numbered and any(name.startswith(starts) for name in found)
+    is_numbered = all(name.partition(".")[0].isdigit() for name in every)
+    return is_numbered and any(name.startswith(starts) for name in every)

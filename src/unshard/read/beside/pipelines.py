@@ -17,7 +17,7 @@ _TRAINED = re.compile(r"(transformer|unet)(_\d+)?")
 
 
 def is_pipeline(index: Path) -> bool:
-    """Return whether a model_index.json is that of a pipeline: it names a class."""
+    """Return whether a model_index.json is that of a pipeline: it has a class name."""
     return isinstance(json_object(index).get("_class_name"), str)
 
 
@@ -25,28 +25,28 @@ def component_of(pipeline: Path) -> Path:
     """Return the folder of the component that training changes, by its name.
 
     Raises:
-        UsageError: there is none, or several may be meant.
+        UsageError: there is none, or there are several.
         CorruptError: model_index.json is damaged.
-        IncompleteError: a component that it lists is not there.
+        IncompleteError: a component of its list is missing.
     """
-    found = list(filter(_TRAINED.fullmatch, _components(pipeline)))
+    components = list(filter(_TRAINED.fullmatch, _components(pipeline)))
     # By its convention the second of two (`transformer_2` of Wan 2.2) has a number.
-    first = [name for name in found if not name[-1].isdigit()]
+    first = [name for name in components if not name[-1].isdigit()]
     if len(first) == 1:
         return pipeline / first[0]
-    meant = " or ".join(shlex.quote(str(pipeline / name)) for name in found)
+    candidates = " or ".join(shlex.quote(str(pipeline / name)) for name in components)
     raise UsageError(
         f"{pipeline}: a pipeline, of which one component is needed",
         expected="one folder that is called transformer or unet, by model_index.json",
-        found=", ".join(found) or "none",
-        hint=f"give {meant}" if found else "give the folder of the component",
+        found=", ".join(components) or "none",
+        hint=f"pass {candidates or 'the folder of the component'}",
     )
 
 
 def _components(pipeline: Path) -> list[str]:
     """Return the components that a pipeline has."""
     index = pipeline / PIPELINE_INDEX
-    found = []
+    components = []
     for name, value in json_object(index).items():
         if not (isinstance(value, list) and len(value) == 2 and all(value)):
             continue  # a setting, or a component that was left out
@@ -57,15 +57,15 @@ def _components(pipeline: Path) -> list[str]:
                 f"{pipeline}: has no folder {name}, which {PIPELINE_INDEX} lists",
                 hint="download or copy the whole pipeline",
             )
-        found.append(name)
-    return found
+        components.append(name)
+    return components
 
 
 def others_of(component: Path) -> dict[str, Path]:
-    """Return all other files of a component's pipeline, by their paths in it; none are hidden.
+    """Return all other files of a component's pipeline, by their paths in it; not hidden files.
 
     Raises:
-        IncompleteError: a link leads nowhere.
+        IncompleteError: a link is broken.
     """
     pipeline = component.parent
     return {
@@ -77,7 +77,7 @@ def others_of(component: Path) -> dict[str, Path]:
 
 
 def _files_in(path: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield a file, or those in a folder; links are followed, as those of the hub's cache."""
+    """Yield a file, or those in a folder; links are followed, which the hub's cache consists of."""
     if path.name.startswith("."):
         return
     if path.is_dir():
@@ -87,4 +87,4 @@ def _files_in(path: Path, above: tuple[Path, ...]) -> Iterator[Path]:
     elif path.exists():
         yield path
     else:
-        raise IncompleteError(f"{path}: a link to a file that is not there")
+        raise IncompleteError(f"{path}: a broken link")

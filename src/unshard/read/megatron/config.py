@@ -1,8 +1,8 @@
-"""A config.json made of the arguments that Megatron records, where they determine a model.
+"""Makes a config.json from the arguments that Megatron records, if they determine a model.
 
-Megatron records how a model computes, not what the hub calls it. For the five types here the one
-follows from the other: they are the models of transformers that compute just this. An argument that
-is not known to leave the model as it is makes the result None: nothing is guessed.
+Megatron records how a model computes, but not its type on the hub. The five types here follow from
+the arguments: they are the models of transformers that compute exactly this. Any argument that may
+change the model makes the result None: nothing is guessed.
 
 Source: `megatron.training.arguments` and `TransformerConfig` of megatron-core 0.16.1.
 """
@@ -34,13 +34,13 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "rotary_base": (int, float),
     "untie_embeddings_and_output_weights": (bool,),
 }
-_STATED = {  # must be recorded, with these values
+_REQUIRED = {  # must be recorded, with these values
     "swiglu": True,
     "normalization": "RMSNorm",
     "position_embedding_type": "rope",
     "add_bias_linear": False,
 }
-# May be recorded, but not be set: each changes what a model computes, or what its rows mean.
+# May be recorded, but not be set: each changes the computation, or the meaning of rows.
 _UNSET = """
     apply_layernorm_1p apply_residual_connection_post_layernorm attention_output_gate
     activation_func_clamp_value experimental_attention_variant glu_linear_offset
@@ -63,19 +63,19 @@ _NEUTRAL: Fields = {  # may be recorded, with these values or None
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": 1,
 }
-# What is not compared with a config.json here: what the tensors show, what `_scaling` compares, and
-# what may be set where the config has such a routing, or a window.
-_SHOWN = r"spec|mtp_num_layers|moe_(layer_freq|router_enable_expert_bias|shared_expert_\w+size)"
-_SHOWN += r"|rotary_seq_len_interpolation_factor|use_rope_scaling"
+# Arguments that are not compared with a config.json here: the tensors show them, `_scaling` checks
+# them, or they may be set because the config has such a routing, or a window.
+_SKIPPED = r"spec|mtp_num_layers|moe_(layer_freq|router_enable_expert_bias|shared_expert_\w+size)"
+_SKIPPED += r"|rotary_seq_len_interpolation_factor|use_rope_scaling"
 _ROUTING = r"|moe_router_(group_topk|num_groups|pre_softmax|topk_\w+)"
 _WINDOW = r"|window_\w+"
-_SCALED_BY = {  # types of scaled positions in config.json, and what Megatron records of each
+_SCALED_BY = {  # types of scaled positions in config.json, and Megatron's argument for each
     "llama3": "use_rope_scaling",
     "linear": "rotary_seq_len_interpolation_factor",
     "yarn": "rotary_scaling_factor",
 }
-# Words in the names of a model's fields, and the names with one on which no output depends, or that
-# are compared elsewhere: any other is of a version that is not known here.
+# Words in names of arguments about the model; and names with such a word that do not affect the
+# output, or are compared elsewhere. Other names with such a word come from an unknown version.
 _OF_MODEL = re.compile(
     r"(^|_)(activation_func|attention|attn|glu|gate|hyper|layernorm|logits?|mla|mlp|moe"
     r"|mscale|mup|multiplier|norms?|parallel_residual|qk|query|residual|rope|rotary|scale_embeddings|sinks?"
@@ -145,38 +145,38 @@ def config_of(arguments: Fields, path: Path) -> ModelConfig | None:
 
 
 def why_no_config(arguments: Fields) -> str:
-    """Return what in the arguments leaves the model open; "" if nothing is recorded."""
+    """Return why the arguments do not determine a model; "" if none are recorded."""
     if not arguments:
         return ""
     return next(_open(arguments), "heads with a norm and a bias, or experts and a bias")
 
 
 def doubts(arguments: Fields) -> Iterator[str]:
-    """Yield, for the user, what of the config that is made of these arguments may be otherwise.
+    """Yield doubts, for the user, about the config that is made of these arguments.
 
     Megatron's own NullTokenizer counts one token more than `vocab_size`, the end of a document; a
     trainer that only needs some tokenizer (slime) records the whole vocabulary with it. The stored
-    rows do not tell, because they are padded, so nothing is refused.
+    rows are padded and do not show which, so nothing is refused.
     """
     if arguments.get("tokenizer_type") == "NullTokenizer":
         size = arguments["vocab_size"]
         yield Text(
             f"the training had NullTokenizer, which may count a token more than vocab_size {size}: "
-            "if it did, that token's row is left out; give ⟦--config⟧ with a vocab_size that is "
+            "if it did, that token's row is left out; pass ⟦--config⟧ with a vocab_size that is "
             "larger by 1"
         )
 
 
 def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
-    """Yield the arguments that the training of a model of this config cannot have had."""
+    """Yield arguments that contradict a model's config."""
     fields, kind = config.fields, config.types[0]
     rope = _rope(fields)
     part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
     is_glm, is_latent = kind == "glm4_moe", kind == "deepseek_v3"
     window = fields.get("use_sliding_window") is not False and fields.get("sliding_window")
     activation = fields.get("hidden_act") or fields.get("hidden_activation")
-    skipped = _SHOWN + (_ROUTING if is_glm or is_latent else "") + (_WINDOW if window else "")
-    expected = _STATED | {
+    skipped = _SKIPPED + (_ROUTING if is_glm or is_latent else "") + (_WINDOW if window else "")
+    expected = _REQUIRED | {
         **_NEUTRAL,
         "moe_router_pre_softmax": fields.get("norm_topk_prob") is False,
         "moe_router_score_function": "sigmoid" if is_glm or is_latent else "softmax",
@@ -195,19 +195,19 @@ def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
 
 
 def _rope(fields: Fields) -> Fields:
-    found = fields.get("rope_parameters") or fields.get("rope_scaling")
-    return found if isinstance(found, dict) else {}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    return rope if isinstance(rope, dict) else {}
 
 
 def _window(arguments: Fields) -> object:
-    """Return how many tokens before its own a token sees; None for all, or if it is not known."""
+    """Return the number of earlier tokens that a token sees; None for all, or if unknown."""
     size = arguments.get("window_size")
     return size[0] if isinstance(size, tuple) and size[:1] != (-1,) else None
 
 
 def _scaling(arguments: Fields, rope: Fields) -> Iterator[str]:
-    """Yield how the positions were scaled in training, if the config scales them otherwise."""
-    stated = str(rope.get("rope_type") or rope.get("type") or "default")
+    """Yield the scaling of positions in training, if the config has another."""
+    configured = str(rope.get("rope_type") or rope.get("type") or "default")
     factors = {"llama3": arguments.get("rope_scaling_factor")}
     factors |= {kind: arguments.get(key) for kind, key in _SCALED_BY.items() if kind != "llama3"}
     is_on = {kind: factors[kind] not in (None, 1) for kind in ("linear", "yarn")}
@@ -215,23 +215,23 @@ def _scaling(arguments: Fields, rope: Fields) -> Iterator[str]:
     is_on["yarn"] &= arguments.get("multi_latent_attention") is True
     is_on["yarn"] &= arguments.get("rope_type") in (None, "yarn")
     trained = next((kind for kind, value in is_on.items() if value), "default")
-    recorded = _SCALED_BY.get(stated if trained == "default" else trained)
+    recorded = _SCALED_BY.get(configured if trained == "default" else trained)
     if recorded is None or arguments.get(recorded) is None:
-        return  # unscaled both, or nothing is recorded of such positions
+        return  # both are unscaled, or the scaling is not recorded
     factor = rope.get("factor")
-    if trained != stated:
+    if trained != configured:
         was = f"positions scaled by {trained}" if trained in _SCALED_BY else "plain positions"
-        yield f"{was} ({recorded} {arguments[recorded]!r}), not those of rope_type {stated}"
-    elif None not in (factor, factors[stated]) and factor != factors[stated]:
-        yield f"positions scaled by {factors[stated]!r}, not by {factor!r}"
-    for key in ("mscale", "mscale_all_dim") if trained == stated == "yarn" else ():
+        yield f"{was} ({recorded} {arguments[recorded]!r}), not those of rope_type {configured}"
+    elif None not in (factor, factors[configured]) and factor != factors[configured]:
+        yield f"positions scaled by {factors[configured]!r}, not by {factor!r}"
+    for key in ("mscale", "mscale_all_dim") if trained == configured == "yarn" else ():
         if None not in (values := (arguments.get(key), rope.get(key))) and values[0] != values[1]:
             yield f"{key} {values[0]!r}, not {values[1]!r}"
 
 
 def unknown(arguments: Fields) -> Iterator[str]:
-    """Yield, for the user, what a version of Megatron that is not known here may have added."""
-    known = {*_KNOWN, *_NEUTRAL, *_STATED}
+    """Yield a note about arguments that an unknown version of Megatron may have added."""
+    known = {*_KNOWN, *_NEUTRAL, *_REQUIRED}
     named = [
         f"{key} {value!r}"
         for key, value in arguments.items()
@@ -239,8 +239,8 @@ def unknown(arguments: Fields) -> Iterator[str]:
     ]
     if named:
         yield (
-            f"the training had {', '.join(named)}, which is not known here: if it changes what the "
-            "model computes, or what rows mean, the output is not that model"
+            f"the training had {', '.join(named)}, which is not known here: if it changes the "
+            "model's computation, or the meaning of rows, the output is not that model"
         )
 
 
@@ -261,7 +261,7 @@ def _experts(model_type: str, arguments: Fields) -> dict[str, object]:
 
 
 def _open(arguments: Fields) -> Iterator[str]:
-    """Yield what leaves the model open: arguments that are missing, or have other values."""
+    """Yield arguments that leave the model open: they are missing, or have other values."""
     has_experts = arguments.get("num_experts") is not None
     needed = [*_SIZES, "ffn_hidden_size"]
     needed += ["num_query_groups"] if arguments.get("group_query_attention") is True else []
@@ -272,15 +272,15 @@ def _open(arguments: Fields) -> Iterator[str]:
         if type(value) not in types or (bool not in types and not _is_positive(value)):
             yield f"{key} is {value!r}"
     yield from (f"{key} is {arguments[key]!r}" for key in _others(arguments, _NEUTRAL))
-    for key, value in _STATED.items():
+    for key, value in _REQUIRED.items():
         if arguments.get(key) != value:
             yield f"{key} is {arguments.get(key)!r}, not {value!r}"
 
 
 def _others(arguments: Fields, expected: Fields) -> Iterator[str]:
-    """Yield what is recorded with another value, if there are experts or windows it is of."""
+    """Yield arguments with other values; those of experts or windows only if there are some."""
     parts = {"moe_": arguments.get("num_experts"), "window_": _window(arguments)}
-    absent = tuple(start for start, one in parts.items() if one is None)
+    absent = tuple(start for start, value in parts.items() if value is None)
     for key, value in expected.items():
         neutral = (None, value, False) if key in _NEUTRAL and not value else (None, value)
         if arguments.get(key) not in neutral and not key.startswith(absent):

@@ -1,9 +1,10 @@
 """Reader for Megatron-core's `torch_dist`: DCP under Megatron's names, and the files next to it.
 
 Written by Megatron-LM, Megatron-Bridge, NeMo, slime, miles, verl and ms-swift. `metadata.json` is
-written last; `common.pt` has what every rank has alike, among it the arguments of the training.
-The names stay Megatron's here; `convert.megatron` leads to those of the hub. What is not a tensor
-of the model is left out: the optimizer's state, random state, and the `_extra_state` of modules.
+written last; `common.pt` has the state that all ranks share, among it the training's arguments.
+The names stay Megatron's here; `convert.megatron` translates them into those of the hub. Values
+other than the model's tensors are left out: the optimizer's state, random state, and the
+`_extra_state` of modules.
 
 Megatron-FSDP's `fsdp_dtensor` is DCP as torch itself saves it, and is read as such. One file per
 rank and `zarr`, both older, are refused.
@@ -35,12 +36,12 @@ _BACKEND = "sharded_backend"
 _DCP_BACKENDS = ("fsdp_dtensor", "torch_dcp")
 _LEGACY = ("model_optim_rng.pt", "distrib_optim.pt")
 _CONVERT = "convert it with Megatron's tools (--ckpt-convert-format torch_dist), and merge that"
-_LONGEST = 256  # values of a tuple: a layer each, at most
-_MOST = 1 << 62  # of numbers; larger ones have no text, or one of any length
-# Starts of names, and what they are.
+_LONGEST = 256  # values of a tuple: at most one per layer
+_MOST = 1 << 62  # larger numbers are not kept: their text may be of any length
+# Patterns of names, with the group and the kind of their values.
 _OTHERS = tuple(
-    (re.compile(pattern), (group, what))
-    for pattern, group, what in (
+    (re.compile(pattern), (group, kind))
+    for pattern, group, kind in (
         (r"(?:chained_\d+\.)?optimizer(?:\.|$)", "optimizer.*", "optimizer state"),
         (r"rng_state(?:[./]|$)", "rng_state.*", "random state"),
         (r"rerun_state", "rerun_state_machine.*", "training state"),
@@ -51,7 +52,7 @@ _OTHERS = tuple(
 
 
 def _holds(tree: Tree, directory: Path) -> bool:
-    """Return whether a directory has a step of Megatron: by its names, and one key of a small file.
+    """Return whether a directory has a step of Megatron: by names, and one key of metadata.json.
 
     Other tools put a metadata.json next to DCP, too.
     """
@@ -82,7 +83,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
     common = find_file(location.roots, _COMMON)
     recorded = {} if common is None else read_arguments(common)
     catalog, world = read_catalog(metadata, names, location), recorded.get("world_size")
-    trained = world if type(world) is int else 1  # of replicas, one rank wrote
+    trained = world if type(world) is int else 1  # only one rank of each replica wrote
     return replace(
         catalog,
         writer="Megatron-core",
@@ -94,7 +95,7 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
 
 
 def _missing(location: Location) -> str | None:
-    """Return which file of DCP is missing, or whether Megatron has not written its last one."""
+    """Return a message if a file of DCP is missing, or Megatron's last file."""
     names = (_COMMON, _METADATA)
     is_begun, is_done = ((location.weights_dir / name).is_file() for name in names)
     is_missing = is_begun and not is_done
@@ -112,10 +113,10 @@ MEGATRON = Format(
 
 
 def _backend(location: Location) -> str:
-    """Return what metadata.json says about how the tensors are stored.
+    """Return the storage format of the tensors, from metadata.json.
 
     Raises:
-        NotMergeableError: one file per rank.
+        NotMergeableError: the checkpoint has one file per rank.
         IncompleteError: metadata.json is missing.
         CorruptError: it is damaged.
     """
@@ -124,7 +125,7 @@ def _backend(location: Location) -> str:
         raise NotMergeableError(
             f"{where}: a Megatron checkpoint of one file per rank (mp_rank_*/model_optim_rng.pt)",
             expected="torch_dist",
-            found="files that do not say how the tensors were cut",
+            found="files without a record of how the tensors were cut",
             hint=_CONVERT,
         )
     path = find_file(location.roots, _METADATA)
@@ -141,7 +142,7 @@ def _backend(location: Location) -> str:
 
 
 def _kind(name: str) -> tuple[str, str] | None:
-    """Return the group of a value that is not a weight, and what it is; None for a weight."""
+    """Return the group and the kind of a value that is not a weight; None for a weight."""
     return next((kind for pattern, kind in _OTHERS if pattern.match(name)), None)
 
 
@@ -149,8 +150,8 @@ def _skipped(
     metadata: "DcpMetadata", kinds: dict[str, tuple[str, str] | None]
 ) -> Iterator[Skipped]:
     groups = Counter(kind for kind in kinds.values() if kind is not None)
-    for (group, what), count in groups.items():
-        yield Skipped(group, f"not model weights: {what} ({count} values)")
+    for (group, kind), count in groups.items():
+        yield Skipped(group, f"not model weights: {kind} ({count} values)")
     for name in metadata.objects:
         if kinds[name] is None:
             yield Skipped(name, "not model weights: object")
@@ -159,23 +160,23 @@ def _skipped(
 def read_arguments(path: Path) -> Mapping[str, object]:
     """Return the recorded arguments: numbers, text, booleans, None, and few numbers as a tuple.
 
-    The file is a pickle of an `argparse.Namespace` with enums, dtypes and whatever else a version
-    has; all of it is inert here. NeMo and Megatron-Bridge record no arguments.
-    Of any other value only "<...>" is kept, which tells it from one that is not recorded.
+    The file is a pickle of an `argparse.Namespace` with enums, dtypes and other objects; all of it
+    is inert here. NeMo and Megatron-Bridge do not record arguments. Any other value becomes
+    "<...>", which distinguishes it from an argument that is not recorded.
 
     Raises:
         CheckpointError: the file is damaged, or was made to run commands.
     """
     saved = read_torch_file(path).value
-    found = saved.get("args") if isinstance(saved, dict) else None
-    fields = found.state if isinstance(found, Record) else found
+    args = saved.get("args") if isinstance(saved, dict) else None
+    fields = args.state if isinstance(args, Record) else args
     if not isinstance(fields, dict):
         return {}
     named = ((name, value) for name, value in fields.items() if isinstance(name, str))
-    return {name: _kept(value) for name, value in named}
+    return {name: _argument(value) for name, value in named}
 
 
-def _kept(value: object) -> object:
+def _argument(value: object) -> object:
     if isinstance(value, tuple | list) and len(value) <= _LONGEST and all(map(_is_number, value)):
         return tuple(value)
     is_plain = _is_number(value) or value is None or type(value) in {bool, str}

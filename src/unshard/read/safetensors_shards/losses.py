@@ -1,19 +1,18 @@
-"""What shows that files of ranks are missing, though the pieces that are there leave no hole.
+"""Finds evidence of lost files of ranks, even if the remaining pieces leave no hole.
 
 A tensor ends where its last piece ends, so the loss of a last piece leaves a smaller tensor that
-looks whole. Two kinds of evidence can show it.
+looks whole. Two kinds of evidence can show the loss.
 
-*The other tensors*, where a rank lacks a file that others have: FSDP cuts all tensors into as many
-pieces, and gives the same place in them to the same ranks (of each replica). torch saves empty
-pieces too, so a tensor with fewer pieces ends with an empty one, or with one that is smaller than
-the first. A tensor that lacks a piece is distinguished from one that never had it (a replicated
-tensor, of which torch saves one copy) by the tensors of other layers: they have the same shape,
-unless pieces are missing.
+*The other tensors*, if a rank lacks a file that others have: FSDP cuts all tensors into equally
+many pieces, and gives the same place in them to the same ranks (of each replica). torch saves empty
+pieces too, so a tensor with fewer pieces ends with an empty piece, or with a smaller one than the
+first. A replicated tensor never had more pieces (torch saves one copy). The tensors of other layers
+distinguish it from a tensor that lacks a piece: they have the same shape unless pieces are missing.
 
 *The files next to the shards*: an index that torch, transformers or torchtitan wrote when they made
 whole files of the same shards; NeMo AutoModel's list of names; the vocabulary and hidden size in
 the model's config. Without a config, the columns of a layer's projections give the hidden size. An
-index without names that the shards have is about other weights, and is not used.
+index that lacks names of the shards is about other weights, and is not used.
 
 Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`, torch's
 `_write_overall_metadata_file`.
@@ -22,8 +21,8 @@ Sources: torchtitan's `last_save_in_hf`, NeMo AutoModel's `ConsolidatedHFAddon`,
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,7 +52,7 @@ _HINT = (
     "elsewhere"
 )
 _NUMBER = re.compile(r"\d+")
-_SHOWN = 4
+_MOST_SHOWN = 4
 
 
 def loss_problems(
@@ -62,9 +61,9 @@ def loss_problems(
     tensors: Mapping[str, TensorEntry],
     config: ModelConfig | None,
 ) -> Noted[Sequence[UnshardError]]:
-    """Return what shows that files of ranks are missing, and what to say of evidence not used.
+    """Return errors of lost files, with notes about evidence that was not used.
 
-    The tensors' tables of chunks have the chosen files, in their order. The config is the nearest.
+    The tensors' tables of chunks must have the chosen files, in their order.
     """
     problems: list[UnshardError] = []
     notes: list[str] = []
@@ -84,7 +83,7 @@ def loss_problems(
             problems += _absent_names(path, listed, tensors, config)
     problems += _short_embeddings(config, tensors)
     problems += _short_rows(config, tensors)
-    # Tensors that lack pieces name the very files.
+    # Gaps in tensors are the best evidence: their errors have the paths of the missing files.
     return Noted(_gaps(chosen, tensors) or problems, tuple(notes))
 
 
@@ -98,12 +97,12 @@ def writer_of(location: Location, config: ModelConfig | None) -> str:
 
 
 def nearest_config(location: Location, known: ConfigFile | None) -> ModelConfig | None:
-    """Return the nearest config.json that can be read; `known` may be it."""
+    """Return the nearest config.json that can be read; `known` may be this file."""
     folders = [*location.roots, *(root / _NEMO for root in location.roots)]
     folders += [root.parent for root in location.roots]
     paths = (folder / "config.json" for folder in folders)
-    found = (config_at(path, known) for path in paths if path.is_file())
-    return next((one for one in found if one is not None), None)
+    configs = (config_at(path, known) for path in paths if path.is_file())
+    return next((config for config in configs if config is not None), None)
 
 
 def _absent_names(
@@ -131,7 +130,7 @@ def _absent_bytes(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[In
     size = sum(entry.size_bytes for entry in tensors.values())
     if isinstance(total, int) and size < total:
         yield IncompleteError(
-            f"{path}: states more bytes than the shards have",
+            f"{path}: lists more bytes than the shards have",
             expected=f"{total} bytes in all",
             found=f"{size}",
             hint=_HINT.format(path.name),
@@ -143,13 +142,15 @@ def _short_embeddings(
 ) -> Iterator[IncompleteError]:
     """Compare the embeddings with the vocabulary, only downwards: padding makes them larger.
 
-    Of several (a speech model's own next to the language model's), the largest is meant.
+    Of several (a speech model's own next to the language model's), the largest counts.
     """
-    found = [one for name, one in tensors.items() if f".{name}".endswith(_EMBEDDING) and one.shape]
-    vocabulary = None if config is None else _stated(config, "vocab_size")
-    if config is None or not found or not isinstance(vocabulary, int):
+    embeddings = [
+        entry for name, entry in tensors.items() if f".{name}".endswith(_EMBEDDING) and entry.shape
+    ]
+    vocabulary = None if config is None else _field(config, "vocab_size")
+    if config is None or not embeddings or not isinstance(vocabulary, int):
         return
-    largest = max(found, key=lambda entry: entry.shape[0])
+    largest = max(embeddings, key=lambda entry: entry.shape[0])
     if largest.shape[0] < vocabulary and _is_cut_evenly(largest):
         yield IncompleteError(
             f"tensor {largest.fqn} {list(largest.shape)}: smaller than the vocabulary, and its "
@@ -169,26 +170,26 @@ def _is_cut_evenly(entry: TensorEntry) -> bool:
 def _short_rows(
     config: ModelConfig | None, tensors: Mapping[str, TensorEntry]
 ) -> Iterator[IncompleteError]:
-    """Compare what has a row per hidden unit in decoder layers with the hidden size.
+    """Compare tensors with a row per hidden unit in decoder layers with the hidden size.
 
     Without a config, it follows from the projections of the layers: they have a column per hidden
     unit, and a rank has all columns of its rows.
     """
-    stated = None if config is None else _stated(config, "hidden_size")
-    if config is not None and isinstance(stated, int):
-        size, source = stated, f"hidden_size in {config.path}"
+    hidden_size = None if config is None else _field(config, "hidden_size")
+    if config is not None and isinstance(hidden_size, int):
+        size, source = hidden_size, f"hidden_size in {config.path}"
         hint = _HINT.format(config.path.name)
     else:
-        found = {
+        by_columns = {
             entry.shape[1]: name
             for name, entry in tensors.items()
             if _HIDDEN_COLUMNS.fullmatch(name)
             and len(entry.shape) == 2
             and (entry.chunks.sizes[:, 1] == entry.shape[1]).all()
         }
-        if len(found) != 1:
+        if len(by_columns) != 1:
             return
-        ((size, name),) = found.items()
+        ((size, name),) = by_columns.items()
         source = f"the number of columns of {name}"
         hint = "copy the missing files here from the node that wrote them"
     for name, entry in tensors.items():
@@ -202,35 +203,33 @@ def _short_rows(
             )
 
 
-def _stated(config: ModelConfig, name: str) -> object:
-    """Return a field of a config; that of its text model, if it has one of its own."""
+def _field(config: ModelConfig, name: str) -> object:
+    """Return a field of the config of the text model, or else of the config itself."""
     return config.text.get(name, config.fields.get(name))
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _CutTensor(NamedTuple):
     """A tensor that is cut along one dimension at most, each piece on a rank of its own.
 
     Attributes:
         entry: the tensor.
-        index: of the files that hold it.
-        ranks: that hold its pieces, in the order of the pieces.
-        may_continue: more pieces may follow: there is no hole, and the last is as large as the
-            others.
+        file_index: of its files.
+        ranks: of its pieces, in the order of the pieces.
+        may_continue: whether more pieces may follow: there is no hole, and the last is as large as
+            the others.
     """
 
     entry: TensorEntry
-    index: int
+    file_index: int
     ranks: tuple[int, ...]
     may_continue: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How tensors of one number of pieces are spread, and one of them.
+class _Spread(NamedTuple):
+    """The ranks of all tensors with one number of pieces.
 
     Attributes:
-        example: the name of a tensor that is cut so.
+        example: the name of such a tensor.
         places: for each place in the order of pieces, the ranks that hold such a piece.
     """
 
@@ -239,28 +238,30 @@ class _Cut:
 
 
 def _gaps(chosen: ShardSet, tensors: Mapping[str, TensorEntry]) -> list[IncompleteError]:
-    """Return which files of ranks are missing, as tensors show that lack pieces at their end."""
+    """Return errors of missing files, whose evidence are tensors without their last pieces."""
     if chosen.is_complete:
         return []
     numbered = list(chosen.files)
-    rows = [row for one in tensors.values() if (row := _row(one, numbered)) is not None]
-    cuts, ranks = _cuts(rows), {rank for _, rank in chosen.files}
+    cut_tensors = [own for entry in tensors.values() if (own := _cut_tensor(entry, numbered))]
+    spreads, ranks = _spreads(cut_tensors), {rank for _, rank in chosen.files}
     lacking = {
         index: {rank for rank in ranks if (index, rank) not in chosen.files}
-        for index in {row.index for row in rows}
+        for index in {own.file_index for own in cut_tensors}
     }
-    like: dict[str, list[_Row]] = defaultdict(list)
-    for row in rows:
-        like[_NUMBER.sub("#", row.entry.fqn)].append(row)
+    by_pattern: dict[str, list[_CutTensor]] = defaultdict(list)
+    for own in cut_tensors:
+        by_pattern[_NUMBER.sub("#", own.entry.fqn)].append(own)
     lost: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for row in rows:
-        others = [o for o in like[_NUMBER.sub("#", row.entry.fqn)] if o.index != row.index]
-        for rank, evidence in _missing_pieces(row, lacking[row.index], cuts, others):
-            lost[row.index, rank].append(evidence)
+    for own in cut_tensors:
+        others = [
+            o for o in by_pattern[_NUMBER.sub("#", own.entry.fqn)] if o.file_index != own.file_index
+        ]
+        for rank, evidence in _missing_pieces(own, lacking[own.file_index], spreads, others):
+            lost[own.file_index, rank].append(evidence)
     return [_missing_file(chosen, place, evidence) for place, evidence in sorted(lost.items())]
 
 
-def _row(entry: TensorEntry, numbered: Sequence[tuple[int, int]]) -> _Row | None:
+def _cut_tensor(entry: TensorEntry, numbered: Sequence[tuple[int, int]]) -> _CutTensor | None:
     table = entry.chunks
     cut = np.flatnonzero((table.offsets != table.offsets[:1]).any(axis=0))
     if not entry.shape or len(cut) > 1 or len(set(table.rank.tolist())) < len(table):
@@ -271,48 +272,47 @@ def _row(entry: TensorEntry, numbered: Sequence[tuple[int, int]]) -> _Row | None
     has_hole = (starts != np.cumsum(sizes) - sizes).any()
     ends = (table.sizes == 0).any() or sizes[-1] < sizes[0]
     index, _ = numbered[int(table.file[0])]
-    return _Row(entry, index, tuple(table.rank[order].tolist()), not has_hole and not ends)
+    return _CutTensor(entry, index, tuple(table.rank[order].tolist()), not has_hole and not ends)
 
 
-def _cuts(rows: Sequence[_Row]) -> list[_Cut]:
-    """Return the ways in which tensors are cut into several pieces, none of them empty."""
-    cuts: dict[int, _Cut] = {}
-    for row in rows:
-        count = len(row.ranks)
-        if count > 1 and (row.entry.chunks.sizes > 0).all():
-            cut = cuts.setdefault(count, _Cut(row.entry.fqn, tuple(set() for _ in row.ranks)))
-            for place, rank in zip(cut.places, row.ranks, strict=True):
+def _spreads(cut_tensors: Sequence[_CutTensor]) -> list[_Spread]:
+    """Return the spreads of tensors with several pieces, none of which is empty."""
+    spreads: dict[int, _Spread] = {}
+    for own in cut_tensors:
+        count = len(own.ranks)
+        if count > 1 and (own.entry.chunks.sizes > 0).all():
+            new = _Spread(own.entry.fqn, tuple(set() for _ in own.ranks))
+            for place, rank in zip(spreads.setdefault(count, new).places, own.ranks, strict=True):
                 place.add(rank)
-    return list(cuts.values())
+    return list(spreads.values())
 
 
 def _missing_pieces(
-    row: _Row, lacking: set[int], cuts: Sequence[_Cut], others: Sequence[_Row]
+    own: _CutTensor, lacking: set[int], spreads: Sequence[_Spread], others: Sequence[_CutTensor]
 ) -> Iterator[tuple[int, str]]:
     """Yield the ranks that lack the file with the tensor's next pieces, and the evidence.
 
     `others` are tensors whose names differ in numbers only, in files of another index.
     """
-    larger = next((one.entry for one in others if _is_larger(one.entry, row.entry)), None)
-    alike = any(one.entry.shape == row.entry.shape for one in others)
-    if not row.may_continue or not lacking or (alike and larger is None):
+    larger = next((o.entry for o in others if _is_larger(o.entry, own.entry)), None)
+    has_equal = any(other.entry.shape == own.entry.shape for other in others)
+    if not own.may_continue or not lacking or (has_equal and larger is None):
         return
-    have = len(row.ranks)
-    for cut in cuts:
-        lost = cut.places[have:]
-        fits = all(rank in place for rank, place in zip(row.ranks, cut.places, strict=False))
-        if 0 < len(lost) <= have and fits and all(place & lacking for place in lost):
-            like = f"{cut.example} has {len(cut.places)}" if larger is None else _form(larger)
-            pieces = "1 piece" if have == 1 else f"{have} pieces"
-            evidence = f"{_form(row.entry)} has {pieces}, {like}"
+    count = len(own.ranks)
+    for spread in spreads:
+        lost = spread.places[count:]
+        fits = all(rank in place for rank, place in zip(own.ranks, spread.places, strict=False))
+        if 0 < len(lost) <= count and fits and all(place & lacking for place in lost):
+            like = f"{spread.example} has {len(spread.places)}" if larger is None else _form(larger)
+            evidence = f"{_form(own.entry)} has {counted(count, 'piece')}, {like}"
             yield from ((rank, evidence) for place in lost for rank in sorted(place & lacking))
             return
 
 
-def _is_larger(one: TensorEntry, other: TensorEntry) -> bool:
-    if len(one.shape) != len(other.shape) or one.shape == other.shape:
+def _is_larger(entry: TensorEntry, other: TensorEntry) -> bool:
+    if len(entry.shape) != len(other.shape) or entry.shape == other.shape:
         return False
-    return all(a >= b for a, b in zip(one.shape, other.shape, strict=True))
+    return all(a >= b for a, b in zip(entry.shape, other.shape, strict=True))
 
 
 def _form(entry: TensorEntry) -> str:
@@ -323,10 +323,11 @@ def _missing_file(
     chosen: ShardSet, place: tuple[int, int], evidence: Sequence[str]
 ) -> IncompleteError:
     index, rank = place
-    more = f"; and {len(evidence) - _SHOWN} more tensors" if len(evidence) > _SHOWN else ""
+    rest = len(evidence) - _MOST_SHOWN
+    more = f"; and {rest} more tensors" if rest > 0 else ""
     return IncompleteError(
         f"{chosen.path(index, rank)}: missing; rank {rank} has other files, and tensors that other "
         f"ranks have in file {index} lack its pieces",
-        found="; ".join(evidence[:_SHOWN]) + more,
+        found="; ".join(evidence[:_MOST_SHOWN]) + more,
         hint="copy the file here from where it was written, or take another checkpoint",
     )

@@ -1,7 +1,6 @@
 """The names of sharded safetensors: `shard-<rank + 1>-model-<index>-of-<count>.safetensors`.
 
-Which files make one save, what is missing of it, and which save is meant where a directory holds
-several.
+Finds the files of one save, the missing ones, and the right save if a directory holds several.
 
 Source: `torch.distributed.checkpoint._hf_utils._gen_file_name`.
 """
@@ -18,7 +17,7 @@ from unshard.read.format import Location, files_in
 
 _NAME = re.compile(r"shard-([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _LISTED = 1000
-"""So many missing files are named, at most: names can be made to count to a hundred thousand."""
+"""The most missing files that are listed: counts in names go up to a hundred thousand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class ShardSet:
     """The files of one save.
 
     Attributes:
-        count: into how many files each rank split its tensors.
+        count: the number of files into which each rank split its tensors.
         files: by index (from 1) and rank (from 0), ascending.
     """
 
@@ -46,7 +45,7 @@ class ShardSet:
     def missing(self) -> dict[Path, int]:
         """Return the first files that ranks lack, and the rank of each.
 
-        A rank that has nothing to write into a file does not write it.
+        A rank without tensors for a file does not write it.
         """
         places = (
             (index, rank)
@@ -57,7 +56,7 @@ class ShardSet:
         return {self.path(index, rank): rank for index, rank in islice(places, _LISTED)}
 
     def path(self, index: int, rank: int) -> Path:
-        """Return where a missing file would be, as far as is known."""
+        """Return the probable path of a missing file."""
         return next(iter(self.files.values())).parent / _shard_name(index, rank, self.count)
 
     def __str__(self) -> str:
@@ -70,29 +69,29 @@ def is_shard_name(name: str) -> bool:
 
 
 def choose_shards(location: Location) -> Noted[ShardSet]:
-    """Return the files of the save that is meant, and what to say of the others.
+    """Return the files of the save to read, with notes about the others.
 
     An earlier save into the same directory may have left files of another count. The file that the
-    user names decides, else the only set in which every rank has every file. Names do not show the
-    files that an earlier save of more ranks left: their pieces overlap those of this one.
+    user passed decides, else the only set in which every rank has every file. Names do not show the
+    files that an earlier save of more ranks left: their pieces overlap those of this save.
 
     Raises:
-        IncompleteError: of some index, no rank has a file.
-        NotMergeableError: several sets, and nothing says which is meant.
-        CorruptError: not a name that any writer gives.
+        IncompleteError: no rank has a file of some index.
+        NotMergeableError: there are several sets, and none is the only complete one.
+        CorruptError: a name is not valid.
     """
     sets = list(_sets(location))
-    named = [one for one in sets if location.file in one.files.values()]
-    whole = [one for one in sets if one.is_complete]
-    kept = sets if len(sets) == 1 else named or whole
-    if len(kept) != 1:
+    named = [shards for shards in sets if location.file in shards.files.values()]
+    whole = [shards for shards in sets if shards.is_complete]
+    candidates = sets if len(sets) == 1 else named or whole
+    if len(candidates) != 1:
         raise NotMergeableError(
-            f"{location.weights_dir}: shards of several saves, and nothing says which are meant",
+            f"{location.weights_dir}: shards of several saves; it is unclear which are meant",
             expected="one set of files, or only one that is complete",
             found="; ".join(map(str, sets)),
-            hint="move the stale files elsewhere, or give one of the files that are meant",
+            hint="move the stale files elsewhere, or pass one file of the right set",
         )
-    (chosen,) = kept
+    (chosen,) = candidates
     present = {index for index, _ in chosen.files}
     absent = (index for index in range(1, chosen.count + 1) if index not in present)
     if lost := list(islice(absent, 4)):
@@ -103,8 +102,8 @@ def choose_shards(location: Location) -> Noted[ShardSet]:
             found=str(chosen),
             hint="copy the files here from where they were written, or take another checkpoint",
         )
-    stale = [one for one in sets if one is not chosen]
-    notes = (f"{location.weights_dir}: left out stale shards: {one}" for one in stale)
+    stale = [shards for shards in sets if shards is not chosen]
+    notes = (f"{location.weights_dir}: left out stale shards: {shards}" for shards in stale)
     return Noted(chosen, tuple(notes))
 
 
@@ -113,16 +112,16 @@ def _shard_name(index: int, rank: int, count: int) -> str:
 
 
 def _sets(location: Location) -> Iterator[ShardSet]:
-    found: dict[int, dict[tuple[int, int], Path]] = {}
+    by_count: dict[int, dict[tuple[int, int], Path]] = {}
     for path in files_in(location.roots, is_shard_name):
         shard, index, count = map(int, re.findall("[0-9]{5}", path.name))
         if shard < 1 or not 1 <= index <= count:
             raise CorruptError(
                 f"{path}: not a name that any writer gives",
-                expected="shards that count from 1, and an index from 1 to the number of files",
+                expected="shards numbered from 1, and an index from 1 to the number of files",
             )
-        found.setdefault(count, {})[index, shard - 1] = path
-    if not found:
+        by_count.setdefault(count, {})[index, shard - 1] = path
+    if not by_count:
         raise IncompleteError(f"{location.weights_dir}: has no shards")
-    for count, files in sorted(found.items()):
+    for count, files in sorted(by_count.items()):
         yield ShardSet(count, dict(sorted(files.items())))

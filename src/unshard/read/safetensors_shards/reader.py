@@ -1,4 +1,4 @@
-"""The format of sharded safetensors, by its names; the rest is imported when it is read."""
+"""The sharded safetensors format, recognised by names; its readers are imported on demand."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,13 @@
 """Reader for sharded safetensors: every rank's pieces, as torch's HuggingFaceStorageWriter saves.
 
 transformers (`save_pretrained(…, distributed_checkpoint=True)`), torchtitan and NeMo AutoModel use
-it. The metadata of each file says where its pieces start. Nothing states how large a tensor is, or
-how many ranks there were: a tensor ends where its last piece ends.
+it. The metadata of each file has the offsets of its pieces. The size of a tensor and the number of
+ranks are not recorded: a tensor ends where its last piece ends.
 
-A lost file of last pieces therefore leaves no hole. The rank's other files may show it, or the
-files next to the shards (`losses`). Some losses cannot be noticed: all files of the last ranks, and
-a tensor that was, whole, in a lost file only. A copy of another file in place of the lost one can:
-torch saves every piece once.
+A lost file of last pieces therefore leaves no hole. The rank's other files may show the loss, or
+the files next to the shards (`losses`). Two losses cannot be noticed: all files of the last ranks,
+and a tensor that was, whole, in a lost file only. A copy of another file in place of the lost file
+is noticed: torch saves every piece once.
 
 Source: `torch.distributed.checkpoint.hf_storage`, `filesystem` and `_consolidate_hf_safetensors`.
 """
@@ -38,9 +38,8 @@ from unshard.tensors.chunk_rows import TensorDraft
 
 
 def read(location: Location, options: ReadOptions) -> Catalog:
-    """Return what the files hold."""
-    noted = choose_shards(location)
-    chosen = noted.value
+    """Read the weights of a checkpoint."""
+    chosen, notes = choose_shards(location)
     union = _UnitedShards(chosen)
     for number in range(len(chosen.files)):
         union.add(number)
@@ -59,12 +58,12 @@ def read(location: Location, options: ReadOptions) -> Catalog:
         tensors=tensors,
         missing=tuple(missing),
         missing_ranks=tuple(sorted(set(missing.values()))),
-        notes=(*noted.notes, *losses.notes),
+        notes=(*notes, *losses.notes),
     )
 
 
 class _UnitedShards:
-    """Unites the pieces that the files hold."""
+    """Unites the pieces in the files."""
 
     def __init__(self, chosen: ShardSet) -> None:
         self.problems: list[UnshardError] = []
@@ -74,38 +73,35 @@ class _UnitedShards:
         self._firsts: dict[str, int] = {}  # the number of the first file of a tensor
 
     def add(self, number: int) -> None:
-        """Add the pieces of one file; what is wrong with them goes to `problems`."""
+        """Add the pieces of one file; their errors go to `problems`."""
         file = read_header(self.paths[number])
-        known = saved_offsets(file)
-        if known is None:
-            why = CorruptError(
-                f"{file.path}: it does not state where its pieces start",
+        saved = saved_offsets(file)
+        if saved is None:
+            problem = CorruptError(
+                f"{file.path}: has no offsets of its pieces",
                 expected="DCP_SHARDING_INFO in the metadata of its header",
                 hint="was it written again by a tool that drops metadata?",
             )
-            self.problems.append(why)
+            self.problems.append(problem)
             return
         for entry in file.entries:
-            problem = (
+            error = (
                 size_problem(file.path, entry)
                 or self._misplaced(entry.name, number)
-                or self._add(file, entry, known, number)
+                or self._add(file, entry, saved, number)
             )
-            if problem is not None:
-                self.problems.append(problem)
+            if error is not None:
+                self.problems.append(error)
 
     def _add(
-        self, file: SafetensorsFile, entry: HeaderEntry, known: Mapping[str, object], number: int
+        self, file: SafetensorsFile, entry: HeaderEntry, saved: Mapping[str, object], number: int
     ) -> CorruptError | None:
-        offsets = _offsets(entry, known.get(entry.name))
+        offsets = _offsets(entry, saved.get(entry.name))
         if offsets is None:
             return CorruptError(
-                f"{file.path}: tensor {entry.name}: the file does not state where this piece "
-                "starts",
+                f"{file.path}: tensor {entry.name}: the file has no valid offsets of this piece",
                 expected=f"{len(entry.shape)} offsets in saved_offsets of DCP_SHARDING_INFO",
-                found=shown(known[entry.name])
-                if entry.name in known
-                else "nothing about this tensor",
+                found=shown(saved[entry.name]) if entry.name in saved else "no entry",
             )
         _, rank = self._places[number]
         first = self._firsts.setdefault(entry.name, number)
@@ -133,7 +129,7 @@ class _UnitedShards:
         return None
 
     def _misplaced(self, name: str, number: int) -> CorruptError | None:
-        """Return what is wrong if a tensor is in files of two numbers: the writer gives it one."""
+        """Return the error of a tensor in files of two numbers; the writer gives it one number."""
         first = self._firsts.get(name, number)
         if self._places[first][0] == self._places[number][0]:
             return None
@@ -151,11 +147,11 @@ class _UnitedShards:
 
 
 def _repetitions(tensors: Mapping[str, TensorEntry], paths: Sequence[Path]) -> list[CorruptError]:
-    """Name the tensors of which two files have the same piece, and the files that are copies.
+    """Return errors of tensors with the same piece in two files, and of files that are copies.
 
     torch saves every piece once. A second one with other values is left from another save, or
-    damaged. A file whose pieces are all those of another file is a copy in place of a file that is
-    lost, and it hides the loss: the tensors end where their last pieces end.
+    damaged. A file whose pieces are all those of another file has replaced a lost file, and hides
+    the loss: the tensors end where their last pieces end.
     """
     problems = []
     shared = Counter[tuple[int, int]]()
@@ -170,7 +166,7 @@ def _repetitions(tensors: Mapping[str, TensorEntry], paths: Sequence[Path]) -> l
                 if not equal_chunks(entry, first, other, files):
                     names = (paths[number].name for number in pair)
                     problem = CorruptError(
-                        f"tensor {entry.fqn}: two files have its region {table[first].box}, with "
+                        f"tensor {entry.fqn}: two files have region {table[first].box}, with "
                         "different values",
                         found=" and ".join(names),
                         hint="do the files belong to one save?",
@@ -200,11 +196,11 @@ def _copies(
             )
 
 
-def _offsets(entry: HeaderEntry, stated: object) -> tuple[int, ...] | None:
-    """Return where a piece starts in its tensor; None unless that is one place of a real tensor."""
-    if not isinstance(stated, list) or len(stated) != len(entry.shape):
+def _offsets(entry: HeaderEntry, saved: object) -> tuple[int, ...] | None:
+    """Return the offsets of a piece in its tensor; None if they are not valid."""
+    if not isinstance(saved, list) or len(saved) != len(entry.shape):
         return None
-    for start, size in zip(stated, entry.shape, strict=True):
+    for start, size in zip(saved, entry.shape, strict=True):
         if type(start) is not int or not 0 <= start <= MAX_INTEGER - size:
             return None
-    return tuple(stated)
+    return tuple(saved)

@@ -1,10 +1,10 @@
-"""The `metadata.pkl` of torch_checkpointing: which file each rank wrote, and how tensors are cut.
+"""The `metadata.pkl` of torch_checkpointing: the file of each rank, and the cuts of tensors.
 
 A pickle of builtins. It lists the items that can be resharded; an item's tensors are listed by
 their path in its state dict (as JSON), each with the meshes that it is on.
 
 A plain tensor is listed as a replica on an unnamed mesh of all ranks, even if only some have it.
-Whether its copies are equal is not stated.
+Its copies may differ.
 
 Source: torch_checkpointing 0.1.1, `distributed_metadata`, `dtensor_metadata`, `checkpoint_layout`.
 """
@@ -59,8 +59,8 @@ def _seen_by(mesh: _Mesh, rank: int) -> DeviceMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
-    """A tensor as it is on one mesh."""
+class _PlacedTensor:
+    """A tensor on one mesh."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -69,52 +69,52 @@ class _Stated:
 
 
 @dataclass(frozen=True, slots=True)
-class StatedItem:
-    """What the metadata states of an item.
+class MetadataItem:
+    """The metadata of an item.
 
     Attributes:
         world_size: the number of ranks that wrote it.
         suffix: of its files.
-        tensors: by name, on each mesh that has it.
+        tensors: by name, on each of their meshes.
     """
 
     world_size: int
     suffix: str
-    tensors: Mapping[str, tuple[_Stated, ...]]
+    tensors: Mapping[str, tuple[_PlacedTensor, ...]]
 
     def form(self, name: str, rank: int) -> TensorForm | None:
-        """Return what a tensor is as a rank sees it; None if the rank does not have it."""
-        for one in self.tensors.get(name, ()):
-            if rank in one.mesh.coordinates:
-                is_plain = one.mesh.names is None and one.placements == (Replicate(),)
-                how = None if is_plain else Sharding(_seen_by(one.mesh, rank), one.placements)
-                return TensorForm(one.dtype, one.shape, how)
+        """Return the form of a tensor as a rank sees it; None if the rank does not have it."""
+        for tensor in self.tensors.get(name, ()):
+            mesh, placements = tensor.mesh, tensor.placements
+            if rank in mesh.coordinates:
+                is_plain = mesh.names is None and placements == (Replicate(),)
+                sharding = None if is_plain else Sharding(_seen_by(mesh, rank), placements)
+                return TensorForm(tensor.dtype, tensor.shape, sharding)
         return None
 
 
-def read_metadata(path: Path, item: str) -> StatedItem | None:
-    """Return what a `metadata.pkl` states of an item; None of one that was saved without.
+def read_metadata(path: Path, item: str) -> MetadataItem | None:
+    """Return the metadata of an item in a `metadata.pkl`; None if the item has none.
 
     Raises:
         IncompleteError: the file is empty.
         CorruptError: it is not valid metadata.
-        UnsafeError: its pickle names something that runs commands.
-        NotMergeableError: it is of another version, or states something that is not read.
+        UnsafeError: its pickle would run commands.
+        NotMergeableError: it is of another version, or has unsupported parts.
     """
     data = read_metadata_file(path)
     value = unpickled(path, data)
     try:
-        return _Reader(path, len(data)).item(value, item)
+        return _MetadataReader(path, len(data)).item(value, item)
     except TensorFormError as error:
-        what = f"{path}: not valid metadata of torch_checkpointing"
-        raise CorruptError(f"{what}: {error}") from error
+        raise CorruptError(f"{path}: not valid metadata of torch_checkpointing: {error}") from error
 
 
-class _Reader:
+class _MetadataReader:
     """Reads the values of one file.
 
-    A pickle may refer to one value many times. A mesh, which many tensors share, is read once;
-    all else is charged to a budget of one a byte, so that the time is linear in the file.
+    A pickle may refer to one value many times. A mesh, which many tensors share, is read once; all
+    other values are charged to a budget of one per byte, so that the time is linear in the file.
     """
 
     def __init__(self, path: Path, budget: int) -> None:
@@ -122,17 +122,17 @@ class _Reader:
         self._budget = budget
         self._meshes: dict[int, _Mesh] = {}  # by identity
 
-    def item(self, value: Value, name: str) -> StatedItem | None:
-        """Return what the unpickled metadata state of an item."""
+    def item(self, value: Value, name: str) -> MetadataItem | None:
+        """Return an item of the unpickled metadata; None if it was saved without a resharder."""
         fields = self._dict(value)
         version = fields.get("version")
         if version != _VERSION:
             raise self._unread(f"metadata of version {named(version)}", f"version {_VERSION!r}")
         items = self._dict(member(fields, "metadata"))
-        if name not in items:  # of items without a resharder, nothing is stated
+        if name not in items:
             return None
-        stated = self._dict(items[name])
-        layouts, world = member(stated, "rank_to_layout_info"), member(fields, "world_size")
+        item = self._dict(items[name])
+        layouts, world = member(item, "rank_to_layout_info"), member(fields, "world_size")
         if not isinstance(layouts, dict) or not layouts or world != len(layouts):
             raise TensorFormError(f"no list of the files of {named(world)} ranks")
         if {int(rank) for rank in layouts if isinstance(rank, int)} != set(range(len(layouts))):
@@ -140,15 +140,15 @@ class _Reader:
         suffixes = {self._suffix(layout, f"{name}_{rank}") for rank, layout in layouts.items()}
         if len(suffixes) != 1:
             raise TensorFormError(f"files of {len(suffixes)} formats")
-        listed = self._dict(member(stated, "nested_path_to_metadata"))
+        listed = self._dict(member(item, "nested_path_to_metadata"))
         tensors = {_name_of(path): self._tensor(groups) for path, groups in listed.items()}
         if len(tensors) != len(listed):
             raise TensorFormError("two paths that make one name")
-        return StatedItem(len(layouts), suffixes.pop(), tensors)
+        return MetadataItem(len(layouts), suffixes.pop(), tensors)
 
-    def _unread(self, what: str, expected: str) -> NotMergeableError:
+    def _unread(self, problem: str, expected: str) -> NotMergeableError:
         return NotMergeableError(
-            f"{self._path}: {what}",
+            f"{self._path}: {problem}",
             expected=expected,
             hint="load the checkpoint with torch_checkpointing, and save it in that form",
         )
@@ -166,36 +166,36 @@ class _Reader:
         return items
 
     def _suffix(self, layout: Value, stem: str) -> str:
-        """Return the suffix of a rank's file, of which the usual name is expected."""
+        """Return the suffix of a rank's file, which must have the usual name."""
         file = stem + ".pt" if layout is None else member(self._dict(layout), "file_path")
         for suffix in (".pt", ".safetensors"):
             if file == stem + suffix:
                 return suffix
         raise self._unread(f"a file called {named(file)}", f"{stem}.pt or {stem}.safetensors")
 
-    def _tensor(self, groups: Value) -> tuple[_Stated, ...]:
+    def _tensor(self, groups: Value) -> tuple[_PlacedTensor, ...]:
         if not isinstance(groups, list):
             raise TensorFormError(f"{named(groups)} instead of the meshes of a tensor")
-        return tuple(self._stated(self._dict(one)) for one in groups)
+        return tuple(self._placed(self._dict(group)) for group in groups)
 
-    def _stated(self, group: dict[str, Value]) -> _Stated:
+    def _placed(self, group: dict[str, Value]) -> _PlacedTensor:
         sharding = self._dict(member(group, "sharding_metadata"))
         kind = sharding.get("type")
         if kind != "DTensorShardingMetadata":
-            raise self._unread(f"tensors that are cut as {named(kind)} says", "DTensors")
+            raise self._unread(f"tensors that are cut by {named(kind)}", "DTensors")
         fields = self._dict(member(sharding, "data"))
-        dtype, placements = member(fields, "dtype"), member(fields, "placements")
-        known = BY_NAME.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
-        if known is None:
-            raise TensorFormError(f"an unknown dtype, {named(dtype)}")
-        stated = member(fields, "mesh_spec")
-        if id(stated) not in self._meshes:
-            self._meshes[id(stated)] = self._mesh(self._dict(stated))
-        mesh = self._meshes[id(stated)]
+        name, placements = member(fields, "dtype"), member(fields, "placements")
+        dtype = BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+        if dtype is None:
+            raise TensorFormError(f"an unknown dtype, {named(name)}")
+        spec = member(fields, "mesh_spec")
+        if id(spec) not in self._meshes:
+            self._meshes[id(spec)] = self._mesh(self._dict(spec))
+        mesh = self._meshes[id(spec)]
         if not isinstance(placements, list | tuple) or len(placements) != len(mesh.shape):
             raise TensorFormError(f"placements that do not fit a mesh of shape {mesh.shape}")
         shape = sizes_of(member(fields, "global_shape"))
-        return _Stated(known, shape, mesh, tuple(self._placement(one) for one in placements))
+        return _PlacedTensor(dtype, shape, mesh, tuple(map(self._placement, placements)))
 
     def _mesh(self, fields: dict[str, Value]) -> _Mesh:
         shape, ranks = sizes_of(member(fields, "mesh_shape")), ints(member(fields, "mesh_data"))
@@ -222,7 +222,7 @@ class _Reader:
 
 
 def _name_of(path: str) -> str:
-    """Return the name that a path in the state dict, as JSON, makes."""
+    """Return the name of a path in the state dict, which is JSON."""
     try:
         keys = json.loads(path)
     except (ValueError, RecursionError) as error:

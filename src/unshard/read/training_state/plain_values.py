@@ -1,10 +1,10 @@
-"""From the inert records of a pickle to plain values: what `Plain` lists, and nothing else.
+"""Converts the inert records of a pickle into plain values: those that `Plain` lists.
 
-numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. What has no plain form (an
-object, a function, a DTensor, numpy's arrays of objects or texts) is left out and named: of a dict
-with its key, of a list or tuple with None in its place. Of a subclass of list the elements stay, of
-one of dict the items, and of OmegaConf's containers both, as far as they are not interpolations.
-Values may be shared and even form cycles, so depth, number and bytes of what comes out are bounded.
+numpy's numbers become Python's, its arrays tensors, defaultdicts dicts. Values without a plain form
+(objects, functions, DTensors, numpy's arrays of objects or texts) are left out with a note: from a
+dict with their keys, while a list or tuple has None in their place. Subclasses of list keep their
+elements, subclasses of dict their items, and OmegaConf's containers both, except interpolations.
+Values may be shared and even form cycles, so depth, number and bytes of the result are bounded.
 
 Sources: numpy's `ndarray.__reduce__`, the pickles of numpy 1.26 (`numpy.core`) and 2.x
 (`numpy._core`), those of OmegaConf 2.4.
@@ -38,11 +38,11 @@ from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
 
-_MAX_DEPTH = 80  # what is written around them must fit `pickler.MAX_DEPTH`
+_MAX_DEPTH = 80  # less than `pickler.MAX_DEPTH`: the values are written inside other values
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
 _SMALL = 1 << 16  # bytes of a tensor that is read at once, so that two can be compared
 _MAX_STRIDED = 1 << 24
-_MAX_TOLD, _MAX_PLACE = 1000, 200
+_MAX_NOTES, _MAX_PLACE = 1000, 200
 _ORDERED, _COUNTER = "collections.OrderedDict", "collections.Counter"
 _DEFAULT = "collections.defaultdict"
 _SETS = ("__builtin__.set", "builtins.set")
@@ -56,12 +56,12 @@ _CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ betw
 
 
 def plain_values(file: TorchFile) -> Noted[Plain]:
-    """Return what a file contains as plain values: small tensors read, large ones by their place.
+    """Return the contents of a file as plain values: small tensors read, large ones by their place.
 
-    What was left out is noted: "lr_scheduler.x: an instance …".
+    The notes are about values that were left out: "lr_scheduler.x: an instance …".
 
     Raises:
-        CorruptError: it has values without end, or cannot be read.
+        CorruptError: it has too many values, or cannot be read.
     """
     with opened(file.path) as source:
         decoder = _Decoder(file, source)
@@ -118,36 +118,36 @@ class _Decoder:
             return self._dict_record(value, at, depth)
         if value.is_call_of(*_CONTAINERS) or _NODE.fullmatch(named(value.callee)):
             return self._configured(value, at, depth)
-        found: Plain = bytes_of(value)
+        plain: Plain = bytes_of(value)
         match value.args:
             case (list() as elements,) if value.is_call_of(*_SETS):
-                found = self._set(elements, at)
+                plain = self._set(elements, at)
             case (tuple() as sizes,) if value.is_call_of("torch.Size"):
-                found = tuple(self._items(sizes, at, depth))
-            case () if found is None:
-                found = self._derived(value, at, depth)
-        if found is None:
+                plain = tuple(self._items(sizes, at, depth))
+            case () if plain is None:
+                plain = self._derived(value, at, depth)
+        if plain is None:
             raise TensorFormError(named(value))
-        return found
+        return plain
 
     def _derived(self, value: Record, at: str, depth: int) -> Plain:
-        """Return a list or dict with methods of its own as one without; None for others."""
+        """Return an instance of a subclass of list or dict without its class; None for others."""
         if value.state is not None or bool(value.elements) == bool(value.items):
             return None
         is_list = bool(value.elements)
-        self._tell(at, f"the class of {named(value)} (its {_PARTS[is_list]} are kept)")
+        self._note(at, f"the class of {named(value)} (its {_PARTS[is_list]} are kept)")
         if is_list:
             return self._items(value.elements, at, depth)
         return self._dict(dict(value.items), at, depth)
 
     def _configured(self, value: Record, at: str, depth: int) -> Plain:
-        """Return a value of OmegaConf, of a container with a note that its class is left out."""
+        """Return a value of OmegaConf, with a note if it was in a container."""
         state = value.state if isinstance(value.state, dict) else {}
         content = state.get("_content", state.get("_val"))
         if isinstance(content, str) and ("${" in content or content == "???"):
             raise TensorFormError(f"{content[:_MAX_PLACE]!r}, which only OmegaConf resolves")
         if value.is_call_of(*_CONTAINERS) and isinstance(content, list | dict):
-            self._tell(at, f"the class of {named(value)} (its values are kept)")
+            self._note(at, f"the class of {named(value)} (its values are kept)")
         return self.plain(content, at, depth)
 
     def _dict_record(self, value: Record, at: str, depth: int) -> Plain:
@@ -159,46 +159,46 @@ class _Decoder:
             case (dict() as items,) if value.is_call_of(_COUNTER):
                 pass
             case (_,) if value.is_call_of(_DEFAULT):
-                pass  # what it would make of missing keys
+                pass  # the factory of missing keys
             case _:
                 raise TensorFormError(named(value))
         if value.state:
-            self._tell(at, f"the attributes of {named(value)}")
-        found = self._dict({**items, **dict(value.items)}, at, depth)
+            self._note(at, f"the attributes of {named(value)}")
+        plain = self._dict({**items, **dict(value.items)}, at, depth)
         if value.is_call_of(_ORDERED):
-            return OrderedDict(found)
-        return Counter(found) if value.is_call_of(_COUNTER) else found
+            return OrderedDict(plain)
+        return Counter(plain) if value.is_call_of(_COUNTER) else plain
 
     def _dict(self, items: Mapping[Value, Value], at: str, depth: int) -> dict[Plain, Plain]:
-        found: dict[Plain, Plain] = {}
+        plain: dict[Plain, Plain] = {}
         for key, value in items.items():
             is_word = isinstance(key, str) and key.isprintable()
             place = f"{at}.{key}" if is_word else f"{at}[{named(key)}]"
             try:
-                found[_key(key)] = self.plain(value, place, depth + 1)
+                plain[_key(key)] = self.plain(value, place, depth + 1)
             except TensorFormError as error:
-                self._tell(place, str(error))
-        return found
+                self._note(place, str(error))
+        return plain
 
     def _items(self, values: Iterable[Value], at: str, depth: int) -> list[Plain]:
-        found: list[Plain] = []
+        plain: list[Plain] = []
         for index, value in enumerate(values):
             try:
-                found.append(self.plain(value, f"{at}[{index}]", depth + 1))
+                plain.append(self.plain(value, f"{at}[{index}]", depth + 1))
             except TensorFormError as error:
-                self._tell(f"{at}[{index}]", str(error))
-                found.append(None)
-        return found
+                self._note(f"{at}[{index}]", str(error))
+                plain.append(None)
+        return plain
 
     def _set(self, elements: Iterable[Value], at: str) -> set[Plain]:
-        found: set[Plain] = set()
+        plain: set[Plain] = set()
         for element in elements:
             self._values += 1
             try:
-                found.add(_key(element))
+                plain.add(_key(element))
             except TensorFormError as error:
-                self._tell(f"{at}{{…}}", str(error))
-        return found
+                self._note(f"{at}{{…}}", str(error))
+        return plain
 
     def _tensor(self, view: StorageView) -> SavedTensor:
         size = view.dtype.itemsize * prod(view.sizes)
@@ -224,10 +224,10 @@ class _Decoder:
             raise TensorFormError("a tensor that does not fit its checksum (CRC-32)")
         return SavedTensor(view.dtype, view.sizes, bytes(data))
 
-    def _tell(self, at: str, what: str) -> None:
-        """Note what was left out, up to a limit."""
-        if len(self.left_out) < _MAX_TOLD:
-            self.left_out.append(f"{at.lstrip('.')[-_MAX_PLACE:] or 'all'}: {what}")
+    def _note(self, at: str, problem: str) -> None:
+        """Note a value that was left out, up to a limit."""
+        if len(self.left_out) < _MAX_NOTES:
+            self.left_out.append(f"{at.lstrip('.')[-_MAX_PLACE:] or 'all'}: {problem}")
 
     def _charge(self, size: int) -> None:
         """Count the bytes of tensors: views of one storage may be many, and expanded."""
@@ -273,10 +273,10 @@ def bytes_of(value: Value) -> bytes | None:
 
 
 def read_scalar(value: Record) -> bool | int | float:
-    """Return the number that a pickled numpy scalar is.
+    """Return the number of a pickled numpy scalar.
 
     Raises:
-        TensorFormError: it is none of Python's numbers, or contradicts itself.
+        TensorFormError: it is not a number of Python, or contradicts itself.
     """
     match value.args:
         case (kind, data):

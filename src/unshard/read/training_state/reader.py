@@ -7,8 +7,8 @@
 | accelerate | `random_states_R.pkl` | `scheduler.bin`, `scheduler_1.bin`, … |
 | HF Trainer | `rng_state_R.pth`; of a single process `rng_state.pth` | `scheduler.pt` |
 
-The weights do not need any of it: a damaged file is named and left out. A file whose pickle was
-made to run commands is an error all the same.
+The weights do not need any of it: a damaged file is left out with a warning. A file whose pickle
+was made to run commands is still an error.
 
 Sources: verl 0.9.1's FSDPCheckpointManager, lmms-engine 0.1.4's FSDP2 trainer, accelerate 1.15's
 `save_accelerator_state`, transformers 5.23's `Trainer._save_rng_state`.
@@ -28,24 +28,24 @@ from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
 from unshard.showing import listed
 
-# Five digits at most: a name must not make lists as long as it likes.
+# Five digits at most: a number in a hostile name must not make lists of any length.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")
 _RANDOM_STATES = re.compile(r"random_states_(\d{1,5})\.pkl")
 _RNG_STATE = re.compile(r"rng_state_(\d{1,5})\.pth")
 _SINGLE = "rng_state.pth"
 _SCHEDULER_BIN = re.compile(r"scheduler(?:_(\d{1,5}))?\.bin")
 _SCHEDULER = "scheduler.pt"
-_SHOWN = 3
+_MOST_SHOWN = 3
 
 
 class TrainingState(NamedTuple):
-    """What a checkpoint has besides the model, except the optimizer.
+    """The state of a training except model and optimizer.
 
     Attributes:
-        values: by the names that `rng_states` lists; empty where there is nothing. Of several
-            schedulers `lr_scheduler` is the first, `lr_schedulers` all.
-        warnings: what is missing, damaged or was left out.
-        size: of the files it was read from, bytes.
+        values: by the names in `rng_states`; if there are several schedulers, `lr_scheduler` is the
+            first, and `lr_schedulers` has all.
+        warnings: about missing or damaged files, and values that were left out.
+        size: of its files, bytes.
     """
 
     values: Mapping[str, Plain] = {}
@@ -54,19 +54,19 @@ class TrainingState(NamedTuple):
 
 
 def read_training_state(location: Location, world_size: int) -> TrainingState:
-    """Read scheduler and random state of a checkpoint; its weights state the `world_size`.
+    """Read scheduler and random state of a checkpoint; the `world_size` is that of its weights.
 
     Raises:
-        UnsafeError: a file was made to run commands when it is loaded.
+        UnsafeError: a file would run commands when it is loaded.
     """
     try:
         files = find_state_files(location, world_size)
     except OSError as error:
-        why = f"{error.filename} cannot be listed: {error.strerror or error}"
-        return TrainingState(warnings=(f"training state: {why}",))
+        problem = f"{error.filename} cannot be listed: {error.strerror or error}"
+        return TrainingState(warnings=(f"training state: {problem}",))
     if files is None:
         return TrainingState()
-    reader = _Reader()
+    reader = _StateReader()
     schedulers = [reader.fields(path) for path in files.schedulers]
     states: list[RankState | None] = [None] * files.world_size
     for rank, path in files.ranks.items():
@@ -74,15 +74,15 @@ def read_training_state(location: Location, world_size: int) -> TrainingState:
     values, notes = unite(states)
     missing = [f"{listed(files.missing)}: missing"] if files.missing else []
     all_notes = (*files.notes, *missing, *reader.warnings(), *notes)
-    warnings = tuple(f"training state: {one}" for one in all_notes)
+    warnings = tuple(f"training state: {note}" for note in all_notes)
     if any(state is not None for state in schedulers):
         several = {"lr_schedulers": schedulers} if len(schedulers) > 1 else {}
         values = {"lr_scheduler": schedulers[0], **several, **values}
     return TrainingState(values, warnings, reader.size)
 
 
-class _Reader:
-    """Reads file by file, and gathers what is wrong with them."""
+class _StateReader:
+    """Reads file by file, and gathers their problems."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -90,7 +90,7 @@ class _Reader:
         self._left_out: dict[tuple[str, ...], list[str]] = {}
 
     def rank(self, writer: StateWriter, path: Path) -> RankState | None:
-        """Return what a rank's file contains; None if it cannot be read."""
+        """Return the state in a rank's file; None if it cannot be read."""
         value = self.fields(path)
         state = None if value is None else rank_state(writer, value)
         if value is not None and state is None:
@@ -100,36 +100,34 @@ class _Reader:
     def fields(self, path: Path) -> Plain | None:
         """Return the dict in a file; None if it cannot be read."""
         try:
-            file = read_torch_file(path)
-            found = plain_values(file)
+            value, left_out = plain_values(read_torch_file(path))
             self.size += path.stat().st_size
         except UnsafeError as error:
             without = Text("; to merge the weights without reading it: ⟦+--no-extra-state⟧")
-            hint = error.hint + without
-            raise UnsafeError(error.subject, hint=hint) from error
+            raise UnsafeError(error.subject, hint=error.hint + without) from error
         except CheckpointError as error:
             self._damaged.append(error.subject)
             return None
         except OSError as error:
             self._damaged.append(f"{path}: cannot be read: {error.strerror or error}")
             return None
-        if found.notes:
-            self._left_out.setdefault(found.notes, []).append(path.name)
-        if isinstance(found.value, dict):
-            return found.value
+        if left_out:
+            self._left_out.setdefault(left_out, []).append(path.name)
+        if isinstance(value, dict):
+            return value
         self._damaged.append(f"{path}: has unexpected contents")
         return None
 
     def warnings(self) -> list[str]:
-        """Return what is wrong with the files, and which of their values were left out."""
-        found = self._damaged[:_SHOWN]
-        if len(self._damaged) > _SHOWN:
-            found.append(f"and {len(self._damaged) - _SHOWN} more files cannot be read")
-        if found:
-            found[-1] += "; left out: the model is complete without it"
+        """Return warnings about damaged files, and values that were left out."""
+        warnings = self._damaged[:_MOST_SHOWN]
+        if len(self._damaged) > _MOST_SHOWN:
+            warnings.append(f"and {len(self._damaged) - _MOST_SHOWN} more files cannot be read")
+        if warnings:
+            warnings[-1] += "; left out: the model is complete without it"
         for values, names in self._left_out.items():
-            found.append(f"{listed(names)}: left out {listed(values)}")
-        return found
+            warnings.append(f"{listed(names)}: left out {listed(values)}")
+        return warnings
 
 
 class StateFiles(NamedTuple):
@@ -137,11 +135,11 @@ class StateFiles(NamedTuple):
 
     Attributes:
         writer: the tool that wrote them.
-        world_size: how many ranks should have one.
+        world_size: the number of ranks that should have a file.
         ranks: the file of each rank that has one, ascending.
         schedulers: files of schedulers, in their order.
-        missing: names of files that should be there.
-        notes: which others were left out, for the user.
+        missing: names of expected files that do not exist.
+        notes: for the user, about files that were left out.
     """
 
     writer: StateWriter
@@ -153,7 +151,7 @@ class StateFiles(NamedTuple):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All files."""
         return (*self.schedulers, *self.ranks.values())
 
 
@@ -167,10 +165,10 @@ def find_state_files(location: Location, world_size: int) -> StateFiles | None:
         _accelerate(in_step, world_size),
         _trainer(in_step, world_size),
     )
-    found = [files for files in layouts if files.paths or files.notes]
-    if not found:
+    present = [files for files in layouts if files.paths or files.notes]
+    if not present:
         return None
-    first, *others = found
+    first, *others = present
     notes = [
         f"{listed([path.name for path in other.paths])}: left out, {first.writer.value} are used"
         for other in others
@@ -213,7 +211,7 @@ def _trainer(files: Mapping[str, Path], world_size: int) -> StateFiles:
 
 
 def _of_ranks(writer: StateWriter, own: dict[int, Path], world_size: int, name: str) -> StateFiles:
-    """Return the files of ranks; there are more than the weights say if replicas saved nothing."""
+    """Return the files of ranks; more than the weights have, if replicas saved no weights."""
     if not own:
         return StateFiles(writer)
     world = max(world_size, *(rank + 1 for rank in own))
@@ -239,10 +237,8 @@ def step_dirs(location: Location) -> tuple[Path, ...]:
 
 
 def _files_in(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the files of some directories by name; the first that has a name counts."""
-    found: dict[str, Path] = {}
-    for folder in dict.fromkeys(folders):
-        if folder.is_dir():
-            for path in folder.iterdir():
-                found.setdefault(path.name, path)
-    return found
+    """Return the files of some directories by name; the first directory with a name counts."""
+    by_name: dict[str, Path] = {}
+    for folder in reversed(folders):
+        by_name |= {path.name: path for path in folder.iterdir()} if folder.is_dir() else {}
+    return by_name

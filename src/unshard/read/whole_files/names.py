@@ -1,7 +1,7 @@
-"""The names of whole weights in a Hugging Face directory, and which of them make the model.
+"""Finds the files of whole weights in a Hugging Face directory.
 
-An index decides where there is one. Where there is none, numbered files must be complete; and
-safetensors come before torch.save files, as transformers reads them.
+An index decides if there is one. Without it, numbered files must be complete, and safetensors come
+before torch.save files, as transformers reads them.
 
 Sources: the file name constants of transformers and diffusers, accelerate's
 `pytorch_model_fsdp.bin`.
@@ -28,19 +28,19 @@ _KINDS = (
 )
 _ACCELERATE = "pytorch_model_fsdp.bin"
 DELTA = "delta_manifest.json"
-"""Lists the files of a version with only what changed (lmms-engine)."""
+"""The list of the files of a delta (lmms-engine)."""
 _ACCELERATE_MODEL = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
 _SINGLE = frozenset({*(f"{stem}.{suffix}" for stem, suffix in _KINDS), _ACCELERATE})
 
 
 @dataclass(frozen=True, slots=True)
 class WholeSet:
-    """The files that make the model.
+    """The files of the model.
 
     Attributes:
         files: in the order of their names, numbers as numbers.
-        index: the index that lists them, and what it says: tensor name -> file name; None for none.
-        notes: which files were left out, for the user.
+        index: the path of their index, and its content: tensor name -> file name; None without one.
+        notes: for the user, about files that were left out.
     """
 
     files: tuple[Path, ...]
@@ -49,21 +49,21 @@ class WholeSet:
 
 
 def is_whole_file(name: str) -> bool:
-    """Return whether a file of this name has whole weights, all of them or some."""
+    """Return whether a file of this name has whole weights, or a part of a set of them."""
     return name in _SINGLE or is_part_of_set(name) or bool(_ACCELERATE_MODEL.fullmatch(name))
 
 
 def is_part_of_set(name: str) -> bool:
-    """Return whether a file's name is that of one of several, or of their index."""
+    """Return whether a file's name is that of a part of a set, or of its index."""
     return name == DELTA or bool(_numbered_name(name) or _INDEX.fullmatch(name))
 
 
 def choose_files(location: Location) -> WholeSet:
-    """Return the files that make the model.
+    """Return the files of the model.
 
     Raises:
-        IncompleteError: files of the set are not there; or a DeltaError.
-        NotMergeableError: several sets, and nothing says which is meant.
+        IncompleteError: files of the set are missing; or a DeltaError.
+        NotMergeableError: there are several sets.
         CorruptError: the index is malformed.
     """
     directory, file = location.weights_dir, location.file
@@ -72,15 +72,15 @@ def choose_files(location: Location) -> WholeSet:
     if file is not None:
         return _set_of(file) if is_part_of_set(file.name) else WholeSet((file,))
     for stem, suffix in _KINDS:
-        found = _of_kind(directory, stem, suffix)
-        if found is not None:
-            return found
-    models = [one for one in sorted(directory.iterdir()) if _ACCELERATE_MODEL.fullmatch(one.name)]
+        whole = _of_kind(directory, stem, suffix)
+        if whole is not None:
+            return whole
+    models = [p for p in sorted(directory.iterdir()) if _ACCELERATE_MODEL.fullmatch(p.name)]
     if len(models) > 1:
         raise NotMergeableError(
             f"{directory}: has the weights of {len(models)} models",
-            found=", ".join(one.name for one in models),
-            hint="give the file of the one that you want",
+            found=", ".join(path.name for path in models),
+            hint="pass the file of the model that you want",
         )
     if models:
         return WholeSet((models[0],))
@@ -88,15 +88,15 @@ def choose_files(location: Location) -> WholeSet:
 
 
 def _of_kind(directory: Path, stem: str, suffix: str) -> WholeSet | None:
-    """Return the weights that go by the usual names: by their index, in one file, or numbered."""
+    """Return the weights with the usual names: by their index, in one file, or numbered."""
     index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
     if index.is_file():
         whole = _by_index(index)
         if single.is_file() and single not in whole.files:
             raise NotMergeableError(
-                f"{directory}: has two sets of weights, and nothing says which are meant",
+                f"{directory}: has two sets of weights; it is unclear which are meant",
                 found=f"{single.name}, and {len(whole.files)} other files in {index.name}",
-                hint=f"move one of them elsewhere, or give {single.name} itself",
+                hint=f"move one of them elsewhere, or pass {single.name} itself",
             )
         return whole
     if single.is_file():
@@ -105,7 +105,7 @@ def _of_kind(directory: Path, stem: str, suffix: str) -> WholeSet | None:
 
 
 def _set_of(file: Path) -> WholeSet:
-    """Return the set that a numbered file, or an index, belongs to."""
+    """Return the set of a numbered file, or of an index."""
     if _INDEX.fullmatch(file.name):
         return _by_index(file)
     match = _numbered_name(file.name)
@@ -119,12 +119,12 @@ def _set_of(file: Path) -> WholeSet:
 def _delta(directory: Path, fields: Mapping[str, object]) -> DeltaError:
     from unshard.read.delta import source_of
 
-    what = f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}"
+    subject = f"{directory}: a delta, not a model: it changes version {fields.get('base_version')}"
     if (step := source_of(directory)[1]) is not None and directory.name.startswith("weight_v"):
         at = shlex.quote(str(directory.parent))
-        return DeltaError(what, hint=f"make it with unshard apply {at} OUTPUT, ⟦--step {step}⟧")
-    whole = "give a version that is whole, or the checkpoint that the engine has updated"
-    return DeltaError(what, hint=f"{whole}, or make a model with unshard apply")
+        return DeltaError(subject, hint=f"make it with unshard apply {at} OUTPUT, ⟦--step {step}⟧")
+    whole = "pass a whole version, or the checkpoint that the engine has updated"
+    return DeltaError(subject, hint=f"{whole}, or make a model with unshard apply")
 
 
 def _by_index(index: Path) -> WholeSet:
@@ -154,8 +154,8 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
     }
     if len(sets) > 1 and len(whole) != 1:
         raise NotMergeableError(
-            f"{directory}: numbered files of several sets, and nothing says which are meant",
-            expected=f"one set that is complete, or {stem}.{suffix}.index.json",
+            f"{directory}: numbered files of several sets; it is unclear which are meant",
+            expected=f"one complete set, or {stem}.{suffix}.index.json",
             found="; ".join(f"{len(files)} of {count}" for count, files in sorted(sets.items())),
             hint="move the stale files elsewhere",
         )
@@ -164,7 +164,7 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
         absent = [number for number in range(1, count + 1) if number not in files]
         if not absent:
             raise CorruptError(
-                f"{directory}: files with numbers above {count}, the count in their names"
+                f"{directory}: shard numbers exceed the total {count} in the file names"
             )
         raise IncompleteError(
             f"{directory}: {len(absent)} of {count} numbered files are missing",
@@ -180,36 +180,31 @@ def _by_number(directory: Path, stem: str, suffix: str) -> WholeSet | None:
 
 
 def _only_numbered(directory: Path) -> WholeSet:
-    """Return the numbered files with an unusual stem (a variant), if there is only one stem."""
+    """Return the numbered files with an unusual stem (a variant), if there is one stem only."""
     kinds = _numbered(directory)
     indices = [path for path in directory.iterdir() if _INDEX.fullmatch(path.name)]
     if len(indices) == 1:
         return _by_index(indices[0])
     if len(kinds) == 1 and not indices:
         ((stem, suffix),) = kinds
-        found = _by_number(directory, stem, suffix)
-        if found is not None:
-            return found
+        if whole := _by_number(directory, stem, suffix):
+            return whole
     raise NotMergeableError(
-        f"{directory}: no weights have a usual name, and several have another",
+        f"{directory}: no weights have a usual name, and several have an unusual name",
         expected=", ".join(sorted(_SINGLE)),
         found=", ".join([f"{stem}-….{suffix}" for stem, suffix in kinds]) or "none",
-        hint="give one of the files that are meant",
+        hint="pass one file of the right set",
     )
 
 
-_Sets = dict[int, dict[int, Path]]
-
-
-def _numbered(directory: Path) -> dict[tuple[str, str], _Sets]:
+def _numbered(directory: Path) -> dict[tuple[str, str], dict[int, dict[int, Path]]]:
     """Return all numbered files: (stem, suffix) -> count -> number -> path."""
-    found: dict[tuple[str, str], _Sets] = {}
+    kinds: dict[tuple[str, str], dict[int, dict[int, Path]]] = {}
     for path in sorted(directory.iterdir()):
-        match = _numbered_name(path.name)
-        if match is not None:
-            sets = found.setdefault((match[1], match[4]), {})
+        if match := _numbered_name(path.name):
+            sets = kinds.setdefault((match[1], match[4]), {})
             sets.setdefault(int(match[3]), {})[int(match[2])] = path
-    return found
+    return kinds
 
 
 def _numbered_name(name: str) -> re.Match[str] | None:

@@ -1,4 +1,4 @@
-"""The format of whole weights, by its names; what reads it is imported when it is read."""
+"""The format of whole weights, recognised by names; its reader is imported on demand."""
 
 from unshard.read.format import Format, Location, ReadOptions, by_name, has_file
 from unshard.read.whole_files.names import is_part_of_set, is_whole_file

@@ -1,16 +1,16 @@
 """Reader for weights that are whole already: a Hugging Face directory, or one file of weights.
 
-Safetensors and files of torch.save, one or several. What an index says is compared with what the
-files have: every name in the file that it states, none twice.
+Safetensors and files of torch.save, one or several. An index is compared with the files: every name
+must be in the file that the index lists, and in no other.
 
 In a torch.save file the state dict is often under a key. Known keys are those of training
-frameworks; an unknown one is taken if it is the only one that has tensors. Nothing is guessed
-between several.
+frameworks; an unknown key counts if it is the only key with tensors. Several are refused.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
@@ -39,7 +39,7 @@ _PATHS = (("model",), ("state_dict",), ("module",), ("state", "model"))
 
 
 def read(location: Location, options: ReadOptions) -> Catalog:
-    """Return what the files hold."""
+    """Read the weights of a checkpoint."""
     chosen = choose_files(location)
     union = _UnitedFiles(chosen.files, options.allowed_globals)
     for number, path in enumerate(chosen.files):
@@ -65,7 +65,7 @@ def read(location: Location, options: ReadOptions) -> Catalog:
 
 
 class _UnitedFiles:
-    """Unites what the files contain; `holders` has the file of each tensor."""
+    """Unites the tensors of files; `holders` has the file of each tensor."""
 
     def __init__(self, paths: tuple[Path, ...], allowed: frozenset[str]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
@@ -74,7 +74,7 @@ class _UnitedFiles:
         self.archives: list[ByteRange] = []
         self.problems: list[UnshardError] = []
         self.notes: list[str] = []
-        self.writer = ""  # where a file of torch.save shows it
+        self.writer = ""  # if a file of torch.save shows it
         self._paths = paths
         self._allowed = allowed
 
@@ -111,8 +111,8 @@ class _UnitedFiles:
             names = without_wrapper_module(names)
         for name, entry in gathered.entries(self._paths).items():
             self._add(path, replace(entry, fqn=names[name]))
-        left = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
-        self.skipped |= gathered.skipped | left
+        others = {name: Skipped(name, reason) for name, reason in state.skipped.items()}
+        self.skipped |= gathered.skipped | others
         if state.under:
             self.notes.append(f"{path.name}: the weights were taken from {state.under}")
         if any(storage.crc for storage in file.storages.values()):
@@ -135,28 +135,28 @@ def _add_modules(union: _UnitedFiles, directory: Path, allowed: frozenset[str]) 
     """Add the weights in the folders of the modules of sentence-transformers."""
     from unshard.read.beside.modules import modules_at
 
-    folders = dict.fromkeys(one.folder for one in modules_at(directory / MODULES))
+    folders = dict.fromkeys(module.folder for module in modules_at(directory / MODULES))
     for folder in filter(None, folders):
         paths = (directory / folder / name for name in ("model.safetensors", "pytorch_model.bin"))
-        path = next((one for one in paths if one.is_file()), None)
+        path = next((path for path in paths if path.is_file()), None)
         if path is None:
             continue
         own = _UnitedFiles((path,), allowed)
         own.add_torch(0, path) if path.suffix == ".bin" else own.add_safetensors(0, path)
-        named = {f"{folder}/{name}": entry for name, entry in own.tensors.items()}
-        union.tensors |= {name: replace(entry, fqn=name) for name, entry in named.items()}
+        for entry in own.tensors.values():
+            name = f"{folder}/{entry.fqn}"
+            union.tensors[name] = replace(entry, fqn=name)
         union.problems += own.problems
         union.archives += own.archives
 
 
-@dataclass(frozen=True, slots=True)
-class _StateDict:
+class _StateDict(NamedTuple):
     """The state dict of a file: tensors (and other values) by name.
 
     Attributes:
         items: the values by name.
-        under: the keys it is under, joined by dots; empty where it is all of the file.
-        skipped: why each other value of the file was left out, by name.
+        under: its keys in the file, joined by dots; empty if it is the whole file.
+        skipped: the reasons why other values of the file were left out, by name.
     """
 
     items: Mapping[str, Value]
@@ -165,7 +165,7 @@ class _StateDict:
 
 
 def _find_state_dict(path: Path, value: Value) -> _StateDict:
-    """Return the state dict that a file's value is or contains.
+    """Return the state dict in a file's value, or the value itself.
 
     Raises:
         NotMergeableError: there are no tensors by name, or several sets of them.
@@ -185,15 +185,15 @@ def _find_state_dict(path: Path, value: Value) -> _StateDict:
             return _nested(top, names)
     if _has_tensors(top):
         return _StateDict(top, "", {})
-    found = [name for name in top if _has_tensors(_under(top, (name,)))]
-    if len(found) == 1:
-        return _nested(top, (found[0],))
+    candidates = [name for name in top if _has_tensors(_under(top, (name,)))]
+    if len(candidates) == 1:
+        return _nested(top, (candidates[0],))
     known = ", ".join(".".join(names) for names in _PATHS)
-    if found:
+    if candidates:
         raise NotMergeableError(
             f"{path}: several of its values have tensors, and none has a known name",
             expected=known,
-            found=", ".join(sorted(found)[:12]),
+            found=", ".join(sorted(candidates)[:12]),
             hint="save the state dict that you want in a separate file",
         )
     raise NotMergeableError(
@@ -214,44 +214,44 @@ def _has_tensors(items: Mapping[str, Value]) -> bool:
 
 
 def _nested(top: Mapping[str, Value], names: tuple[str, ...]) -> _StateDict:
-    """Return a state dict that is deeper, and why each value next to it was left out."""
+    """Return a nested state dict, with the reasons why other values were left out."""
     under = ".".join(names)
     skipped: dict[str, str] = {}
     level, prefix = top, ""
     for name in names:
         for other, value in level.items():
             has_tensors = is_tensor(value) or _has_tensors(items_of(value) or {})
-            what = "tensors next to the model's" if has_tensors else "not the model's weights"
+            kind = "tensors next to the model's" if has_tensors else "not the model's weights"
             if other != name:
-                skipped[prefix + other] = f"{what}, which were taken from {under}"
+                skipped[prefix + other] = f"{kind}, which were taken from {under}"
         level, prefix = items_of(level[name]) or {}, f"{prefix}{name}."
     return _StateDict(level, under, skipped)
 
 
 def _compare(
-    index: Path, stated: Mapping[str, str], holders: Mapping[str, Path]
+    index: Path, listed: Mapping[str, str], holders: Mapping[str, Path]
 ) -> tuple[list[CorruptError], list[str]]:
-    """Return for which tensors an index states a file that does not have them, and its gaps."""
+    """Return errors of tensors that are not in their file of an index, and notes about its gaps."""
     wrong: dict[str, list[str]] = {}
-    for name, file in stated.items():
+    for name, file in listed.items():
         if name not in holders or holders[name].name != file:
             wrong.setdefault(file, []).append(name)
     problems = [
         CorruptError(
-            f"{index}: {file} does not have {counted(len(names), 'tensor')} that it should have",
+            f"{index}: {file} lacks {counted(len(names), 'tensor')} of the index",
             found=f"no {shortened(names)}",
             hint="does the index belong to another save?",
         )
         for file, names in wrong.items()
     ]
-    rest = [name for name in holders if name not in stated]  # transformers loads these, too
-    unlisted = counted(len(rest), "tensor")
-    what = f"{index.name} does not list {unlisted} that its files have: {shortened(rest)}"
-    return problems, [what] if rest else []
+    unlisted = [name for name in holders if name not in listed]  # transformers loads them, too
+    count = counted(len(unlisted), "tensor")
+    note = f"{index.name} does not list {count} that its files have: {shortened(unlisted)}"
+    return problems, [note] if unlisted else []
 
 
 def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, list[str]]:
-    """Return the tool that wrote the files, and what is known of where they come from."""
+    """Return the tool that wrote the files, and a note about their source, if it is known."""
     directory = files[0].parent
     try:
         record = json_object(directory / RECORD_NAME)
@@ -271,15 +271,15 @@ def _origin(files: tuple[Path, ...], known: ConfigFile | None) -> tuple[str, lis
 
 
 def _made_from(source: Mapping[str, object]) -> str:
-    given = {name: _word(value) for name, value in source.items() if value is not None}
-    writer = given.get("writer", "unknown")
+    words = {name: _word(value) for name, value in source.items() if value is not None}
+    writer = words.get("writer", "unknown")
     facts = [
-        given.get("format", "unknown format"),
+        words.get("format", "unknown format"),
         "unknown writer" if writer == "unknown" else f"of {writer}",
-        f"world size {given.get('world_size')}",
-        *([f"step {given['step']}"] if "step" in given else []),
+        f"world size {words.get('world_size')}",
+        *([f"step {words['step']}"] if "step" in words else []),
     ]
-    return f"made by unshard from {given.get('name')} ({', '.join(facts)})"
+    return f"made by unshard from {words.get('name')} ({', '.join(facts)})"
 
 
 def _word(value: object) -> str:
