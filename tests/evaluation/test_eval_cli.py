@@ -106,7 +106,10 @@ def test_a_user_who_stops_waiting_is_told_that_the_job_goes_on(server: Live) -> 
 
 def test_a_token_that_is_missing_is_told_from_a_wrong_one(server: Live, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("another-token-than-the-servers")
-    for options, why in (([], "none came"), (["--token-file", str(tmp_path / "token")], "not the")):
+    for options, why in (
+        ([], "a token is required"),
+        (["--token-file", str(tmp_path / "token")], "not the"),
+    ):
         done = cli(server.url, "status", *options)
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr
         assert "--token-file" in done.stderr

@@ -171,8 +171,8 @@ class UnshardEvalConfig:
     (`num_fewshot: 0`, `model_args` for vllm).
     """
 
-    def __init__(self, **values: object) -> None:
-        vars(self).update(values)
+    def __init__(self, **given: object) -> None:
+        vars(self).update(given)
 
     def __getattr__(self, name: str) -> object:
         """Return None for a key that the file does not have."""

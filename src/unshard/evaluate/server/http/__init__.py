@@ -1,1 +1,1 @@
-"""HTTP: our protocol and lmms-eval's, who may connect and how often."""
+"""HTTP: our protocol and lmms-eval's, access control, and the page."""

@@ -1,8 +1,8 @@
-"""What both protocols share: the service, errors, and answers that can be large.
+"""Dependencies, errors and large answers, for both protocols.
 
 Large answers are serialised where they are made, so that few exist at a time. FastAPI would
-serialise them later, in another thread. One answer per request would wait for that, as objects,
-which take several times the memory of their JSON.
+serialise them later, in another thread; until then each request would keep objects that take
+several times the memory of their JSON.
 """
 
 import json
@@ -28,13 +28,13 @@ BoundedText = Annotated[str, Field(max_length=4096)]
 Tasks = Annotated[list[BoundedText], Field(min_length=1, max_length=MOST_TASKS)]
 
 
-async def _service_of(connection: HTTPConnection) -> Service:  # async: it needs no thread
+async def _service_of(connection: HTTPConnection) -> Service:  # async, else it takes a thread
     service: Service = connection.app.state.service
     return service
 
 
 Served = Annotated[Service, Depends(_service_of)]
-"""The service of the application that got a request."""
+"""The application's service."""
 
 
 async def _user_of(connection: HTTPConnection) -> User:
@@ -43,27 +43,27 @@ async def _user_of(connection: HTTPConnection) -> User:
 
 
 Asking = Annotated[User, Depends(_user_of)]
-"""Who sent a request."""
+"""The user who sent the request."""
 
 
-def check_may_change(job: Job, user: User, what: str) -> None:
-    """Log that a user changes a job; `what` says how.
+def check_may_change(job: Job, user: User, change: str) -> None:
+    """Log a user's change of a job.
 
     Raises:
-        HTTPException: 403: it is not the user's.
+        HTTPException: 403: it is not the user's job.
     """
     if not user.may_change(job.request.user):
-        whose = f"{job.request.user}'s" if job.request.user else "of nobody who is known"
-        raise HTTPException(403, f"job {job.id} is {whose}: only operators change others' jobs")
+        owner = job.request.user or "another user"
+        raise HTTPException(403, f"job {job.id} is {owner}'s: only operators change others' jobs")
     if user.name:
-        tell(job, f"{what} by {user.name}")
+        tell(job, f"{change} by {user.name}")
 
 
 def find_job(service: Service, job_id: str) -> Job:
     """Return a job, by its id or the beginning of it.
 
     Raises:
-        HTTPException: 404: there is none.
+        HTTPException: 404: it does not exist.
         UsageError: several ids begin like this.
     """
     job = service.job(job_id)
@@ -73,7 +73,7 @@ def find_job(service: Service, job_id: str) -> Job:
 
 
 class ErrorFields(BaseModel):
-    """An error's fields; `code` is the exit code of our errors, otherwise the HTTP status."""
+    """An error's fields; `code` is the exit code of our errors, or else the HTTP status."""
 
     type: str
     code: int
@@ -84,7 +84,7 @@ class ErrorFields(BaseModel):
 
     @classmethod
     def of(cls, error: UnshardError) -> "ErrorFields":
-        """Return what clients see of an error, with options as the command line has them."""
+        """Return the fields of an error, with options in the form of the command line."""
         error.front = Command()
         return cls(
             type=type(error).__name__,
@@ -108,19 +108,19 @@ def answer(view: BaseModel) -> Response:
 
 
 def answer_page(name: str, entries: Iterator[tuple[str | int, str]], limit: int) -> Response:
-    """Return the first page of a list: `{name: [...], "next": PLACE or null}`.
+    """Return the first page of a list: `{name: [...], "next": CURSOR or null}`.
 
     Args:
         name: the name of the list.
-        entries: the place of each entry, from which a client can continue, and its JSON.
+        entries: a cursor for each entry, from which a client can continue, and the entry's JSON.
         limit: the most entries. A page also ends after 1 MiB.
     """
-    written, size, last, after = list[str](), 0, None, None
-    for place, entry in entries:
-        if len(written) == limit or size > _PAGE_BYTES:
+    page, size, last, after = list[str](), 0, None, None
+    for cursor, entry in entries:
+        if len(page) == limit or size > _PAGE_BYTES:
             after = last
             break
-        written.append(entry)
-        size, last = size + len(entry), place
-    listed = ",".join(written)
+        page.append(entry)
+        size, last = size + len(entry), cursor
+    listed = ",".join(page)
     return Response(f'{{"{name}":[{listed}],"next":{json.dumps(after)}}}', media_type=_JSON)

@@ -1,7 +1,7 @@
-"""The application: both protocols, errors as JSON, and the guard around them.
+"""The application: both protocols and the page, errors as JSON, and access control.
 
-/openapi.json describes it. FastAPI's pages /docs and /redoc are not served: they load scripts from
-another site, which a cluster without internet access cannot reach.
+/openapi.json describes it. FastAPI's pages /docs and /redoc are not served, because they load
+scripts from another site, which a cluster without internet access cannot reach.
 """
 
 import logging
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(service: Service, rules: Rules) -> FastAPI:
-    """Return the application of a server, which serves the requests that the rules allow."""
+    """Return the application of a server; `rules` control access."""
     app = FastAPI(
         title="unshard eval",
         description="Evaluate checkpoints while training continues.",
@@ -46,11 +46,8 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
     app.state.service = service
     app.state.rules = rules
     app.state.streams = Counter()
-    app.include_router(v1.router)
-    app.include_router(lmms.router)
-    app.include_router(routes.router)
-    app.include_router(runs.router)
-    app.include_router(answers.router)
+    for module in (v1, lmms, routes, runs, answers):
+        app.include_router(module.router)
     for kind, handler in {
         UnshardError: _on_error,
         UnhealthyError: _on_unhealthy,
@@ -58,12 +55,12 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         sqlite3.OperationalError: _on_database,
         HTTPException: _on_http_error,
         RequestValidationError: _on_invalid,
-        Exception: _on_mistake,
+        Exception: _on_internal_error,
     }.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(Guard, rules=rules)
     _add_metrics(app, service)
-    if rules.users:  # /openapi.json describes how it is given; `Guard` checks it
+    if rules.users:  # described in /openapi.json, checked by `Guard`
         spec = app.openapi()
         schemes = {kind: {"type": "http", "scheme": kind} for kind in ("bearer", "basic")}
         spec.setdefault("components", {})["securitySchemes"] = schemes
@@ -72,13 +69,13 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
 
 
 def _add_metrics(app: FastAPI, service: Service) -> None:
-    """Add /metrics; without prometheus_client it says how to install that."""
+    """Add /metrics; without prometheus_client its error has the command to install it."""
     meter = None
     if find_spec("prometheus_client") is not None:
         from unshard.evaluate.server.http.metrics import CountedRequests, Meter
 
         meter = Meter(service)
-        app.add_middleware(CountedRequests, meter=meter)  # outermost: refused requests count, too
+        app.add_middleware(CountedRequests, meter=meter)  # outermost, to count refused requests too
 
     text = {"text/plain": {"schema": {"type": "string"}}}
     failures = {"model": lmms.Problem}
@@ -98,17 +95,17 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 
 
 async def _on_error(connection: HTTPConnection, error: Exception) -> Response:
-    """Answer with one of our errors, as a bad request."""
+    """Answer a bad request with one of our errors."""
     return _answer_error(connection, error, 400)
 
 
 async def _on_unhealthy(connection: HTTPConnection, error: Exception) -> Response:
-    """Answer that the request may be repeated later."""
+    """Answer that the client may repeat the request later."""
     return _answer_error(connection, error, 503, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 async def _on_database(connection: HTTPConnection, error: Exception) -> Response:
-    """Answer when the database is locked, or its disk is full; the log has the error."""
+    """Log and answer that the database is locked, or its disk is full."""
     _log.warning("the database of jobs does not answer: %s", error)
     why = UnhealthyError("the server's database does not answer", found=str(error))
     return await _on_unhealthy(connection, why)
@@ -119,21 +116,21 @@ async def _on_http_error(connection: HTTPConnection, error: Exception) -> Respon
         raise error
     fields = ErrorFields(type="HTTPError", code=error.status_code, message=error.detail)
     headers = error.headers
-    if error.status_code == 405:  # starlette names the methods of one of the path's routes
+    if error.status_code == 405:  # starlette allows only the methods of one of the path's routes
         headers = {**(headers or {}), "Allow": ", ".join(_allowed_methods(connection))}
     return _answer(connection, fields, error.status_code, headers=headers)
 
 
 def _allowed_methods(connection: HTTPConnection) -> list[str]:
     """Return the methods of all routes of a request's path, in alphabetical order."""
-    routes = [one for one in connection.app.routes if isinstance(one, Route)]
-    matching = [one for one in routes if one.matches(connection.scope)[0] is not Match.NONE]
-    return sorted({method for one in matching for method in one.methods or ()})
+    routes = [route for route in connection.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(connection.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
-async def _on_mistake(connection: HTTPConnection, _error: Exception) -> Response:
-    """Answer after a mistake of ours; the log has the traceback."""
-    message = "the server made a mistake: its log says which"
+async def _on_internal_error(connection: HTTPConnection, _error: Exception) -> Response:
+    """Answer after an unexpected exception; the log has the traceback."""
+    message = "internal error of the server: its log has the traceback"
     return _answer(connection, ErrorFields(type="HTTPError", code=500, message=message), 500)
 
 
@@ -141,10 +138,10 @@ async def _on_invalid(connection: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
-    text = "; ".join(f"{one:.300}" for one in problems)
+    text = "; ".join(f"{problem:.300}" for problem in problems)
     message = text.encode("ascii", "backslashreplace").decode()
-    what = f"{connection.scope['method']} {one_line(connection.url.path)}"
-    _log.info("refused: %s: %s", what, one_line(message))
+    request = f"{connection.scope['method']} {one_line(connection.url.path)}"
+    _log.info("refused: %s: %s", request, one_line(message))
     fields = ErrorFields(type="UsageError", code=UsageError.exit_code, message=message)
     return _answer(connection, fields, 400 if _is_ours(connection) else 422)
 
@@ -154,7 +151,7 @@ def _is_ours(connection: HTTPConnection) -> bool:
 
 
 def _is_view(connection: HTTPConnection) -> bool:
-    """Return whether a request is for what a person looks at."""
+    """Return whether a browser requests a view of the page."""
     path, accepted = connection.url.path, connection.headers.get("accept", "")
     return (path == "/" or path.startswith("/view/")) and "text/html" in accepted
 
@@ -165,7 +162,7 @@ def _answer_error(
     status: int,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return one of our errors, whole, in the form of the request's protocol."""
+    """Return one of our errors with all its parts, in the form of the request's protocol."""
     if not isinstance(error, UnshardError):
         raise error
     fields = ErrorFields.of(error)
@@ -180,7 +177,7 @@ def _answer(
     detail: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return an error in the form of the request's protocol; theirs has one text, `detail`."""
+    """Return an error in the form of the request's protocol; lmms-eval's has only `detail`."""
     if _is_view(connection):
         parts = {"expected": fields.expected, "found": fields.found, "hint": fields.hint}
         rules: Rules = connection.app.state.rules

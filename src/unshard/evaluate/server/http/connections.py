@@ -1,8 +1,8 @@
-"""Bounds on what slow clients cost: an ASGI layer, and a setting of the socket that listens.
+"""Bound the cost of slow clients, by an ASGI layer and a setting of the listening socket.
 
-An answer that its client does not read costs memory, and each connection costs a file descriptor;
-without descriptors a server can neither start an evaluator nor open its database. A connection that
-sends no request is not ended here: the documentation names the settings of a proxy that does.
+An answer that its client does not read takes memory, and each connection a file descriptor; without
+descriptors a server can neither start an evaluator nor open its database. Connections without a
+request are not closed here: the documentation has the settings of a proxy that closes them.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ _UNREAD = 64 << 20  # bytes of all answers that wait for their clients
 
 
 class Bounds:
-    """An ASGI layer that sends large bodies piece by piece, as fast as they are read.
+    """An ASGI layer that sends large bodies piece by piece, as fast as clients read them.
 
-    While 64 MiB wait to be read, further large answers are replaced by a request to come back.
+    While 64 MiB wait to be read, further large answers are replaced by status 503.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,7 +33,7 @@ class Bounds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, also when it is cancelled because the server ends."""
-        start: Message | None = None  # held back until it is known how large the body is
+        start: Message | None = None  # held back until the size of the body is known
         has_answered = is_refused = False
 
         async def send_bounded(message: Message) -> None:
@@ -82,8 +82,8 @@ def _away(why: str) -> Response:
 
 
 def give_up_silent_readers(listening: socket.socket) -> None:
-    """Have the kernel (Linux) end connections whose clients read nothing for 10 s."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connections inherit it
+    """Let the kernel (Linux) close connections whose clients read nothing for 10 s."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
         limit = int(_SILENT_S * 1000)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
 

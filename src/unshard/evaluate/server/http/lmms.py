@@ -1,7 +1,7 @@
 """lmms-eval's HTTP protocol, so that its clients and lmms-engine's trainer work unchanged.
 
-Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`. `lmms_engine_kwargs`, which
-it ignores silently, is honoured here, and so are keys that its documentation misplaces.
+Source: lmms-eval 0.7.3, `entrypoints/protocol.py` and `http_server.py`. Unlike there,
+`lmms_engine_kwargs` and the keys that lmms-eval's documentation misplaces are not ignored.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _THEIR_STATUS = {Status.EXPIRED: Status.FAILED, Status.SUPERSEDED: Status.CANCEL
 
 
 class Problem(BaseModel):
-    """What is wrong with a request."""
+    """An error."""
 
     detail: str
 
@@ -47,7 +47,7 @@ class Problem(BaseModel):
 class Health(BaseModel):
     """The state of the server (lmms-eval's protocol).
 
-    `problems` (ours): why it accepts no jobs; `draining` (ours): whether it begins no more.
+    `problems` (ours): why it accepts no jobs; `draining` (ours): whether it starts no more jobs.
     """
 
     status: str
@@ -76,7 +76,7 @@ class EvaluateRequest(BaseModel):
 
 
 class Submitted(BaseModel):
-    """A job that was queued (lmms-eval's protocol)."""
+    """A queued job (lmms-eval's protocol)."""
 
     job_id: str
     status: str
@@ -99,7 +99,7 @@ class JobInfo(BaseModel):
 
 
 class Queue(BaseModel):
-    """How full the server is (lmms-eval's protocol)."""
+    """The jobs of the server (lmms-eval's protocol)."""
 
     queue_size: int
     running_job: str | None
@@ -121,7 +121,7 @@ class Models(BaseModel):
 
 
 class Message(BaseModel):
-    """What happened (lmms-eval's protocol)."""
+    """A confirmation (lmms-eval's protocol)."""
 
     message: str
 
@@ -135,7 +135,7 @@ class MergeRequest(BaseModel):
 
 
 class MergeResponse(BaseModel):
-    """Where the merged checkpoint is (lmms-eval's protocol)."""
+    """The path of the merged checkpoint (lmms-eval's protocol)."""
 
     success: bool
     message: str
@@ -168,12 +168,12 @@ def health(service: Served, response: Response) -> Health:
 
 
 @router.post("/evaluate")
-def evaluate(service: Served, user: Asking, asked: EvaluateRequest) -> Submitted:
+def evaluate(service: Served, user: Asking, body: EvaluateRequest) -> Submitted:
     """Queue a job."""
     try:
-        request = replace(_as_request(asked), user=user.name)
+        request = replace(_as_request(body), user=user.name)
     except UsageError as error:
-        tell_refusal(Request("", asked.model, tuple(asked.tasks)), str(error))
+        tell_refusal(Request("", body.model, tuple(body.tasks)), str(error))
         raise HTTPException(400, str(error)) from error
     try:
         job, is_new = service.submit(request, None)
@@ -182,40 +182,39 @@ def evaluate(service: Served, user: Asking, asked: EvaluateRequest) -> Submitted
     except UnshardError as error:
         raise HTTPException(400, str(error)) from error
     position = service.store.position(job.id) or 0
-    what = "Job queued successfully" if is_new else f"The same job is {job.status} already"
+    message = "Job queued successfully" if is_new else f"The same job is {job.status} already"
     return Submitted(
         job_id=job.id,
         status=job.status,
         position_in_queue=position,
-        message=f"{what}. Position in queue: {position}",
+        message=f"{message}. Position in queue: {position}",
     )
 
 
 @router.get("/jobs/{job_id}", response_model=JobInfo)
 def job(service: Served, job_id: str) -> Response:
     """Show a job."""
-    found = _find(service, job_id)
-    position = service.store.position(found.id)
-    files = service.sample_files(found)
-    waits_for = service.scheduler.waits_for(found)
-    shown = replace(found, error=f"waits for {waits_for}") if waits_for else found
-    return answer(_info_of(shown, position, service.results_file(found), files))
+    job = _find(service, job_id)
+    position, files = service.store.position(job.id), service.sample_files(job)
+    if waits_for := service.scheduler.waits_for(job):
+        job = replace(job, error=f"waits for {waits_for}")
+    return answer(_info_of(job, position, service.results_file(job), files))
 
 
 @router.delete("/jobs/{job_id}")
 def cancel(service: Served, user: Asking, job_id: str) -> Message:
     """Cancel a job, whether it is queued or running."""
-    found = _find(service, job_id)
-    check_may_change(found, user, "cancelled")
-    if found.status.is_final:
-        raise HTTPException(400, f"Cannot cancel job with status {found.status}")
-    service.scheduler.cancel(found.id)
+    job = _find(service, job_id)
+    check_may_change(job, user, "cancelled")
+    if job.status.is_final:
+        raise HTTPException(400, f"Cannot cancel job with status {job.status}")
+    service.scheduler.cancel(job.id)
     return Message(message=f"Job {job_id} cancelled")
 
 
 @router.get("/queue")
 def queue(service: Served) -> Queue:
-    """Report how full the server is."""
+    """Report the queued, running and ended jobs."""
     counts = service.store.counts()
     running = service.store.running()
     return Queue(
@@ -229,7 +228,7 @@ def queue(service: Served) -> Queue:
 
 @router.get("/tasks")
 def tasks(service: Served) -> TaskNames:
-    """List the tasks that the server's profiles name; an empty list if they allow any."""
+    """List the tasks in the server's profiles; an empty list if they allow any."""
     profiles = service.profiles.values()
     return TaskNames(tasks=sorted({task for one in profiles for task in one.allowed_tasks}))
 
@@ -241,15 +240,15 @@ def models(service: Served) -> Models:
 
 
 @router.post("/merge", responses={"5XX": {"model": Problem}})
-async def merge(service: Served, asked: MergeRequest) -> MergeResponse:
-    """Merge a checkpoint into `_unshard/merged` of its run, and return where that is.
+async def merge(service: Served, body: MergeRequest) -> MergeResponse:
+    """Merge a checkpoint into `_unshard/merged` of its run, and return the path.
 
     Clients cannot choose the directory: `output_path` is ignored.
     """
     try:
         async with service.merging:
             path = await asyncio.to_thread(
-                service.merge, asked.checkpoint_path, _WEIGHTS[asked.checkpoint_type]
+                service.merge, body.checkpoint_path, _WEIGHTS[body.checkpoint_type]
             )
     except UsageError as error:
         raise HTTPException(400, str(error)) from error
@@ -264,24 +263,24 @@ async def merge(service: Served, asked: MergeRequest) -> MergeResponse:
     )
 
 
-def _as_request(asked: EvaluateRequest) -> Request:
-    """Return a request of this protocol as one of ours.
+def _as_request(body: EvaluateRequest) -> Request:
+    """Return a request of this protocol as our own.
 
-    `model` names a profile, or a type of model for the profile `lmms-eval`. The checkpoint is in
-    `lmms_engine_kwargs`, or in `model_args` under the key that the type of model has for it.
+    `model` is the name of a profile, or a type of model for the profile `lmms-eval`. The checkpoint
+    is in `lmms_engine_kwargs`, or in `model_args` under the key of this type of model.
 
     Raises:
-        UsageError: no checkpoint is named, or nothing would be measured.
+        UsageError: the checkpoint is missing, or nothing would be measured.
     """
-    if asked.predict_only:
+    if body.predict_only:
         raise UsageError("predict_only: nothing would be measured", expected="false")
-    arguments = {key: value for key, value in (asked.model_args or {}).items() if value is not None}
+    arguments = {key: value for key, value in (body.model_args or {}).items() if value is not None}
     lifted = {key: arguments.pop(key) for key in _LIFTED if key in arguments}
-    engine = asked.lmms_engine_kwargs or {}
-    # The checkpoint is not an argument of the model, under whichever of these names it is given.
-    named = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
-    found = [engine.get("model_path"), *(arguments.pop(key) for key in named)]
-    checkpoint = next((str(one) for one in found if one is not None), None)
+    engine = body.lmms_engine_kwargs or {}
+    # All of these are removed: the server sets the checkpoint's argument itself.
+    keys = [key for key in _CHECKPOINT_KEYS if str(arguments.get(key, "")).startswith("/")]
+    paths = [engine.get("model_path"), *(arguments.pop(key) for key in keys)]
+    checkpoint = next((str(path) for path in paths if path is not None), None)
     if checkpoint is None:
         raise UsageError(
             "model_args: no checkpoint",
@@ -290,25 +289,24 @@ def _as_request(asked: EvaluateRequest) -> Request:
     kind = str(engine.get("checkpoint_type") or "regular")
     if kind not in _WEIGHTS:
         raise UsageError(f"checkpoint_type {kind}: unknown", expected="regular or ema")
-    given = asked.model_dump(include=set(Arguments.model_fields))
-    if asked.num_gpus == 1:  # their client always sends num_gpus: 1 does not express a preference
-        del given["num_gpus"]
-    given |= {**lifted, "model_args": arguments}
+    fields = body.model_dump(include=set(Arguments.model_fields))
+    if body.num_gpus == 1:  # the default of lmms-eval's client, which always sends it
+        del fields["num_gpus"]
+    fields |= {**lifted, "model_args": arguments}
     with in_our_words(lambda name: f"{name} cannot be accepted"):
-        chosen = Arguments.model_validate(given)
-    return Request(
-        checkpoint=checkpoint,
-        profile=asked.model,
-        tasks=tuple(asked.tasks),
-        weights=_WEIGHTS[kind],
-        arguments=chosen,
-    )
+        return Request(
+            checkpoint=checkpoint,
+            profile=body.model,
+            tasks=tuple(body.tasks),
+            weights=_WEIGHTS[kind],
+            arguments=Arguments.model_validate(fields),
+        )
 
 
 def _info_of(
     job: Job, position: int | None, results: str | None, samples: Sequence[str]
 ) -> JobInfo:
-    """Return what clients see of a job; `results` and `samples` are paths of files."""
+    """Return the answer about a job; `results` and `samples` are paths of files."""
     request = job.request
     result: dict[str, dict[str, object]] | None = None
     if job.status is Status.COMPLETED:

@@ -1,27 +1,20 @@
-"""Access control: address, token, Host, Origin and size of a request. An ASGI layer.
+"""Access control by address, token, Host, Origin and size of a request: an ASGI layer.
 
 A server on loopback needs no token. Any other server needs a token, or networks whose clients need
-none; without a token, clients on loopback need none either. A request without a token must name
+none; without a token, clients on loopback need none either. A request without a token must have
 this server, or an address, in its Host header, and a browser's Origin must always be this server: a
 page of another site can reach the server under a host name that the site controls (DNS rebinding),
 but it cannot forge these headers. Headers in which proxies describe their clients are ignored.
-Without a token a browser is led to the form to log in, which needs none.
+A browser without a token is redirected to the form to log in.
 
-Users have roles (`users`). A viewer only reads; whose jobs an owner may change, the routes decide.
+Users have roles (`users`). A viewer only reads; the routes check which jobs an owner may change.
 """
 
 import asyncio
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import (
-    IPv4Address,
-    IPv4Network,
-    IPv6Address,
-    IPv6Network,
-    ip_address,
-    ip_network,
-)
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -34,42 +27,37 @@ from unshard.evaluate.server.http.users import Role, User, find_user, read_users
 Network = IPv4Network | IPv6Network
 
 LOG_IN = "/view/log-in"
-"""Where the form for the token is."""
-
 LOG_OUT = "/view/log-out"
-"""Where a browser gives its cookie back."""
-
 PAGE_HEADER = "x-unshard-page"
-"""A header of the page's own requests: a browser must not ask for a password if one is refused."""
+"""A header of the page's own requests: no browser should ask for a password if they are refused."""
 
 _OPEN = (LOG_IN, "/view/static/")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1/128")
 _MAX_BODY = 1 << 20
-_DRAINED = 16  # times as much is read and dropped: a client that is still sending reads no refusal
+_DRAINED = 16  # times the limit is read and dropped: a client that is sending reads no answer
 _BODY_S = 10.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-_VIEWER = "a viewer changes nothing: ask for a token with the role owner"
+_VIEWER = "a viewer cannot change anything: ask for a token with the role owner"
 _PROXY = (
-    "behind a proxy, start the server with --token-file: without one, every client of the proxy "
+    "behind a proxy, start the server with --token-file: without it, every client of the proxy "
     "counts as a user of this machine"
 )
 _ORIGIN = (
-    "behind a proxy, have it pass on the Host that browsers send (nginx: proxy_set_header Host "
-    "$http_host)"
+    "behind a proxy, forward the Host that browsers send (nginx: proxy_set_header Host $http_host)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which requests are served.
+    """The rules of access.
 
     Attributes:
-        users: those whose token every request must have; none: no request needs one.
+        users: every request needs the token of one of them; empty: no request needs a token.
         free: networks whose clients need no token.
-        hosts: the Host names that a request without a token may have; an address is always allowed.
+        hosts: the Host names that a request without a token may have, besides addresses.
         max_body: the largest body of a request, in bytes.
-        root: the path at which a proxy has the server, such as `/eval`.
+        root: the path of the server behind a proxy, such as `/eval`.
     """
 
     users: tuple[User, ...]
@@ -80,7 +68,7 @@ class Rules:
 
     @property
     def anyone(self) -> User:
-        """Whoever needs no token: a viewer, if users have roles."""
+        """The user of requests that need no token: a viewer, if users have roles."""
         return User(role=Role.VIEWER if any(user.name for user in self.users) else Role.OPERATOR)
 
 
@@ -93,17 +81,17 @@ def rules_for(
     """Return the rules for an address to listen on.
 
     Raises:
-        UsageError: the address is not loopback, and neither a token nor a network is given; or the
-            token is too short, or other users may read its file.
+        UsageError: an address other than loopback needs a token or a network; or the token is too
+            short, or other users may read its file.
     """
     users: tuple[User, ...] = ()
     if token_file is not None:
-        what = f"--token-file {token_file}"
-        users = read_users(token_file, what=what)
+        option = f"--token-file {token_file}"
+        users = read_users(token_file, what=option)
         if token_file.expanduser().stat().st_mode & 0o077:
-            raise UsageError(f"{what}: others may read it", hint=f"chmod 600 {token_file}")
+            raise UsageError(f"{option}: others may read it", hint=f"chmod 600 {token_file}")
     try:
-        free = tuple(ip_network(one) for one in allow_unauthenticated)
+        free = tuple(map(ip_network, allow_unauthenticated))
     except ValueError as error:
         raise UsageError(f"--allow-unauthenticated: {error}") from error
     if is_loopback(host):
@@ -130,14 +118,14 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """An ASGI application that passes on what the rules allow, and refuses everything else."""
+    """An ASGI layer that refuses requests that the rules do not allow."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
         self._app = app
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; the application gets its body only once the body is complete."""
+        """Serve one request; the application gets it with the complete body."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -145,7 +133,7 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         if self._rules.root and scope["path"].startswith(f"{self._rules.root}/"):
-            scope["path"] = scope["path"].removeprefix(self._rules.root)  # else the proxy did it
+            scope["path"] = scope["path"].removeprefix(self._rules.root)  # some proxies remove it
         headers = {
             key.decode("latin-1").lower(): value.decode("latin-1")
             for key, value in scope["headers"]
@@ -155,19 +143,19 @@ class Guard:
         if refusal is None and (scope["method"] not in _SAFE or "content-type" in headers):
             try:
                 async with asyncio.timeout(_BODY_S):
-                    found = await _read(receive, self._rules.max_body)
+                    read = await _read(receive, self._rules.max_body)
             except TimeoutError:
                 refusal = refused(408, "the body did not come in time", {"Connection": "close"})
             else:
-                body = found or b""
-                refusal = self._too_large() if found is None else _not_json(body, headers)
+                body = read or b""
+                refusal = self._too_large() if read is None else _not_json(body, headers)
         if refusal is None:
             await self._app(scope, _replayed(body, receive), send)
         else:
             await refusal(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
-        """Return what is wrong with a request; else it has a `user` from now on."""
+        """Return the refusal of a request; an allowed request gets its `user`."""
         host, origin = headers.get("host", ""), headers.get("origin")
         user = find_user(self._rules.users, headers)
         if user is None and not (self._rules.users and scope["path"].startswith(_OPEN)):
@@ -179,7 +167,8 @@ class Guard:
         scope["user"] = user = user or self._rules.anyone
         is_change = scope["method"] not in _SAFE and scope["path"] not in (LOG_IN, LOG_OUT)
         if user.role is Role.VIEWER and is_change:
-            return refused(403, f"{user.name or 'who has no token'} is a viewer", hint=_VIEWER)
+            who = user.name or "a user without a token"
+            return refused(403, f"{who} is a viewer", hint=_VIEWER)
         if origin is not None and _split(origin).netloc.lower() != host.lower():
             return refused(403, f"Origin {origin!r:.200} is not this server", hint=_ORIGIN)
         length = headers.get("content-length", "0")
@@ -211,28 +200,30 @@ def _split(url: str) -> SplitResult:
     """Return the parts of a URL; empty ones if it is malformed."""
     try:
         parts = urlsplit(url)
-        _ = parts.hostname  # it is only parsed now
+        _ = parts.hostname  # parsed here, with its errors
     except ValueError:
         return urlsplit("")
     return parts
 
 
 def _ask_for_token(scope: Scope, headers: Mapping[str, str], root: str) -> Response:
-    """Refuse a request without the token; lead a browser that wants to see a page to the form."""
+    """Refuse a request without a valid token; redirect a browser that opens a page to the form."""
     is_script = PAGE_HEADER in headers
     if scope["method"] == "GET" and "text/html" in headers.get("accept", "") and not is_script:
         query = scope.get("query_string", b"").decode("latin-1")
-        place = quote(f"{root}{scope['path']}" + (f"?{query}" if query else ""), safe="")
-        return RedirectResponse(f"{root}{LOG_IN}?next={place}", 303, {"Cache-Control": "no-store"})
-    why = "this token is not the server's" if "authorization" in headers else "none came"
-    response = refused(401, f"a token is needed, and {why}: Authorization: Bearer TOKEN")
+        address = quote(f"{root}{scope['path']}" + (f"?{query}" if query else ""), safe="")
+        target = f"{root}{LOG_IN}?next={address}"
+        return RedirectResponse(target, 303, {"Cache-Control": "no-store"})
+    wrong = "this token is not the server's"
+    why = wrong if "authorization" in headers else "a token is required"
+    response = refused(401, f"{why}: Authorization: Bearer TOKEN")
     if not is_script:
         response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
     return response
 
 
 def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
-    """Refuse a body that is not JSON: browsers send other types to other sites without asking."""
+    """Refuse a body that is not JSON: browsers send other types across sites without preflight."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body or kind == "application/json":
         return None
@@ -242,16 +233,16 @@ def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
 def refused(
     status: int, message: str, headers: Mapping[str, str] | None = None, *, hint: str = ""
 ) -> JSONResponse:
-    """Return an error that both protocols understand, for what no endpoint has answered."""
-    stated = {"expected": "", "found": "", "hint": hint}
-    error = {"type": "Refused", "code": status, "message": message, **stated}
+    """Return an error in the forms of both protocols, for a request that reaches no endpoint."""
+    parts = {"expected": "", "found": "", "hint": hint}
+    error = {"type": "Refused", "code": status, "message": message, **parts}
     detail = f"{message}; {hint}" if hint else message
     return JSONResponse({"detail": detail, "error": error}, status, headers)
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
     """Return a body; None if it is too large, or if the client has disconnected."""
-    kept, seen, is_more = bytearray(), 0, True
+    body, seen, is_more = bytearray(), 0, True
     while is_more:
         message = await receive()
         if message["type"] != "http.request":
@@ -259,21 +250,17 @@ async def _read(receive: Receive, limit: int) -> bytes | None:
         part, is_more = message.get("body", b""), message.get("more_body", False)
         seen += len(part)
         if seen <= limit:
-            kept += part
+            body += part
         elif seen > _DRAINED * limit:
             return None
-    return bytes(kept) if seen <= limit else None
+    return bytes(body) if seen <= limit else None
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that first gives a body that was already read."""
-    is_given = False
+    """Return a `receive` that first returns a body that was already read."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def take() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+    async def receive_next() -> Message:
+        return messages.pop() if messages else await receive()
 
-    return take
+    return receive_next

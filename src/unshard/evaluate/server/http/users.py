@@ -1,11 +1,11 @@
 """The users of a server: their names, roles and tokens, and the sessions of their browsers.
 
-A file has one token, whose holder may do everything, or a line `NAME ROLE TOKEN` for each user.
+A file has one token, of an operator, or a line `NAME ROLE TOKEN` for each user.
 
-A browser shows a token by the cookie that it got when its user logged in. The cookie has the time
-at which it ends, and a code of it made with the token, but not the token: other servers of the same
-host get it, too, because cookies do not distinguish ports. It is valid until then, also for the
-next server with the same token; another token ends all of them.
+When a user logs in, the browser gets a cookie with the time at which it expires and an HMAC of this
+time by the token. The cookie does not have the token, because browsers send it to other servers of
+the same host too: cookies do not distinguish ports. It is also valid for the next server with the
+same token; a new token ends all sessions.
 """
 
 import hashlib
@@ -23,15 +23,13 @@ from pathlib import Path
 from unshard.errors import UsageError
 from unshard.evaluate.credentials import check_token, read_text
 
-LASTS_S = 30 * 86400
-"""How long a browser stays logged in, seconds."""
-
+LASTS_S = 30 * 86400  # of a session
 _SHORTEST = 16
 _NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}", re.ASCII)
 
 
 class Role(StrEnum):
-    """What a user may do: look; submit, and change the own jobs; everything."""
+    """A user's permissions: read; also submit jobs and change the own ones; everything."""
 
     VIEWER = "viewer"
     OWNER = "owner"
@@ -40,14 +38,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who sent a request; one without a name is not distinguished from others without one."""
+    """The user who sent a request; users without a name are not distinguished."""
 
     name: str = ""
     role: Role = Role.OPERATOR
     token: str = field(default="", repr=False)
 
     def may_change(self, owner: str) -> bool:
-        """Return whether this user may cancel, retry or hide a job that a user submitted."""
+        """Return whether this user may cancel, retry or hide the jobs of `owner`."""
         return self.role is Role.OPERATOR or (self.role is Role.OWNER and owner == self.name)
 
 
@@ -55,7 +53,7 @@ def read_users(file: Path, *, what: str) -> tuple[User, ...]:
     """Return the users in a file, which errors call `what`.
 
     Raises:
-        UsageError: it cannot be read, or used. The error shows no token.
+        UsageError: it cannot be read, or is invalid. The error shows no token.
     """
     text = read_text(file, what=what)
     lines = {
@@ -92,41 +90,40 @@ def _is_user(line: Sequence[str]) -> bool:
 
 
 def find_user(users: Iterable[User], headers: Mapping[str, str]) -> User | None:
-    """Return the user whose token is shown: as Bearer, as the password of Basic, by a cookie."""
+    """Return the user of a request's token: Bearer, the password of Basic, or a cookie."""
     kind, _, value = headers.get("authorization", "").partition(" ")
-    shown = value.strip() if kind.lower() == "bearer" else ""
+    token = value.strip() if kind.lower() == "bearer" else ""
     if kind.lower() == "basic":
         with suppress(Base64Error, UnicodeDecodeError, ValueError):
-            shown = b64decode(value, validate=True).decode().partition(":")[2]
+            token = b64decode(value, validate=True).decode().partition(":")[2]
     cookies = headers.get("cookie", "")
-    by_token = user_with(users, shown)
-    return by_token or next((one for one in users if shows_session(one.token, cookies)), None)
+    by_token = user_with(users, token)
+    return by_token or next((user for user in users if shows_session(user.token, cookies)), None)
 
 
 def user_with(users: Iterable[User], token: str) -> User | None:
     """Return the user of a token."""
-    found = None
-    for user in users:  # all of them, whichever it is
-        if hmac.compare_digest(token.encode(), user.token.encode()):
-            found = user
-    return found
+    # All tokens are compared, so that the time does not depend on the user.
+    code = token.encode()
+    matching = [user for user in users if hmac.compare_digest(code, user.token.encode())]
+    return matching[-1] if matching else None
 
 
 def cookie_name(token: str) -> str:
-    """Return the name of the cookie: another for each token, so that servers do not share one."""
+    """Return the name of a token's cookie; a shared name would make servers replace it."""
     return f"unshard_{_code(token, 'name')[:8]}"
 
 
 def make_session(token: str) -> str:
-    """Return the value of a cookie that is valid from now on."""
+    """Return the value of a new cookie."""
     end = str(int(time.time()) + LASTS_S)
     return f"{end}.{_code(token, end)}"
 
 
 def shows_session(token: str, cookies: str) -> bool:
     """Return whether the header `Cookie` has a valid session."""
-    # Not by `http.cookies`, which stops at a value that it does not expect: other programs of this
-    # host set cookies, too, and browsers send them all.
+    # Not by `http.cookies`, which stops at an invalid value: browsers also send the cookies of
+    # other programs of this host.
     pairs = (cookie.strip().partition("=") for cookie in cookies.split(";"))
     values = {name: value for name, _, value in pairs}
     end, _, code = values.get(cookie_name(token), "").partition(".")
@@ -135,5 +132,5 @@ def shows_session(token: str, cookies: str) -> bool:
     return is_ours and is_time and time.time() < int(end)
 
 
-def _code(token: str, what: str) -> str:
-    return hmac.new(token.encode(), f"unshard page: {what}".encode(), hashlib.sha256).hexdigest()
+def _code(token: str, text: str) -> str:
+    return hmac.new(token.encode(), f"unshard page: {text}".encode(), hashlib.sha256).hexdigest()

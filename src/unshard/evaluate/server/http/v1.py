@@ -63,7 +63,7 @@ _EVENTS = 100  # read at once, and held for a client that reads slowly
 _PIECE = 1 << 18  # bytes of a file
 
 
-_RESULT = TypeAdapter(Result)  # it has the fields of a view, which need not be made for each
+_RESULT = TypeAdapter(Result)  # faster than views, which have the same fields
 
 
 def _view(service: Service, job: Job) -> JobView:
@@ -84,16 +84,15 @@ def jobs(service: Served, wanted: Annotated[JobPage, Query()]) -> Response:
     """List jobs, the newest first, page by page."""
     before = None if wanted.before is None else find_job(service, wanted.before).id
     filters = Filters(**wanted.model_dump(exclude={"before", "limit"}))
-    places = {job_id: place for place, job_id in enumerate(service.store.queued_ids(), start=1)}
+    positions = {job_id: index for index, job_id in enumerate(service.store.queued_ids(), start=1)}
 
-    def shown(job: Job) -> JobView:
-        # It may have left the queue since the places were read.
-        position = places.get(job.id) if job.status is Status.QUEUED else None
-        return JobView.of(job, position, service.scheduler.waits_for(job))
+    def as_json(job: Job) -> str:
+        # The job may have left the queue since the positions were read.
+        position = positions.get(job.id) if job.status is Status.QUEUED else None
+        return JobView.of(job, position, service.scheduler.waits_for(job)).model_dump_json()
 
-    found = service.store.newest(filters, before)
-    written = ((job.id, shown(job).model_dump_json()) for job in found)
-    return answer_page("jobs", written, wanted.limit)
+    matching = service.store.newest(filters, before)
+    return answer_page("jobs", ((job.id, as_json(job)) for job in matching), wanted.limit)
 
 
 @router.get("/jobs/{job_id}", response_model=JobView)
@@ -105,41 +104,41 @@ def job(service: Served, job_id: str) -> Response:
 @router.delete("/jobs/{job_id}")
 def cancel(service: Served, user: Asking, job_id: str) -> JobView:
     """Cancel a job that is queued or running; a job that has ended stays as it is."""
-    found = find_job(service, job_id)
-    check_may_change(found, user, "cancelled")
-    service.scheduler.cancel(found.id)
-    return _view(service, find_job(service, found.id))
+    job = find_job(service, job_id)
+    check_may_change(job, user, "cancelled")
+    service.scheduler.cancel(job.id)
+    return _view(service, find_job(service, job.id))
 
 
 @router.post("/jobs/{job_id}/retry")
 def retry(service: Served, user: Asking, job_id: str) -> JobView:
-    """Queue a job again that has ended; one that is completed stays, and gets a new one beside."""
-    found = find_job(service, job_id)
-    check_may_change(found, user, "retried")
-    return _view(service, service.retry(found))
+    """Queue an ended job again; a completed job stays, and a new job is queued."""
+    job = find_job(service, job_id)
+    check_may_change(job, user, "retried")
+    return _view(service, service.retry(job))
 
 
 @router.post("/jobs/{job_id}/hide")
 def hide(service: Served, user: Asking, job_id: str, why: Reason) -> JobView:
     """Leave a job's results out of curves and tables."""
-    found = find_job(service, job_id)
-    check_may_change(found, user, f"hidden ({why.reason})")
-    service.store.hiding.hide(found.id, why.reason)
-    return _view(service, find_job(service, found.id))
+    job = find_job(service, job_id)
+    check_may_change(job, user, f"hidden ({why.reason})")
+    service.store.hiding.hide(job.id, why.reason)
+    return _view(service, find_job(service, job.id))
 
 
 @router.post("/jobs/{job_id}/show")
 def show(service: Served, user: Asking, job_id: str) -> JobView:
     """Show a job's results again; the reason why they were hidden is kept."""
-    found = find_job(service, job_id)
-    check_may_change(found, user, "shown again")
-    service.store.hiding.show(found.id)
-    return _view(service, find_job(service, found.id))
+    job = find_job(service, job_id)
+    check_may_change(job, user, "shown again")
+    service.store.hiding.show(job.id)
+    return _view(service, find_job(service, job.id))
 
 
 @router.post("/drain")
 def drain(service: Served, user: Asking) -> Drain:
-    """Begin no more jobs, and end the server when none runs; jobs are still accepted and kept."""
+    """Stop starting jobs, and end the server when none runs; jobs are still accepted and kept."""
     if user.role is not Role.OPERATOR:
         raise HTTPException(403, "only operators drain the server")
     running = service.drain(user.name)
@@ -149,12 +148,12 @@ def drain(service: Served, user: Asking) -> Drain:
 @router.get("/jobs/{job_id}/log", response_model=LogPart)
 def log(service: Served, job_id: str, offset: Number = 0) -> Response:
     """Read the log of a job's last attempt, from a byte offset."""
-    found, days = find_job(service, job_id), service.config.keep_days
-    has_begun = found.status.is_final and found.attempts > 0
-    if has_begun and not service.scheduler.directory_of(found).exists():
-        kept = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
-        raise HTTPException(410, f"job {job_id}: its log has been removed{kept}")
-    text, after, ended = service.log(found, offset)
+    job, days = find_job(service, job_id), service.config.keep_days
+    had_log = job.status.is_final and job.attempts > 0
+    if had_log and not service.scheduler.directory_of(job).exists():
+        why = f"; the server keeps logs for {days} days (`keep_days`)" if days else ""
+        raise HTTPException(410, f"job {job_id}: its log has been removed{why}")
+    text, after, ended = service.log(job, offset)
     return answer(LogPart(text=text, offset=after, ended=ended))
 
 
@@ -162,40 +161,40 @@ def log(service: Served, job_id: str, offset: Number = 0) -> Response:
 def results(service: Served, wanted: Annotated[ResultPage, Query()]) -> Response:
     """List results in the order in which they arrived, page by page."""
     filters = Filters(**wanted.model_dump(exclude={"after", "limit", "hidden"}))
-    found = service.store.results(filters, wanted.after, are_hidden_read=wanted.hidden)
-    written = ((one.number, _RESULT.dump_json(one).decode()) for one in found)
-    return answer_page("results", written, wanted.limit)
+    matching = service.store.results(filters, wanted.after, are_hidden_read=wanted.hidden)
+    entries = ((one.number, _RESULT.dump_json(one).decode()) for one in matching)
+    return answer_page("results", entries, wanted.limit)
 
 
 @router.get("/runs")
 def runs(service: Served) -> RunList:
     """List all runs."""
-    found = service.store.runs.all()
-    return RunList(runs=[one.label for one in found], details=list(map(RunView.of, found)))
+    every = service.store.runs.all()
+    return RunList(runs=[run.label for run in every], details=list(map(RunView.of, every)))
 
 
 @router.post("/runs")
 def see_run(service: Served, place: Place) -> RunView:
-    """Look at the directory of a run: it may have been moved, or adopted."""
+    """Update the record of a run's directory, which may have been moved or adopted."""
     return RunView.of(service.see_run(place.directory))
 
 
 @router.get("/profiles")
 def profiles(service: Served, name: BoundedText | None = None) -> ProfileList:
-    """List the profiles, or only that which a submission with this name as `profile` means."""
-    meant = None if name is None else base_of(resolve_name(service.profiles, name))
+    """List the profiles, or only the one that a submission with `name` as profile would get."""
+    only = None if name is None else base_of(resolve_name(service.profiles, name))
     return ProfileList(
         profiles=[
             ProfileView(
                 name=key,
-                kind=one.kind,
-                gpus=one.gpus,
-                order=one.order,
-                max_lag=one.max_lag,
-                revision=one.revision(),
+                kind=profile.kind,
+                gpus=profile.gpus,
+                order=profile.order,
+                max_lag=profile.max_lag,
+                revision=profile.revision(),
             )
-            for key, one in service.profiles.items()
-            if meant in (None, key)
+            for key, profile in service.profiles.items()
+            if only in (None, key)
         ]
     )
 
@@ -203,21 +202,21 @@ def profiles(service: Served, name: BoundedText | None = None) -> ProfileList:
 _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Events for one client. Each stream reads the database, so a client may have 64 at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: Counter[str] = scope["app"].state.streams
         client = str((scope.get("client") or ("",))[0])
         if streams[client] >= _STREAMS:
-            refusal = refused(429, f"{client} follows the events {_STREAMS} times: close some")
+            refusal = refused(429, f"{client} has {_STREAMS} streams of events: close some")
             await refusal(scope, receive, send)
             return
         streams[client] += 1
         try:
             await super().__call__(scope, receive, send)
         finally:
-            streams -= Counter((client,))  # which also forgets a client without any
+            streams -= Counter((client,))  # unlike `streams[client] -= 1`, this drops zeros
 
 
 @router.get("/events", response_model=None, responses={200: _STREAM})
@@ -231,7 +230,7 @@ def events(
     text = last_event_id or ""
     if text.isascii() and text.isdecimal() and len(text) <= len(str(LARGEST)):
         since = min(int(text), LARGEST)
-    return _Stream(
+    return _EventStream(
         _follow(request, service, since),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache"},
@@ -239,39 +238,39 @@ def events(
 
 
 async def _follow(request: fastapi.Request, service: Service, since: int) -> AsyncIterator[str]:
-    quiet = _HEARTBEAT_S  # the first heartbeat comes at once
+    quiet_s = _HEARTBEAT_S  # the first heartbeat is sent at once
     while not (service.stopping.is_set() or await request.is_disconnected()):
-        found = await asyncio.to_thread(_events, service, since)
-        for number, event in found:
+        new = await asyncio.to_thread(_events, service, since)
+        for number, event in new:
             since = number
             yield event
-        quiet = 0.0 if found else quiet + _POLL_S
-        if quiet >= _HEARTBEAT_S:
-            quiet = 0.0
+        quiet_s = 0.0 if new else quiet_s + _POLL_S
+        if quiet_s >= _HEARTBEAT_S:
+            quiet_s = 0.0
             yield ": alive\n\n"
-        if not found:
+        if not new:
             await asyncio.sleep(_POLL_S)
 
 
 def _events(service: Service, since: int) -> list[tuple[int, str]]:
-    """Return the next changes after one: the number and the text of each."""
+    """Return the number and the text of the next events."""
 
     @cache
     def state_of(job_id: str) -> dict[str, object] | None:
         job = service.store.get(job_id)
         return None if job is None else _view(service, job).model_dump(mode="json")
 
-    found = []
+    texts = []
     for event in service.store.events(since, _EVENTS):
         fields = {"number": event.number, "status": event.status, "job": state_of(event.job_id)}
         text = f"id: {event.number}\nevent: job\ndata: {json.dumps(fields)}\n\n"
-        found.append((event.number, text))
-    return found
+        texts.append((event.number, text))
+    return texts
 
 
 @router.get("/jobs/{job_id}/files")
 def files(service: Served, job_id: str) -> FileList:
-    """List the results and samples that the evaluator wrote about a completed job."""
+    """List the evaluator's files of results and samples of a completed job."""
     return FileList(files=list_files(service.work_dir, find_job(service, job_id)))
 
 
@@ -280,15 +279,15 @@ _FILE = {"content": {"text/plain": {"schema": {"type": "string", "format": "bina
 
 @router.get("/jobs/{job_id}/files/{name:path}", response_model=None, responses={200: _FILE})
 def file(service: Served, job_id: str, name: str) -> StreamingResponse:
-    """Return one of these files as it was written."""
-    found = open_file(service.work_dir, find_job(service, job_id), name)
-    if found is None:
+    """Return one of these files unchanged."""
+    stream = open_file(service.work_dir, find_job(service, job_id), name)
+    if stream is None:
         raise HTTPException(404, f"job {job_id} has no file of this name")
-    kept_as = quote(name.rpartition("/")[2], safe="")
+    base_name = quote(name.rpartition("/")[2], safe="")
     return StreamingResponse(
-        _pieces(found),
+        _pieces(stream),
         media_type="text/plain; charset=utf-8",
-        headers={**HEADERS, "Content-Disposition": f"attachment; filename*=UTF-8''{kept_as}"},
+        headers={**HEADERS, "Content-Disposition": f"attachment; filename*=UTF-8''{base_name}"},
     )
 
 

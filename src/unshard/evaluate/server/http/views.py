@@ -1,4 +1,4 @@
-"""What clients of `/api/v1` send and get, as models; its OpenAPI description comes from them."""
+"""The models of requests and answers of `/api/v1`, for validation and the OpenAPI description."""
 
 import secrets
 from dataclasses import asdict
@@ -21,14 +21,14 @@ _OF_JOB = (
 
 
 class Drain(BaseModel):
-    """A server that begins no more jobs: how many run, and how many the next server will have."""
+    """A draining server: the number of running jobs, and of jobs queued for the next server."""
 
     running: int
     queued: int
 
 
 class Submission(Arguments):
-    """A job to queue; the arguments of its evaluator are keys like any others."""
+    """A job to queue, with the arguments for its evaluator."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,16 +40,16 @@ class Submission(Arguments):
     weights: WeightsName = "model"
     pin: BoundedText | None = None
     directory: Annotated[str, Field(pattern=r"^(?:(?:/|[a-z0-9]+://).{0,4095})?$")] = ""
-    """Of the run, where the checkpoint is not in it; an absolute path, or an address."""
+    """Of the run, if the checkpoint is outside; an absolute path, or an address."""
     again: Annotated[
         Annotated[bool, Field(strict=True)]
         | Annotated[str, Field(pattern=r"^[0-9a-zA-Z_-]{1,64}$")],
         expects("true, false, or at most 64 letters, digits, `-` and `_`", or_boolean=True),
     ] = False
-    """Evaluate again what has been evaluated; a text makes the same request again the same job."""
+    """Evaluate a completed job again; requests with the same text are the same job."""
 
     def request(self) -> Request:
-        """Return it as the value that the server works with."""
+        """Return it as a request."""
         values = self.model_dump(exclude={"pin", "again"})
         arguments = Arguments(**{name: values.pop(name) for name in Arguments.model_fields})
         again = secrets.token_hex(4) if self.again is True else self.again or ""
@@ -59,10 +59,11 @@ class Submission(Arguments):
 
 
 class SettingsView(BaseModel):
-    """What a job's numbers were measured with; those of equal `settings` can be compared.
+    """The settings of a measurement; numbers with equal `settings` can be compared.
 
-    `arguments` are the profile's, and over them the submission's. `revision` is a digest of what
-    else of the profile can change a number; empty: an earlier version measured, and kept none.
+    `arguments` are the profile's, updated with the submission's. `revision` is a digest of
+    everything else in the profile that can change a number; empty for measurements of an earlier
+    version.
     """
 
     settings: str
@@ -72,12 +73,8 @@ class SettingsView(BaseModel):
 
     @classmethod
     def of(cls, settings: Settings) -> "SettingsView":
-        """Return what clients see of settings."""
+        """Return the view of settings."""
         return cls.model_validate({"settings": settings.id, **asdict(settings)})
-
-
-def _is_line(text: str) -> bool:
-    return text.strip() != "" and text.isprintable()
 
 
 class Reason(BaseModel):
@@ -88,7 +85,10 @@ class Reason(BaseModel):
     reason: Annotated[
         str,
         Field(max_length=1000),
-        expects("one line of text, at most 1,000 characters", _is_line),
+        expects(
+            "one line of text, at most 1,000 characters",
+            lambda text: text.strip() != "" and text.isprintable(),
+        ),
     ]
 
 
@@ -103,18 +103,18 @@ class Place(BaseModel):
 class JobView(BaseModel):
     """A job and its state; times are seconds since the epoch.
 
-    `stderr` has the standard errors of those `metrics` that have one.
+    `stderr` has the standard errors of the `metrics`, where known.
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since;
-    a superseded job without one was skipped, because newer steps wait (`max_lag`).
-    `waits_for`: what a queued job waits for besides its turn: what the server's configuration
-    lacks, or GPUs that others use.
+    a superseded job without it was skipped, because newer steps wait (`max_lag`).
+    `waits_for`: besides its turn, what a queued job lacks: a part of the server's configuration,
+    or GPUs that other processes use.
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
-    `run` is as it was submitted; `run_label` is told apart from other runs of this name, and
-    `run_id` stays when the run's directory is moved.
-    `arguments` are those of the submission, `measured_with` what they became.
-    `hidden`: why its results are left out of curves and tables; `was_hidden`: why they were.
-    `user`: whose token submitted it; empty: one without a name, or none.
+    `run` is as submitted; `run_label` is unique among the runs of this name, and `run_id` does not
+    change when the run's directory is moved.
+    `arguments` are the submission's, `measured_with` has the resulting settings.
+    `hidden`: why its results are left out of curves and tables; `was_hidden`: the former reason.
+    `user`: the name of the submission's token; empty: without a name, or without a token.
     """
 
     id: str
@@ -150,20 +150,18 @@ class JobView(BaseModel):
 
     @classmethod
     def of(cls, job: Job, position: int | None, waits_for: str | None) -> "JobView":
-        """Return what clients see of a job."""
-        given: dict[str, object] = {"position": position, "pinned": job.pin is not None}
-        given["waits_for"] = waits_for
-        given |= {name: getattr(job.request, name) for name in _OF_REQUEST}
-        given |= {name: getattr(job, name) for name in _OF_JOB}
-        given |= {"run_id": job.run.id, "run_label": job.run.label}
-        given["run_directory"] = job.run.directory
+        """Return the view of a job."""
+        fields = {name: getattr(job.request, name) for name in _OF_REQUEST}
+        fields |= {name: getattr(job, name) for name in _OF_JOB}
+        fields |= {f"run_{name}": getattr(job.run, name) for name in ("id", "label", "directory")}
+        fields |= {"position": position, "pinned": job.pin is not None, "waits_for": waits_for}
         settings = None if job.settings is None else SettingsView.of(job.settings)
-        given |= {"arguments": job.request.arguments.given(), "measured_with": settings}
-        return cls.model_validate(given)
+        fields |= {"arguments": job.request.arguments.given(), "measured_with": settings}
+        return cls.model_validate(fields)
 
 
 class ResultPage(BaseModel):
-    """Which results to list, and where to continue; `hidden`: those that are hidden, too."""
+    """Which results to list, and where to continue; `hidden`: also hidden results."""
 
     run: BoundedText | None = None
     step: Number | None = None
@@ -196,9 +194,8 @@ class JobList(BaseModel):
 class ResultView(BaseModel):
     """One number of a job; results that arrive later have a higher `number`.
 
-    `higher_is_better` is what the evaluator says; null: it does not say it. What it was measured
-    with is as in `SettingsView`; `n_shot`, `n_samples` and `task_version` are what the evaluator
-    says of the task.
+    `settings`, `arguments` and `revision` are as in `SettingsView`; `higher_is_better`, `n_shot`,
+    `n_samples` and `task_version` are null unless the evaluator reports them.
     """
 
     number: int
@@ -232,7 +229,7 @@ class ResultList(BaseModel):
 
 
 class RunView(BaseModel):
-    """A training run: `label` is its name, told apart from others of this name."""
+    """A training run; `label` is its name, made unique among the runs of this name."""
 
     id: str
     name: str
@@ -241,19 +238,19 @@ class RunView(BaseModel):
 
     @classmethod
     def of(cls, run: TrainingRun) -> "RunView":
-        """Return what clients see of a run."""
+        """Return the view of a run."""
         return cls.model_validate(asdict(run))
 
 
 class RunList(BaseModel):
-    """The labels of training runs, and more of each in the same order."""
+    """The labels of training runs, and their details in the same order."""
 
     runs: list[str]
     details: list[RunView]
 
 
 class LogPart(BaseModel):
-    """A part of a job's log: `offset` is where the next begins, bytes."""
+    """A part of a job's log; the next part begins at byte `offset`."""
 
     text: str
     offset: int
@@ -261,15 +258,15 @@ class LogPart(BaseModel):
 
 
 class FileList(BaseModel):
-    """Files by their paths below the evaluator's output; one that is not kept was too large."""
+    """Files by their paths below the evaluator's output; files that are not kept were too large."""
 
     files: list[JobFile]
 
 
 class ProfileView(BaseModel):
-    """An evaluator that the server is configured with; `revision` is as in `SettingsView`.
+    """An evaluator in the server's configuration; `revision` is as in `SettingsView`.
 
-    `order` and `max_lag`: which of a run's steps that wait is first, and how many may wait.
+    `order` and `max_lag`: which of a run's waiting steps is first, and how many may wait.
     """
 
     name: str
