@@ -1,7 +1,7 @@
-"""What a model answered to each question of a task, and how the answers of two jobs differ.
+"""A model's answers to the questions of a task, and the differences between two jobs.
 
-The samples of lm-eval and lmms-eval have an object a line. Files may be large: they are read twice,
-first without keeping texts.
+The samples of lm-eval and lmms-eval have an object in each line. Files may be large, so they are
+read twice, first without keeping texts.
 """
 
 import json
@@ -26,7 +26,7 @@ router = APIRouter(include_in_schema=False)
 _SHOWN = 20
 _MOST = 20_000  # questions
 _MOST_LINE = 4 << 20  # bytes
-_MOST_TEXT = 4000  # characters; of a prompt with examples the end is the question
+_MOST_TEXT = 4000  # characters; the question is the end of a prompt with examples
 _OTHERS = 200
 _OWN_KEYS = frozenset({"doc_id", "idx"})
 
@@ -35,8 +35,8 @@ Change = Literal["lost", "gained", "changed", "same"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
 
-class Answer(NamedTuple):
-    """An answer to a question; `key` is the same for the same question of another job."""
+class ModelAnswer(NamedTuple):
+    """An answer to a question; jobs have the same `key` for the same question."""
 
     key: Key
     question: str
@@ -45,8 +45,8 @@ class Answer(NamedTuple):
     scores: Mapping[str, float]
 
 
-def read_answers(service: Service, job: Job, name: str) -> Iterator[Answer]:
-    """Yield the answers in a file of samples, up to a bound; lines that are no sample are left."""
+def read_answers(service: Service, job: Job, name: str) -> Iterator[ModelAnswer]:
+    """Yield the answers in a file of samples, up to a bound; other lines are ignored."""
     file = open_file(service.work_dir, job, name)
     if file is None:
         return
@@ -58,14 +58,14 @@ def read_answers(service: Service, job: Job, name: str) -> Iterator[Answer]:
                 yield _as_answer(json.loads(line), number)
 
 
-def _as_answer(sample: Mapping[str, object], number: int) -> Answer:
-    named = sample.get("metrics")
-    names = named if isinstance(named, list) else sample.keys() - _OWN_KEYS
+def _as_answer(sample: Mapping[str, object], number: int) -> ModelAnswer:
+    metrics = sample.get("metrics")
+    names = metrics if isinstance(metrics, list) else sample.keys() - _OWN_KEYS
     scores = {str(key): score for key in names if (score := _score(sample.get(key))) is not None}
-    place = f"{sample.get('doc_id', number)} {sample.get('doc_hash', '')}"
+    document = f"{sample.get('doc_id', number)} {sample.get('doc_hash', '')}"
     prompts = list(_texts(sample.get("arguments"))) or [_write(sample.get("doc"))]
-    return Answer(
-        (str(sample.get("filter", "")), place),
+    return ModelAnswer(
+        (str(sample.get("filter", "")), document),
         prompts[0][-_MOST_TEXT:],
         _answer_of(sample)[:_MOST_TEXT],
         _write(sample.get("target"))[:_MOST_TEXT],
@@ -74,21 +74,21 @@ def _as_answer(sample: Mapping[str, object], number: int) -> Answer:
 
 
 def _answer_of(sample: Mapping[str, object]) -> str:
-    """Return a text; of a choice, that with the highest likelihood."""
-    given = sample.get("filtered_resps", sample.get("resps"))
-    answers: list[Any] = given if isinstance(given, list) else [given]
-    are_likely = answers and all(isinstance(one, list) and len(one) == 2 for one in answers)
-    try:  # likelihoods, each with whether the model would have written the text
-        likely = [float(one[0]) for one in answers] if are_likely else []
+    """Return the text of an answer; of multiple choices, the one with the highest likelihood."""
+    responses = sample.get("filtered_resps", sample.get("resps"))
+    answers: list[Any] = responses if isinstance(responses, list) else [responses]
+    are_pairs = answers and all(isinstance(one, list) and len(one) == 2 for one in answers)
+    try:  # pairs of a likelihood, and whether the model would have written the text
+        likelihoods = [float(one[0]) for one in answers] if are_pairs else []
     except (ValueError, TypeError):
-        likely = []
-    if not likely:
+        likelihoods = []
+    if not likelihoods:
         return "\n".join(map(_write, answers))
-    if len(likely) == 1:
+    if len(likelihoods) == 1:
         return str(answers[0][1])
-    asked: Any = sample["arguments"]
-    choices = list(asked.values()) if isinstance(asked, dict) else asked
-    return [*_texts(choices[likely.index(max(likely))])][-1].strip()
+    arguments: Any = sample["arguments"]
+    choices = list(arguments.values()) if isinstance(arguments, dict) else arguments
+    return [*_texts(choices[likelihoods.index(max(likelihoods))])][-1].strip()
 
 
 def _score(value: object) -> float | None:
@@ -109,22 +109,22 @@ def _write(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _change_of(first: Answer, second: Answer) -> Change:
-    """Return what became of an answer: whether a score of 0 or 1 fell or rose, or the text changed.
+def _change_of(first: ModelAnswer, second: ModelAnswer) -> Change:
+    """Return whether a score of 0 or 1 has risen or fallen, or else whether the text has changed.
 
-    Where no score is 0 or 1 in both, the first score counts if the text has changed.
+    If no score is 0 or 1 in both, the first score counts if the text has changed.
     """
     is_same = first.answer == second.answer
-    both = [(one, second.scores[key]) for key, one in first.scores.items() if key in second.scores]
-    plain = [one for one in both if {*one} <= {0.0, 1.0}]
-    for before, after in plain or ([] if is_same else both[:1]):
+    pairs = [(one, second.scores[key]) for key, one in first.scores.items() if key in second.scores]
+    binary = [pair for pair in pairs if {*pair} <= {0.0, 1.0}]
+    for before, after in binary or ([] if is_same else pairs[:1]):
         if before != after:
             return "gained" if after > before else "lost"
     return "same" if is_same else "changed"
 
 
 class AnswersPage(BaseModel):
-    """Which answers to show: of a job, and of another, `with`, where they differ."""
+    """Which answers to show: of a job, and of another, `with`, to compare."""
 
     job: BoundedText
     other: Annotated[BoundedText, Query(alias="with")] = ""
@@ -135,33 +135,33 @@ class AnswersPage(BaseModel):
 
 def _compare(
     service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage
-) -> tuple[list[tuple[Change, list[Answer]]], dict[Change, int], bool]:
-    """Return a page of answers, how many there are of each change, and whether more follow."""
+) -> tuple[list[tuple[Change, list[ModelAnswer]]], dict[Change, int], bool]:
+    """Return a page of answers, the number of answers of each change, and whether more follow."""
 
-    def read(job: Job) -> Iterator[Answer]:
+    def read(job: Job) -> Iterator[ModelAnswer]:
         return read_answers(service, job, list_samples(service.work_dir, job)[task])
 
-    def without_texts(one: Answer) -> Answer:
+    def without_texts(one: ModelAnswer) -> ModelAnswer:
         return one._replace(question="", target="", answer=str(hash(one.answer)))
 
     others = {one.key: without_texts(one) for one in read(jobs[-1])}
-    counts, found = dict.fromkeys(CHANGES, 0), dict[Key, Change]()
+    counts, changes = dict.fromkeys(CHANGES, 0), dict[Key, Change]()
     for one in map(without_texts, read(jobs[0])):
         if (other := others.get(one.key)) is not None:
             change = _change_of(one, other)
             counts[change] += 1
             if wanted.show in ("", change):
-                found[one.key] = change
+                changes[one.key] = change
     start = (wanted.page - 1) * _SHOWN
-    shown = dict(islice(found.items(), start, start + _SHOWN))
-    whole = [{one.key: one for one in read(job) if one.key in shown} for job in jobs]
-    pairs = [(change, [one[key] for one in whole]) for key, change in shown.items()]
-    return pairs, counts, len(found) > start + _SHOWN
+    shown = dict(islice(changes.items(), start, start + _SHOWN))
+    by_job = [{one.key: one for one in read(job) if one.key in shown} for job in jobs]
+    pairs = [(change, [by_key[key] for by_key in by_job]) for key, change in shown.items()]
+    return pairs, counts, len(changes) > start + _SHOWN
 
 
 @router.get("/view/answers")
 def answers(views: Views, wanted: Annotated[AnswersPage, Query()]) -> HTMLResponse:
-    """Show the answers of a job, or how those of another job differ from them."""
+    """Show the answers of a job, or their differences from another job's."""
     service = views.service
     own = find_job(service, wanted.job)
     jobs = [own, *([find_job(service, wanted.other)] if wanted.other else [])]
@@ -172,10 +172,10 @@ def answers(views: Views, wanted: Annotated[AnswersPage, Query()]) -> HTMLRespon
     if task not in tasks:
         raise HTTPException(404, "these jobs have no samples of the same task")
     pairs, counts, has_more = _compare(service, jobs, task, wanted)
-    of = own.request
-    filters = Filters(Status.COMPLETED, own.run.id, weights=of.weights, profile=of.profile)
-    others = {one.id: one for one in [*jobs, *islice(service.store.newest(filters), _OTHERS)]}
-    others.pop(own.id)
+    weights, profile = own.request.weights, own.request.profile
+    filters = Filters(Status.COMPLETED, own.run.id, weights=weights, profile=profile)
+    newest = islice(service.store.newest(filters), _OTHERS)
+    others = {job.id: job for job in (*jobs, *newest) if job.id != own.id}
     return views.show(
         "answers.html",
         f"Answers: {task}",

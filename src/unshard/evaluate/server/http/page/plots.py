@@ -1,4 +1,4 @@
-"""The plots of runs: one per task and metric against the training step, as data and as CSV."""
+"""The plots of runs: each task and metric against the training step, as data and as CSV."""
 
 import csv
 import io
@@ -26,13 +26,12 @@ class Series(BaseModel):
     """A line: the points of a run, weights, profile and settings, by rising step.
 
     Attributes:
-        run, weights, profile: whose.
-        settings: what distinguishes its settings from those of the plot's other lines.
+        settings: the distinguishing part of its settings: see `describe_settings`.
         steps, values: of the points.
-        errors: the standard errors of the values; None where there is none.
-        base: the value at step 0, which is the model that training began with.
-        best: the step with the best value, of equals the lowest; None if the evaluator does not say
-            which direction is better.
+        errors: the standard errors of the values, where known.
+        base: the value at step 0, of the base model.
+        best: the step with the best value, the lowest among equals; None if the evaluator does not
+            report which direction is better.
     """
 
     run: str
@@ -47,7 +46,7 @@ class Series(BaseModel):
 
 
 class Plot(BaseModel):
-    """All lines of a metric; `subtasks`: how many plots of the group's tasks are not shown."""
+    """All lines of a metric; `subtasks`: the number of the group's tasks without a plot."""
 
     name: str
     task: str
@@ -57,17 +56,17 @@ class Plot(BaseModel):
 
 
 class PlotList(BaseModel):
-    """The plots of a page; `runs` are the labels of those that were asked for, in this order."""
+    """The plots of a page; `runs` are the labels of the requested runs, in this order."""
 
     runs: list[str]
     plots: list[Plot]
 
 
 def fold(names: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Return the names without the subtasks of groups, and how many tasks each group has.
+    """Return the names without the subtasks of groups, and the number of tasks of each group.
 
-    Evaluators do not say which tasks a group is made of. One whose name begins with that of another
-    (`mmlu_anatomy`, `mmlu`) is taken to be a part of it if there are several of these.
+    Evaluators do not report the tasks of a group. A task whose name begins with the name of another
+    (`mmlu_anatomy`, `mmlu`) is a part of it if there are at least four of these.
     """
     tasks = {name.partition("/")[0] for name in names}
     group_of = {
@@ -75,17 +74,17 @@ def fold(names: Sequence[str]) -> tuple[list[str], dict[str, int]]:
     }
     counts = Counter(group for task, group in group_of.items() if group != task)
     groups = {group: count for group, count in counts.items() if count >= _LEAST_OF_GROUP}
-    kept = [
+    shown = [
         name
         for name in names
         if group_of[task := name.partition("/")[0]] == task or group_of[task] not in groups
     ]
-    return kept, groups
+    return shown, groups
 
 
 def _heads(task: str) -> Iterator[str]:
-    """Yield what comes before each underscore, the shortest first."""
-    return (task[:place] for place, letter in enumerate(task) if letter == "_")
+    """Yield the part of a name before each underscore, the shortest first."""
+    return (task[:index] for index, letter in enumerate(task) if letter == "_")
 
 
 def make_plots(
@@ -97,39 +96,39 @@ def make_plots(
     """Return the plots of these names, whose lines are in the order of the runs.
 
     Args:
-        points: results with a step, in the order in which they came; of a step's, the last counts.
+        points: results with a step, in order of arrival; the last one of a step counts.
         names: "task/metric".
         runs: the labels of the runs.
-        folded: how many tasks of each group are not shown.
+        folded: the number of tasks of each group without a plot.
     """
-    found: dict[str, dict[tuple[int, int, str, str], dict[int, Result]]]
-    found = {name: {} for name in names}
+    by_name: dict[str, dict[tuple[int, int, str, str], dict[int, Result]]]
+    by_name = {name: {} for name in names}
     for one in points:
         line = (runs.index(one.run), _ORDER.index(one.weights), *one.line[2:])
-        found[f"{one.task}/{one.metric}"].setdefault(line, {})[one.step or 0] = one
+        by_name[f"{one.task}/{one.metric}"].setdefault(line, {})[one.step or 0] = one
     return [
         _make_plot(name, [lines[line] for line in sorted(lines)], folded)
-        for name, lines in found.items()
+        for name, lines in by_name.items()
         if lines
     ]
 
 
 def _make_plot(name: str, lines: Sequence[dict[int, Result]], folded: Mapping[str, int]) -> Plot:
     task, _, metric = name.partition("/")
-    named = describe_settings(one for points in lines for one in points.values())
-    series = [_make_series(points, named) for points in lines]
+    descriptions = describe_settings(one for points in lines for one in points.values())
+    series = [_make_series(points, descriptions) for points in lines]
     subtasks = folded.get(task, 0)
     return Plot(name=name, task=task, metric=metric, series=series, subtasks=subtasks)
 
 
-def _make_series(points: dict[int, Result], named: Mapping[tuple[str, str], str]) -> Series:
+def _make_series(points: dict[int, Result], descriptions: Mapping[tuple[str, str], str]) -> Series:
     ordered = [points[step] for step in sorted(points)]
     first, best = ordered[0], best_of(ordered)
     return Series(
         run=first.run,
         weights=first.weights,
         profile=first.profile,
-        settings=named[first.profile, first.settings],
+        settings=descriptions[first.profile, first.settings],
         steps=sorted(points),
         values=[one.value for one in ordered],
         errors=[one.stderr for one in ordered],
@@ -141,21 +140,22 @@ def _make_series(points: dict[int, Result], named: Mapping[tuple[str, str], str]
 def as_csv(points: Iterable[Result]) -> str:
     """Return results as CSV, with headings.
 
-    A text that a spreadsheet would take for a formula begins with an apostrophe.
+    A text that a spreadsheet would read as a formula begins with an apostrophe.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
     for one in points:
         when = datetime.fromtimestamp(one.completed_at, UTC).isoformat(timespec="seconds")
-        names = map(_plain, (one.run, one.weights, one.profile))
-        what = map(_plain, (one.task, one.metric))
-        said = map(_plain, (json.dumps(dict(one.arguments)), one.revision, one.evaluator or ""))
-        of_task = (_plain(one.task_version or ""), one.n_shot, one.n_samples)
-        row = (*names, one.step, *what, repr(one.value), one.stderr, when, *said, *of_task)
+        arguments = json.dumps(dict(one.arguments))
+        numbers = (repr(one.value), one.stderr, when)
+        settings = (arguments, one.revision, one.evaluator, one.task_version)
+        row = (one.run, one.weights, one.profile, one.step, one.task, one.metric)
+        row = (*map(_plain, row), *numbers, *map(_plain, settings), one.n_shot, one.n_samples)
         writer.writerow(row)
     return file.getvalue()
 
 
-def _plain(text: str) -> str:
-    return f"'{text}" if text.startswith(_FORMULA) else text
+def _plain(value: object) -> object:
+    is_formula = isinstance(value, str) and value.startswith(_FORMULA)
+    return f"'{value}" if is_formula else value

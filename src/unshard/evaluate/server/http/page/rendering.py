@@ -1,4 +1,4 @@
-r"""Templates become answers: everything is escaped, and a browser is told to run our scripts only.
+r"""Render templates: everything is escaped, and browsers may run our own scripts only.
 
 Names, errors and logs come from clients and evaluators. Jinja escapes markup in every value, and
 control characters are shown as `\x1b`. The policy of the answers allows no script or style inside
@@ -34,7 +34,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""What a browser may do with an answer of the page."""
+"""The headers of the page's answers."""
 
 STATIC = {
     name: ((_HERE / "static" / name).read_bytes(), kind)
@@ -53,7 +53,7 @@ STATIC = {
 
 @cache
 def version_of(name: str) -> str:
-    """Return a digest of a static file, which its address has, so that browsers may keep it."""
+    """Return a digest of a static file for its address, so that browsers may cache the file."""
     return hashlib.sha256(STATIC[name][0]).hexdigest()[:12]
 
 
@@ -62,7 +62,7 @@ def render(
 ) -> HTMLResponse:
     """Return a template with values as an answer; its own addresses begin at `root`.
 
-    They are found in the markup. No value can look like one, because quotes are escaped.
+    A pattern finds the addresses in the markup. It matches no value, because quotes are escaped.
     """
     text = _environment().get_template(template).render({"root": root, **values})
     text = _ADDRESS.sub(rf'\1="{root}/', text) if root else text
@@ -70,29 +70,34 @@ def render(
 
 
 def render_file(template: str, title: str, data: str) -> Response:
-    """Return a document to save, with the plots of some data, which is JSON.
+    """Return a self-contained document to save, with the plots of `data`, which is JSON.
 
-    All that it needs is in it. What runs in it is told by digests, and nothing else may.
+    Its policy allows only the scripts in it, by their digests.
     """
-    names = ("uPlot.iife.min.js", "plots.js")
-    scripts = [STATIC[name][0].decode() for name in names]
-    styles = [STATIC[name][0].decode() for name in ("page.css", "uPlot.min.css")]
-    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
-    allowed = " ".join(f"'sha256-{one}'" for one in digests)
-    values: dict[str, object] = {"title": title, "allowed": allowed, "when": time.time()}
-    # No text of the data can end its element.
-    values["data"] = Markup(data.replace("<", "\\u003c"))  # noqa: S704
-    values["licence"] = STATIC["uPlot.LICENSE"][0].decode()
-    values |= {"scripts": list(map(Markup, scripts)), "styles": list(map(Markup, styles))}
-    text = _environment().get_template(template).render(values)
+    scripts = [STATIC[name][0] for name in ("uPlot.iife.min.js", "plots.js")]
+    styles = [STATIC[name][0] for name in ("page.css", "uPlot.min.css")]
+    digests = [b64encode(hashlib.sha256(script).digest()).decode() for script in scripts]
+    text = (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
+            when=time.time(),
+            data=Markup(data.replace("<", "\\u003c")),  # noqa: S704  (no text can end its element)
+            licence=STATIC["uPlot.LICENSE"][0].decode(),
+            scripts=[Markup(script.decode()) for script in scripts],  # noqa: S704  (our own)
+            styles=[Markup(style.decode()) for style in styles],  # noqa: S704  (our own)
+        )
+    )
     attached = {"Content-Disposition": 'attachment; filename="runs.html"'}
     return HTMLResponse(text, headers={**HEADERS, **attached})
 
 
 def show_error(status: int, message: str, parts: Mapping[str, str], *, root: str) -> HTMLResponse:
-    """Return an error for people; `parts` says what was expected and found, and what to do."""
-    given = {name: text for name, text in parts.items() if text}
-    values = {"title": "Not shown", "message": message, "parts": given}
+    """Return an error as a view; `parts` are expected, found and hint."""
+    parts = {name: text for name, text in parts.items() if text}
+    values = {"title": "Not shown", "message": message, "parts": parts}
     return render("error.html", values, status, root=root)
 
 
@@ -109,8 +114,8 @@ def _environment() -> Environment:
     environment.filters |= {
         "when": _when,
         "size": human_size,
-        "number": _number,
-        "short": _short,
+        "number": lambda value, digits=6: f"{value:.{digits}g}",
+        "short": lambda job_id: job_id[:8],
         "middle": _middle,
     }
     environment.globals |= {"static": _static, "version": __version__}
@@ -118,7 +123,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: object) -> object:
-    """Return what is shown of a value: a dash for nothing, and no control characters."""
+    """Return a value without control characters; a dash for None."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return printable(value)
     return "–" if value is None else value  # noqa: RUF001  (a dash)
@@ -129,7 +134,7 @@ def _static(name: str) -> str:
 
 
 def _when(seconds: float | None) -> object:
-    """Return a time since the epoch as an element that a script shows as local time."""
+    """Return a time since the epoch as an element, which `page.js` shows as local time."""
     if seconds is None:
         return None
     at = datetime.fromtimestamp(seconds, UTC)
@@ -137,14 +142,6 @@ def _when(seconds: float | None) -> object:
     return element.format(at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M"))
 
 
-def _number(value: float, digits: int = 6) -> str:
-    return f"{value:.{digits}g}"
-
-
 def _middle(text: str, length: int = 60) -> str:
-    """Return a long name with its middle left out: runs differ at their ends."""
+    """Cut the middle of a long name: the names of runs often differ at their ends."""
     return text if len(text) <= length else f"{text[: length - 26]}…{text[-25:]}"
-
-
-def _short(job_id: str) -> str:
-    return job_id[:8]
