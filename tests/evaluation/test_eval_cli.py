@@ -458,7 +458,7 @@ def test_jobs_that_wait_for_the_configuration_say_why_and_are_cancelled_by_profi
             assert (
                 "waits for the server&#39;s configuration: unknown" in server.call("GET", page).text
             )
-        assert "What it waits for" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
+        assert "Waiting for" in server.call("GET", f"/view/jobs/{jobs[0].id}").text
         assert (
             "profile script has no queued jobs"
             in cli(server.url, "cancel", "--profile", "script").stdout

@@ -302,7 +302,7 @@ def test_results_are_hidden_shown_and_measured_again(view: View) -> None:
     box = view.page.locator("#live-job")
     expect(box).to_contain_text("Measured with")
     view.page.get_by_role("button", name="Hide").click()
-    expect(box).to_contain_text("Left out of curves and tables: for a reason")
+    expect(box).to_contain_text("Hidden in curves and tables: for a reason")
     view.page.get_by_role("button", name="Show again").click()
     expect(box).to_contain_text("was hidden: for a reason")
     view.page.get_by_role("button", name="Evaluate again").click()

@@ -115,7 +115,7 @@ def test_two_steps_are_compared_question_by_question(server: Still) -> None:
     for one, other in ((early, late), (late, early)):  # the earlier step is always first
         address = f"/view/answers?job={one.id}&with={other.id}"
         text = server.client.get(address).text
-        counted = "5 questions that both were asked; from step 10 to step 20:"
+        counted = "5 questions in both; from step 10 to step 20:"
         assert f"{counted} 1 lost, 1 gained, 1 changed, 2 same" in " ".join(text.split())
         assert "new" not in text
         assert "<img" not in text

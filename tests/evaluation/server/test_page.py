@@ -19,8 +19,8 @@ from unshard.evaluate.comparing import as_results, compare_runs
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.http.page.plots import as_csv, make_plots
-from unshard.evaluate.server.http.page.routes import progress_of
 from unshard.evaluate.server.http.page.rendering import STATIC
+from unshard.evaluate.server.http.page.routes import progress_of
 from unshard.evaluate.server.store.overview import list_holders, list_points, list_runs
 
 HTML = {"Accept": "text/html"}

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import HTMLResponse
-from pydantic import BaseModel
 
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.server.http.answers import BoundedText, find_job
 from unshard.evaluate.server.http.page.routes import Views
-from unshard.evaluate.server.http.page.runs import PageNumber
+from unshard.evaluate.server.http.page.runs import Paged
 from unshard.evaluate.server.queue.job_files import list_samples, open_file
 from unshard.evaluate.server.service import Service
 
@@ -123,14 +122,13 @@ def _change_of(first: ModelAnswer, second: ModelAnswer) -> Change:
     return "same" if is_same else "changed"
 
 
-class AnswersPage(BaseModel):
+class AnswersPage(Paged):
     """Which answers to show: of a job, and of another, `with`, to compare."""
 
     job: BoundedText
     other: Annotated[BoundedText, Query(alias="with")] = ""
     task: BoundedText = ""
     show: Change | Literal[""] = ""
-    page: PageNumber = 1
 
 
 def _compare(

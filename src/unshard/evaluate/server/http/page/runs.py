@@ -34,7 +34,18 @@ Names = Annotated[list[BoundedText], Field(max_length=_MOST_RUNS)]
 PageNumber = Annotated[int, Field(ge=1, le=10_000)]
 
 
-class RunsPage(BaseModel):
+class Paged(BaseModel):
+    """The query of an address with pages."""
+
+    page: PageNumber = 1
+
+    def query(self, **changes: object) -> str:
+        """Return the query as a text, with changes."""
+        values = {**self.model_dump(exclude_defaults=True, by_alias=True), **changes}
+        return "?" + urlencode({key: value for key, value in values.items() if value}, doseq=True)
+
+
+class RunsPage(Paged):
     """Which runs to list or to plot, and how.
 
     Attributes:
@@ -45,14 +56,8 @@ class RunsPage(BaseModel):
 
     run: Names = []
     q: BoundedText = ""
-    page: PageNumber = 1
     metric: Names = []
     sort: BoundedText = ""
-
-    def query(self, **changes: object) -> str:
-        """Return the query of an address, with changes."""
-        values = {**self.model_dump(exclude_defaults=True), **changes}
-        return "?" + urlencode({key: value for key, value in values.items() if value}, doseq=True)
 
 
 @router.get("/")

@@ -1,9 +1,9 @@
 "use strict";
-/* Keeps a view up to date, and sends what its buttons and forms ask for.
+/* Refreshes a view, and sends the requests of its buttons and forms.
 
-The server renders every view. When an event says that a job has changed, this script fetches the
-same address again and replaces the elements marked `data-live` whose content differs. Nothing from
-the server becomes markup here except what its templates have escaped; logs are set as text. */
+The server renders every view. After an event about a job, this script fetches the same address
+again and replaces the elements marked `data-live` whose content differs. Only rendered templates,
+in which everything is escaped, become markup here; logs are set as text. */
 
 const POLL_MS = 5000;
 const SOON_MS = 300;
@@ -14,7 +14,7 @@ const ROOT = document.body.dataset.root ?? ""; // behind a proxy
 
 const byId = (id) => document.getElementById(id);
 
-/* Times as the reader's clock has them. */
+/* Show times in the reader's time zone. */
 function localise(root) {
   for (const one of root.querySelectorAll("time:not([title])")) {
     const time = new Date(one.dateTime);
@@ -43,7 +43,7 @@ function setStale(why) {
     banner.hidden = true;
     return;
   }
-  const text = `${why} What you see is from ${fresh.toLocaleTimeString()}. Trying again.`;
+  const text = `${why} This page is from ${fresh.toLocaleTimeString()}. Trying again.`;
   if (banner.textContent !== text) banner.textContent = text;
   banner.hidden = false;
 }
@@ -62,8 +62,7 @@ async function refresh() {
       setStale(`The server answers with an error (${answer.status}).`);
       return;
     }
-    const found = new DOMParser().parseFromString(await answer.text(), "text/html");
-    replaceLive(found);
+    replaceLive(new DOMParser().parseFromString(await answer.text(), "text/html"));
     fresh = new Date();
     setStale("");
     document.dispatchEvent(new CustomEvent("refreshed"));
@@ -74,11 +73,11 @@ async function refresh() {
   }
 }
 
-function replaceLive(found) {
+function replaceLive(page) {
   const focused = document.activeElement?.id;
   const checked = new Set([...document.querySelectorAll("input[name=run]:checked")].map((one) => one.value));
   const open = [...document.querySelectorAll("[data-live] details[open]")].map((one) => one.id);
-  for (const now of found.querySelectorAll("[data-live]")) {
+  for (const now of page.querySelectorAll("[data-live]")) {
     const old = byId(now.id);
     if (!old || shown.get(now.id) === now.innerHTML) continue;
     shown.set(now.id, now.innerHTML);
@@ -104,7 +103,7 @@ function follow() {
   source = new EventSource(`${ROOT}/api/v1/events?since=${since}`);
   source.onopen = () => {
     isOpen = true;
-    later(0); // what has changed while there was no connection
+    later(0); // for changes while there was no connection
   };
   source.onerror = () => {
     isOpen = false;
@@ -124,8 +123,8 @@ function announce(event) {
   if (isShown) byId("announce").textContent = `Job ${event.job.id.slice(0, 8)}: ${event.status}`;
 }
 
-/* Without events (a proxy that holds them back, a server that is away) the view is polled; so it is
-while a job runs, whose progress makes no events. */
+/* Poll the view without events (a buffering proxy, a server that is away), and while a job runs:
+its progress makes no events. */
 function tick() {
   if (document.hidden) return;
   const isClosed = source === null || source.readyState === EventSource.CLOSED;
@@ -145,7 +144,7 @@ function stayUpToDate() {
   });
 }
 
-/* ---- What buttons and forms ask for ---- */
+/* ---- Buttons and forms ---- */
 
 async function ask(method, address, body) {
   const options = { method, headers: { ...HEADERS, Accept: "application/json" } };
@@ -160,9 +159,9 @@ async function ask(method, address, body) {
     throw new Error("The server does not answer. Try again later.");
   }
   if (answer.status === 401 && !document.body.contains(byId("log-in"))) goToLogIn();
-  const found = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
-  if (answer.ok) return found;
-  const error = found.error ?? { message: found.detail ?? `The server answers with ${answer.status}.` };
+  const fields = answer.status === 204 ? {} : await answer.json().catch(() => ({}));
+  if (answer.ok) return fields;
+  const error = fields.error ?? { message: fields.detail ?? `The server answers with ${answer.status}.` };
   const parts = [error.message, error.expected && `expected: ${error.expected}`, error.found && `found: ${error.found}`, error.hint];
   throw new Error(parts.filter(Boolean).join("; "));
 }
@@ -172,14 +171,14 @@ document.addEventListener("click", async (event) => {
   if (!button || button.ariaBusy === "true") return;
   const { action, job } = button.dataset;
   if (action === "cancel" && !confirm(`Cancel job ${job.slice(0, 8)}?`)) return;
-  const reason = action === "hide" ? prompt("Why are these results left out of curves and tables?") : "";
+  const reason = action === "hide" ? prompt("Reason for hiding these results in curves and tables:") : "";
   if (action === "hide" && !reason) return;
   button.ariaBusy = "true"; // a button that is disabled would lose the focus
   try {
     if (action === "cancel") await ask("DELETE", `${ROOT}/api/v1/jobs/${job}`);
     else {
-      const found = await ask("POST", `${ROOT}/api/v1/jobs/${job}/${action}`, reason ? { reason } : undefined);
-      if (action === "retry" && found.id !== job) return void (location.href = `${ROOT}/view/jobs/${found.id}`);
+      const changed = await ask("POST", `${ROOT}/api/v1/jobs/${job}/${action}`, reason ? { reason } : undefined);
+      if (action === "retry" && changed.id !== job) return void (location.href = `${ROOT}/view/jobs/${changed.id}`);
     }
     await refresh();
   } catch (error) {
@@ -228,7 +227,7 @@ async function sendToken(fields) {
 const ESCAPES = /\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])/g;
 const CONTROLS = /[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
-/* A log as text: no escape sequences, of a progress bar the last state, other controls by name. */
+/* A log without escape sequences and earlier states of progress bars; other controls as \x... */
 function plain(text) {
   const lines = text.replace(ESCAPES, "").replace(/\r+\n/g, "\n").split("\n");
   const last = lines.map((line) => line.slice(line.lastIndexOf("\r", line.length - 2) + 1).replace("\r", ""));
@@ -241,15 +240,15 @@ async function followLog(box) {
   if (offset > 0) byId("log-note").textContent = "The end of the log is shown.";
   const read = async () => {
     const answer = await fetch(`${box.dataset.source}?offset=${offset}`, { headers: HEADERS });
-    const found = await answer.json();
+    const part = await answer.json();
     if (!answer.ok) {
-      byId("log-note").textContent = found.error.message;
+      byId("log-note").textContent = part.error.message;
       return false;
     }
-    if (found.text) {
-      if (found.offset < offset) raw = ""; // of another attempt
-      offset = found.offset;
-      raw += found.text;
+    if (part.text) {
+      if (part.offset < offset) raw = ""; // a new attempt
+      offset = part.offset;
+      raw += part.text;
       if (raw.length > LOG_KEPT) {
         raw = raw.slice(-LOG_KEPT);
         byId("log-note").textContent = "The end of the log is shown.";
@@ -259,7 +258,7 @@ async function followLog(box) {
       if (isAtEnd) box.scrollTop = box.scrollHeight;
       return true;
     }
-    if (!raw) box.textContent = found.ended ? "The log is empty." : "Nothing has been written yet.";
+    if (!raw) box.textContent = part.ended ? "The log is empty." : "Nothing has been written yet.";
     return false;
   };
   let isReading = false;
@@ -269,7 +268,7 @@ async function followLog(box) {
     try {
       while (await read());
     } catch {
-      // The view says that the server does not answer.
+      // The banner reports that the server does not answer.
     } finally {
       isReading = false;
     }

@@ -4,30 +4,30 @@
 const COLOURS = 6;
 const plotsBox = document.getElementById("plots");
 const figures = new Map();
-const hidden = new Set(); // names of lines, in all plots
+const hidden = new Set(); // names of lines
 const inLog = { x: document.getElementById("log-x"), y: document.getElementById("log-y") };
 let zoom = null; // the first and the last step that are shown
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, text, fields = {}) => Object.assign(document.createElement(tag), text === null ? {} : { textContent: text }, fields);
 const short = (value, digits = 6) => Number(value.toPrecision(digits)).toString();
-/* Of runs with the same colour, the later ones have hollow points. */
+/* Runs share colours; a later run with the same colour has hollow points. */
 const isHollow = (one, runs) => runs.indexOf(one.run) % (2 * COLOURS) >= COLOURS;
-/* Solid, dashed for EMA; what differs from these in its settings alone is dotted. */
+/* Solid, dashed for EMA; dotted if another line differs in its settings only. */
 function dashOf(one, plot) {
   const isFurther = plot.series.some((other) => other.settings < one.settings && ["run", "weights", "profile"].every((key) => other[key] === one[key]));
   const dash = one.weights === "ema" ? [8, 5] : [];
   return isFurther ? [...dash, 2, 4] : dash;
 }
 
-/* Runs have colours; of a single run, profiles and settings have. */
+/* The colour is of the run; with a single run, of profile and settings. */
 function colourOf(one, plot, runs) {
   if (runs.length > 1) return runs.indexOf(one.run) % COLOURS;
   const of = (line) => JSON.stringify([line.profile, line.settings]);
   return [...new Set(plot.series.map(of))].indexOf(of(one)) % COLOURS;
 }
 
-/* What distinguishes the lines of a plot is what their names have. */
+/* The name of a line has run, weights, and what else differs between the lines of the plot. */
 function nameLines(series) {
   const several = (key) => new Set(series.map((one) => one[key])).size > 1;
   return series.map((one) => {
@@ -57,7 +57,7 @@ function align(plot) {
   };
 }
 
-/* The lowest and highest end of all bars that are seen, with some room. */
+/* The range of all visible bars, with a margin. */
 function rangeOf(u, errors, isLog) {
   let low = Infinity;
   let high = -Infinity;
@@ -77,22 +77,22 @@ function rangeOf(u, errors, isLog) {
   return [low - room, high + room];
 }
 
-/* What is drawn stays in the plot, some steps of which may be left out. */
-function clip(u) {
-  const { left, top, width, height } = u.bbox;
+/* Draw inside the plot only: a zoomed plot does not show all steps. */
+function paint(u, draw) {
+  const { ctx, bbox: { left, top, width, height } } = u;
   const room = zoom ? 0 : 10 * devicePixelRatio;
-  u.ctx.beginPath();
-  u.ctx.rect(left - room, top - room, width + 2 * room, height + 2 * room);
-  u.ctx.clip();
-}
-
-function drawBars(u, errors, strokes) {
-  const { ctx } = u;
-  const cap = 3 * devicePixelRatio;
   ctx.save();
-  clip(u);
+  ctx.beginPath();
+  ctx.rect(left - room, top - room, width + 2 * room, height + 2 * room);
+  ctx.clip();
   ctx.lineWidth = 1.5 * devicePixelRatio;
   ctx.setLineDash([]);
+  draw(ctx);
+  ctx.restore();
+}
+
+function drawBars(u, ctx, errors, strokes) {
+  const cap = 3 * devicePixelRatio;
   errors.forEach((row, line) => {
     if (!u.series[line + 1].show) return;
     ctx.strokeStyle = strokes[line];
@@ -101,7 +101,7 @@ function drawBars(u, errors, strokes) {
       if (!error) return;
       const value = u.data[line + 1][index];
       const x = Math.round(u.valToPos(u.data[0][index], "x", true));
-      const isLow = u.scales.y.distr === 3 && value <= error; // there is no place for it
+      const isLow = u.scales.y.distr === 3 && value <= error; // the end has no logarithm
       const low = isLow ? u.scales.y.min : value - error;
       for (const end of [...(isLow ? [] : [low]), value + error]) {
         const y = Math.round(u.valToPos(end, "y", true));
@@ -113,17 +113,11 @@ function drawBars(u, errors, strokes) {
     });
     ctx.stroke();
   });
-  ctx.restore();
 }
 
-/* A star at the best point of each line; its edge sets it off from the line and from the bars. */
-function drawStars(u, plot, strokes) {
-  const { ctx } = u;
+/* A star at the best point of each line, with an edge against the line and the bars. */
+function drawStars(u, ctx, plot, strokes) {
   const radius = 9 * devicePixelRatio;
-  ctx.save();
-  clip(u);
-  ctx.lineWidth = 1.5 * devicePixelRatio;
-  ctx.setLineDash([]);
   ctx.strokeStyle = colour("--back");
   plot.series.forEach((one, line) => {
     if (one.best === null || !u.series[line + 1].show) return;
@@ -140,10 +134,9 @@ function drawStars(u, plot, strokes) {
     ctx.fill();
     ctx.stroke();
   });
-  ctx.restore();
 }
 
-/* The ticks of a logarithmic axis: all that there are in less than a decade. */
+/* The ticks of a logarithmic axis: 1 to 9 within a decade, fewer for longer ranges. */
 const inDecades = {
   filter: (u, ticks) => ticks,
   splits: (u, axis, low, high) => {
@@ -183,7 +176,7 @@ function options(plot, runs, width, aligned) {
       sync: { key: "steps", scales: ["x", null], filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } },
     },
     hooks: {
-      draw: [(u) => drawBars(u, aligned.errors, strokes), (u) => drawStars(u, plot, strokes)],
+      draw: [(u) => paint(u, (ctx) => drawBars(u, ctx, aligned.errors, strokes)), (u) => paint(u, (ctx) => drawStars(u, ctx, plot, strokes))],
       setCursor: [(u) => showValues(u, plot, order, names)], setSelect: [zoomTo],
     },
   };
@@ -208,7 +201,7 @@ function setZoom(to) {
   for (const { plot } of figures.values()) plot.setScale("x", { min: plot.data[0][0], max: plot.data[0].at(-1) });
 }
 
-/* All values at the step under the pointer, at its side; so in all plots, where they have this step. */
+/* The values at the step under the pointer, next to it, in all plots with this step. */
 function showValues(u, plot, order, names) {
   const tip = u.over.querySelector(".tip") ?? u.over.appendChild(make("div", null, { className: "tip" }));
   const { idx, left } = u.cursor;
