@@ -10,6 +10,9 @@ SGLANG_VENV := .venv-sglang
 RAY_VENV := .venv-ray
 LOCK_VENV := .venv-lock
 FUZZ_VENV := .venv-fuzz
+RELEASE_VENV := .venv-release
+WHEEL_VENV := .venv-wheel
+LOWEST_VENV := .venv-lowest
 DEMO_OUTPUT := demo-output
 # What is imported is compiled then, and only then: all of torch and transformers would take minutes.
 # Kept, too, whatever the environment says: thousands of processes import the same.
@@ -20,8 +23,9 @@ INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 INSTALL_LOCKED := $(INSTALL) --no-deps --require-hashes --requirement tests/requirements/
 TORCH := "torch==2.13.0"
 
-.PHONY: demo test test-all left-out test-oracle test-eval test-engines test-vllm test-ray lint \
-	types docs format lock bench bench-peers torture torture-fuzz torture-eval clean
+.PHONY: demo test test-all left-out test-oracle test-eval test-engines test-vllm test-ray test-wheel \
+	test-lowest lint types docs format lock dist bench bench-peers torture torture-fuzz torture-eval \
+	clean
 
 # venv would make an environment that cannot install the project, and pip says so at length.
 define NEED_PYTHON
@@ -99,6 +103,23 @@ $(FUZZ_VENV)/.installed: $(TEST_VENV)/.installed tests/requirements/fuzz.txt
 	$(FUZZ_VENV)/bin/$(INSTALL_LOCKED)fuzz.txt
 	touch $@
 
+# The tools that build and check a release. The build backend is among them, by exact version: the
+# same tree gives the same bytes.
+$(RELEASE_VENV)/.installed: tests/requirements/release.txt
+	@$(PYTHON) -c "$$NEED_PYTHON"
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/$(INSTALL_LOCKED)release.txt
+	touch $@
+
+# The lowest versions that pyproject.toml allows, and the newest of what those need themselves.
+# torch and the tools of the tests are those of `make test`.
+$(LOWEST_VENV)/.installed: pyproject.toml tools/lowest.py
+	@$(PYTHON) -c "$$NEED_PYTHON"
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/$(INSTALL) $(TORCH) `$(PYTHON) tools/lowest.py`
+	$(LOWEST_VENV)/bin/$(INSTALL) --no-deps -e .
+	touch $@
+
 # After a change of versions in pyproject.toml or tests/requirements/*.in.
 lock:
 	$(PYTHON) -m venv $(LOCK_VENV)
@@ -125,7 +146,7 @@ test: $(TEST_VENV)/.installed
 		-m "not slow and not evaluators and not vllm and not ray" --hypothesis-profile quick
 
 # Everything: what `make test` runs, and in one run what it leaves out, with all examples.
-test-all: test types docs demo left-out
+test-all: test types docs demo test-wheel left-out
 
 LEFT_OUT := slow or hypothesis or evaluators
 LMMS_PYTHON := UNSHARD_LMMS_EVAL_PYTHON=$(CURDIR)/$(LMMS_VENV)/bin/python
@@ -154,6 +175,29 @@ test-vllm: $(EVAL_VENV)/.installed $(VLLM_VENV)/.installed $(SGLANG_VENV)/.insta
 
 test-ray: $(EVAL_VENV)/.installed $(RAY_VENV)/.installed
 	$(RAY_PYTHONS) $(EVAL_VENV)/bin/python $(PYTEST) -m ray
+
+# The files of a release, checked, and their bill of materials: docs/releasing.md. The wheel is built
+# from the sdist, so nothing that it needs is missing there.
+dist: $(RELEASE_VENV)/.installed
+	rm -rf dist build/sbom
+	mkdir -p build/sbom
+	$(RELEASE_VENV)/bin/python -m build --no-isolation
+	$(RELEASE_VENV)/bin/twine check --strict dist/*
+	$(RELEASE_VENV)/bin/check-wheel-contents dist/*.whl
+	$(RELEASE_VENV)/bin/python tools/sbom.py dist/*.whl > build/sbom/`basename dist/*.whl`.cdx.json
+
+# The wheel in dist/, which `make dist` builds, in an environment that has only what it asks for.
+test-wheel:
+	test -e dist || $(MAKE) dist
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/$(INSTALL) "`echo dist/*.whl`[eval,serve]"
+	$(WHEEL_VENV)/bin/python -I tests/wheel_alone.py
+
+# What dependencies are used for, with the lowest version of each.
+test-lowest: $(LOWEST_VENV)/.installed
+	$(LOWEST_VENV)/bin/python $(PYTEST) $(LOWEST_TESTS) --hypothesis-profile quick \
+		-m "not slow and not evaluators and not vllm and not ray"
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
@@ -217,4 +261,5 @@ torture-eval: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/python -m pytest --timeout 0 -p evaluation.repetition --times 200 --busy 4 -n 4 $(REPEATED)
 
 clean:
-	rm -rf $(VENV) $(TEST_VENV) $(EVAL_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TEST_VENV) $(EVAL_VENV) $(LMMS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(RAY_VENV) $(LOCK_VENV) $(FUZZ_VENV) $(PEERS_VENVS) \
+		$(RELEASE_VENV) $(WHEEL_VENV) $(LOWEST_VENV) dist $(DEMO_OUTPUT) .pytest_cache .mypy_cache .ruff_cache

@@ -137,7 +137,9 @@ class Hub:
     def _create(self, fields: Mapping[str, object]) -> tuple[int, object]:
         name = f"{fields.get('organization') or 'someone'}/{fields['name']}"
         status = 409 if name in self.repos else 200
-        self.repos.setdefault(name, Repo(fields.get("visibility") == "private"))
+        # Older versions of huggingface_hub send `private`, which the hub takes as well.
+        is_private = fields.get("visibility") == "private" or bool(fields.get("private"))
+        self.repos.setdefault(name, Repo(is_private))
         return status, {"url": f"{self.address}/{name}"}
 
     def _batch(self, fields: Mapping[str, list[dict[str, str]]]) -> tuple[int, object]:
@@ -304,7 +306,7 @@ def standing_in(patch: pytest.MonkeyPatch, directory: Path) -> Iterator[Hub]:
             "https://huggingface.co", hub.address
         )
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_TOKEN_PATH", str(directory / "no-token"))
         patch.setattr(time, "sleep", lambda _: None)

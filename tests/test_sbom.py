@@ -42,7 +42,7 @@ def test_the_bill_lists_all_dependencies_and_what_is_inside(tmp_path: Path) -> N
         if one["scope"] == "required" and one["name"] != "uPlot"
     }
     assert set(needed) == {one.replace("_", "-") for one in project["dependencies"]}
-    assert needed["huggingface-hub>=0.26"] == "pkg:pypi/huggingface-hub"
+    assert needed["huggingface-hub>=0.27"] == "pkg:pypi/huggingface-hub"
     (plots,) = (one for one in bill["components"] if one["name"] == "uPlot")
     assert plots["purl"] == f"pkg:npm/uplot@{plots['version']}"
     references = [one["bom-ref"] for one in bill["components"]]

@@ -29,6 +29,7 @@ def main() -> None:
     lock("test", "pyproject.toml", "--extra", "test", without=without)
     lock("eval", "tests/requirements/eval.in", without=without, sees=("test",))
     lock("ray", "tests/requirements/ray.in", sees=("test", "eval"))
+    lock("release", "tests/requirements/release.in")
     # vLLM asks for other versions of some packages: its environment has them first in its path.
     own = "pyproject.toml", "tests/requirements/vllm.in"
     without = f"{TORCH_AND_CUDA}|{BESIDE_TORCH}"
