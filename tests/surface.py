@@ -39,6 +39,8 @@ SYNTAX = {
 GIVEN = {"Comparison", "Inspection", "LazyTensor", "Loaded", "OpenCheckpoint", "Report"}
 # Callers make these and only hand them over, so their members are ours.
 MADE = {"MergeOptions"}
+# What `*rest` and `**rest` are called, no caller sees.
+STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 RANDOM = re.compile(r"\d{20}-[0-9a-f]{8}|[0-9a-f]{16}")
 
 Schema = Mapping[str, typing.Any]
@@ -92,7 +94,7 @@ def called(full: str, function: object) -> Iterator[str]:
             only_named |= {f"{name}=" for name in options.__optional_keys__}
             only_named |= options.__required_keys__
         elif name not in ("self", "cls"):
-            yield f"{full}({str(one).split(':')[0].split('=')[0]}{optional})"
+            yield f"{full}({STARS.get(one.kind, name)}{optional})"
     yield from (f"{full}(*, {name})" for name in sorted(only_named))
 
 

@@ -31,6 +31,7 @@ MODULES = (
     "unshard.evaluate.callbacks.transformers",
     "unshard.evaluate.lmms_engine",
     "unshard.integrations.lmms_engine",
+    "unshard.integrations.transformers",
     "unshard.merger",
 )
 WHAT_TO_DO = (
