@@ -34,6 +34,15 @@ def test_a_list_has_what_is_asked_for_with_hashes_and_not_torch(path: Path) -> N
     assert "torch" not in {name for name, _ in locked}  # its build depends on the machine
 
 
+def test_the_table_of_supported_versions_has_those_that_are_tested() -> None:
+    page = (ROOT / "docs" / "releasing.md").read_text(encoding="utf-8")
+    table = page.partition("## Supported versions")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"`([\w-]+)` (\d+(?:\.\d+)+)", table))
+    assert len(shown) > 15
+    locked = {pin for path in LISTS for pin in pins(path.read_text().splitlines())}
+    assert {(name.replace("_", "-"), version) for name, version in shown} <= locked
+
+
 def test_there_is_a_list_for_every_file_that_names_packages() -> None:
     named = {path.stem for path in (ROOT / "tests" / "requirements").glob("*.in")}
     assert {path.stem for path in LISTS} == named | {"test"}

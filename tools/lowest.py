@@ -6,6 +6,7 @@ the tools and oracles come along, by the exact versions that `make test` has.
 """
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(\[[\w,-]+\])?([>=]=)([0-9.]+)")
 
 def main() -> None:
     """Print them, separated by blanks."""
-    print(*lowest())
+    sys.stdout.write(" ".join(lowest()) + "\n")
 
 
 def lowest() -> Iterator[str]:
