@@ -201,7 +201,7 @@ def test_a_root_that_is_not_mounted_is_waited_for(tmp_path: Path, how: str) -> N
     root = tmp_path / "root"
     path = whole_model(root / "run" / "checkpoint-1")
     store, server = scheduler(tmp_path / "work", DONE)
-    pins = server._runner._pins = Pins(store, (root,), Quota())
+    pins = server._runner.pins = Pins(store, (root,), Quota())
     job = submit(store, pins, request(path))
     root.rename(tmp_path / "away")
     if how == "empty":

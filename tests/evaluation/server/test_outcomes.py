@@ -36,7 +36,7 @@ def test_numbers_are_kept_where_earlier_attempts_cannot_be_listed(
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
         merger = Merger(tmp_path / "merged", at_once=1)
         pins = Pins(store, (), Quota())
-        ended = Outcomes(store, merger, pins, 0.0, is_stopped=lambda: True)
+        ended = Outcomes(store, merger, pins, 0.0, lambda: True)
         store.submit(request(tmp_path), pin=None)
         job = store.claim(time.time())
         assert job is not None

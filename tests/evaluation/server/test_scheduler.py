@@ -77,7 +77,7 @@ def no_pins(store: Store) -> Pins:
 
 
 def no_engines(directory: Path) -> Engines:
-    return Engines(directory / "engines", grace_s=0, log_bytes=0, is_stopped=lambda: False)
+    return Engines(directory / "engines", 0, lambda: False)
 
 
 @pytest.fixture
@@ -575,7 +575,7 @@ def test_an_evaluator_that_cannot_be_started_now_has_not_failed(
     done = Exit("not started", 127, os.strerror(number), 0.0, number)
     write_exit(tmp_path, done, lambda: False)
     runner = AttemptRunner(
-        store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
+        store, merger, no_pins(store), no_engines(tmp_path), Limits(), lambda _: None
     )
     process = Process(2**22 - 5, 1, boot_id(), (), str(tmp_path))
     outcome = runner.resume(attempt, process)
@@ -603,7 +603,7 @@ def test_a_job_is_left_to_the_next_server_where_all_were_told_to_end(
         return None
 
     merger = Merger(tmp_path / "merged", at_once=1)
-    runner = AttemptRunner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=halt)
+    runner = AttemptRunner(store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt)
     attempt = Attempt(job, script_profile("time.sleep(600)"), (), tmp_path / "attempt")
     assert isinstance(runner.run(attempt), Left)
 
@@ -733,7 +733,7 @@ def test_a_look_at_a_checkpoint_that_hangs_is_bounded_by_the_timeout(
 
     monkeypatch.setattr(Pins, "list_changed", changed)
     runner = AttemptRunner(
-        store, merger, no_pins(store), no_engines(tmp_path), Limits(), halt=lambda _: None
+        store, merger, no_pins(store), no_engines(tmp_path), Limits(), lambda _: None
     )
     outcome = runner.resume(attempt, Process(2**22 - 5, 1, boot_id(), (), str(tmp_path)))
     assert isinstance(outcome, Failed)
@@ -856,7 +856,7 @@ def test_an_unforeseen_mistake_fails_its_job_only_and_an_unknown_profile_none(
     unknown, _ = store.submit(replace(request(model), profile="other"), pin=None)
     odd, good = submit(store, server, model, 1), submit(store, server, model, 2)
     server.start()
-    assert "unforeseen" in str(wait_for(store, odd.id, Status.FAILED).error)
+    assert "unexpected error" in str(wait_for(store, odd.id, Status.FAILED).error)
     wait_for(store, good.id, Status.COMPLETED)
     assert "unknown" in str(server.waits_for(job_of(store, unknown.id)))
     server.stop(end=True)

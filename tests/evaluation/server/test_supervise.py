@@ -23,7 +23,7 @@ SLEEP = "import time; time.sleep(600)"
 
 
 def order(directory: Path, script: str, **changed: object) -> Order:
-    values = {"timeout_s": LIMIT_S, "grace_s": 0.3, "log_bytes": 100_000} | changed
+    values = {"timeout_s": LIMIT_S, "grace_s": 0.3} | changed
     command = [sys.executable, "-I", "-S", "-c", script]
     return Order(command, dict(os.environ), str(directory), **values)  # type: ignore[arg-type]
 
@@ -57,7 +57,7 @@ def test_both_outputs_go_into_the_log(tmp_path: Path) -> None:
 
 def test_an_evaluator_that_cannot_be_started_is_reported(tmp_path: Path) -> None:
     child = start_supervisor(gpus=(), directory=tmp_path)
-    child.give(Order(["/nowhere"], {}, str(tmp_path), 60, 0.3, 1000))
+    child.give(Order(["/nowhere"], {}, str(tmp_path), 60, 0.3))
     child.reap()
     done = read_exit(tmp_path)
     assert done is not None
@@ -117,7 +117,7 @@ def test_an_evaluator_that_prints_a_gigabyte_fills_nothing(tmp_path: Path) -> No
         "open('peak', 'w').write((peaks or ['0'])[0])\n"
         "os.write(1, b'last\\n')\n"
     )
-    assert run(tmp_path, script, log_bytes=10_000_000).returncode == 0
+    assert run(tmp_path, script).returncode == 0
     log = tmp_path / "log.txt"
     assert log.stat().st_size <= 10_001_000
     content = log.read_bytes()

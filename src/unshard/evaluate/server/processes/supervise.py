@@ -1,11 +1,11 @@
 """The process between the server and an evaluator, which outlives the server.
 
 `python -m unshard.evaluate.server.processes.supervise` reads an `Order`, one line, from stdin.
-Without a whole one it ends, so nothing runs that the server has not recorded, and there is no log,
-by which the next server knows it. It leads the process group, bounds the log, keeps to the timeout,
-ends whatever the evaluator leaves behind, ends all when its directory is removed, and writes
-`exit.json` in one step. On Linux it also inherits the orphans of its descendants, so that they can
-be found, and the evaluator dies with it. Imports nothing heavy.
+Without a complete order it exits and writes no log, so no process runs that the server has not
+recorded, and the next server can tell. It leads the process group, bounds the log, enforces the
+timeout, ends the processes that the evaluator leaves behind, ends all when its directory is
+removed, and writes `exit.json` in one step. On Linux it also inherits the orphans of its
+descendants, so that they can be found, and the evaluator dies with it. Imports nothing heavy.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from unshard.evaluate.server.processes.bounded_log import BoundedLog
+from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, BoundedLog
 from unshard.evaluate.server.processes.table import identify, list_members, send
 from unshard.write.dirfd import write_whole
 
@@ -35,7 +35,7 @@ _AGAIN_S = 1.0
 _LOOK_S = 0.5
 _GONE_S = 60.0
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What ends an evaluator in an orderly way; blocked in a supervisor until it can take note."""
+"""Signals that end an evaluator in an orderly way; blocked until a supervisor has handlers."""
 _READ_BYTES = 1 << 20
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 _SET_PIPE_SIZE = 1031  # fcntl(2)
@@ -49,10 +49,10 @@ class Order:
         command: the evaluator's arguments, its interpreter first.
         environment: its whole environment.
         directory: of the attempt; its working directory, the log and `exit.json`.
-        timeout_s: how long it may run; from its start, or when `begins` appears.
+        timeout_s: how long it may run, from its start or from when `begins` appears.
         grace_s: how long it may take to end when it is asked to.
-        log_bytes: the bound of the log.
-        begins: a file in the directory that the evaluator makes when a cluster starts it; or none.
+        begins: the file in the directory that the evaluator makes when a cluster starts it; "":
+            no cluster starts it.
     """
 
     command: list[str]
@@ -60,7 +60,6 @@ class Order:
     directory: str
     timeout_s: float
     grace_s: float
-    log_bytes: int
     begins: str = ""
 
 
@@ -71,9 +70,9 @@ class Exit:
     Attributes:
         reason: "exited", "timeout", "stopped" (a signal) or "not started".
         returncode: as of `subprocess`: negative for a signal.
-        error: why it could not be started.
+        error: why it could not be started; "" if it was.
         seconds: how long it ran.
-        errno: of `error`; 0 where it was started.
+        errno: the number of `error`; 0 if it was started.
     """
 
     reason: str
@@ -107,20 +106,19 @@ def main() -> int:
     except (ValueError, TypeError):  # the server is gone
         return 1
     _control(_SET_CHILD_SUBREAPER, 1)
-
     directory = _Directory(Path(order.directory))
 
     def is_stopped() -> bool:
         return bool(stops) or directory.is_gone()
 
-    with BoundedLog(Path(order.directory) / LOG_NAME, order.log_bytes) as log:
+    with BoundedLog(Path(order.directory) / LOG_NAME, LOG_BYTES) as log:
         done = supervise(order, log, is_stopped)
     write_exit(Path(order.directory), done, is_stopped)
     return 0
 
 
 def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> Exit:
-    """Run an evaluator to its end, and end what it leaves behind."""
+    """Run an evaluator to its end, and end the processes that it leaves behind."""
     if is_stopped():
         return Exit("stopped", -signal.SIGTERM, "", 0.0)
     clock = _Clock(Path(order.directory, order.begins) if order.begins else None)
@@ -145,7 +143,7 @@ def supervise(order: Order, log: BoundedLog, is_stopped: Callable[[], bool]) -> 
 
 
 class _Directory:
-    """The directory of an attempt; without it, nothing that the evaluator does can be kept."""
+    """The directory of an attempt; when it is removed, the evaluator's results would be lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -153,7 +151,7 @@ class _Directory:
         self._is_gone = False
 
     def is_gone(self) -> bool:
-        """Return whether it is gone for so long that it is not a network file system's pause."""
+        """Return whether it is missing for longer than a network file system may be away."""
         now = time.monotonic()
         if now - self._looked > _LOOK_S:
             self._looked = now
@@ -161,7 +159,7 @@ class _Directory:
                 self._path.stat()
             except (FileNotFoundError, NotADirectoryError):
                 self._is_gone = now - self._seen > _GONE_S
-            except OSError:  # it does not answer, or not to this user any more
+            except OSError:  # the disk does not answer, or permissions changed
                 self._seen = now
             else:
                 self._seen = now
@@ -169,14 +167,14 @@ class _Directory:
 
 
 class _Clock:
-    """How long an evaluator has run, not counting how long it was in a cluster's queue."""
+    """Measures how long an evaluator has run, without its time in a cluster's queue."""
 
     def __init__(self, begins: Path | None) -> None:
         self._begins = begins
         self._began = self._looked = time.monotonic()
 
     def seconds(self) -> float:
-        """Return it; where a cluster starts the evaluator, the file `begins` says that it has."""
+        """Return the time since the start, or since `begins` appeared where a cluster starts it."""
         now = time.monotonic()
         if self._begins is not None and now - self._looked > _LOOK_S:
             self._looked = now
@@ -186,12 +184,12 @@ class _Clock:
 
 
 def is_ended_by(signals: Collection[signal.Signals], returncode: int) -> bool:
-    """Return whether one of these signals ended a process, or a child of the shell that it was."""
+    """Return whether one of these signals ended a process, or the child of a shell."""
     return returncode in {code for number in signals for code in (-number, 128 + number)}
 
 
 def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
-    """Return whether a signal that ended the evaluator is also for us: it may have been faster."""
+    """Return whether the signal that ended the evaluator is also sent to us, perhaps later."""
     if is_ended_by(STOPS, returncode):
         deadline = time.monotonic() + _MOMENT_S
         while not is_stopped() and time.monotonic() < deadline:
@@ -200,7 +198,7 @@ def was_stopped(returncode: int, is_stopped: Callable[[], bool]) -> bool:
 
 
 class _Watched:
-    """A child, its output on the way to the log, and the orphans that are reaped with it."""
+    """A child whose output is copied to the log, and the orphans that are reaped with it."""
 
     def __init__(self, child: "subprocess.Popen[bytes]", log: BoundedLog) -> None:
         if child.stdout is None:
@@ -215,7 +213,7 @@ class _Watched:
         return -signal.SIGKILL if self._child.returncode is None else self._child.returncode
 
     def is_over(self) -> bool:
-        """Reap all that ended; return whether the child did."""
+        """Reap all ended processes; return whether the child is one of them."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child.pid:
@@ -223,7 +221,7 @@ class _Watched:
         return self._child.returncode is not None
 
     def advance(self, seconds: float) -> bool:
-        """Move output into the log, or wait for some; return whether there was any."""
+        """Copy output to the log, or wait for some; return whether there was any."""
         if not self._is_open:
             time.sleep(seconds)
         elif select.select([self._output], [], [], seconds)[0]:
@@ -255,19 +253,19 @@ def _start(order: Order) -> "subprocess.Popen[bytes]":
 
 
 def _control(option: int, value: int) -> None:
-    """Call prctl(2), where there is one."""
+    """Call prctl(2), on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _end_all(order: Order, watched: _Watched) -> None:
-    """End everything but this process; what still comes goes into the log."""
+    """End every process of the attempt except this one, and log their last output."""
     own = identify(os.getpid(), gpus=(), directory=order.directory)
     send(list_members(own), signal.SIGTERM)
     deadline = time.monotonic() + order.grace_s
-    while left := list_members(own):
+    while members := list_members(own):
         if time.monotonic() > deadline:
-            send(left, signal.SIGKILL)
+            send(members, signal.SIGKILL)
         watched.advance(_POLL_S)
         watched.is_over()
     watched.is_over()
@@ -277,7 +275,7 @@ def _end_all(order: Order, watched: _Watched) -> None:
 
 
 def write_exit(directory: Path, done: Exit, is_stopped: Callable[[], bool]) -> None:
-    """Write how an evaluator ended; on a full disk try until that works, or a signal comes."""
+    """Write how an evaluator ended; on a full disk, retry until it works or a signal comes."""
     while True:
         try:
             write_whole(directory / EXIT_NAME, json.dumps(asdict(done)).encode())

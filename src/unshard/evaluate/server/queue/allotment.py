@@ -1,4 +1,4 @@
-"""Who gets the slots of the server: the job that begins next, and engines that make room for it.
+"""Gives slots to the job that begins next, and ends idle engines for it.
 
 A job whose profile, evaluator or GPUs the server lacks is left in the queue, with its pin: its
 checkpoint may be gone elsewhere, and the next configuration may be right.
@@ -6,6 +6,7 @@ checkpoint may be gone elsewhere, and the next configuration may be right.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 from unshard.errors import UnshardError, UsageError, raise_all
@@ -19,7 +20,7 @@ from unshard.evaluate.server.queue.choosing import Free, NextJob, QueuedJob, cho
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.warm.engines import Engines
 
-_LOOKED_AT = 1000  # jobs of the queue at a time: a look is short, however long the queue
+_LOOKED_AT = 1000  # jobs of the queue at a time, to bound the time of a look
 _HELD_S = 600.0  # until an evaluator that could not be started is tried again
 
 
@@ -34,7 +35,7 @@ def find_work(
     profile = profile_named(profiles, request.profile)
     raise_all(UsageError, "The request does not fit", list(list_unfitting(request, profile)))
     if profile.config is not None and not profile.config.exists():
-        raise EvaluationError(f"the config of its profile is not there: {profile.config}")
+        raise EvaluationError(f"its profile's config does not exist: {profile.config}")
     asked = request.arguments.num_gpus
     count = profile.gpus if asked is None else asked
     if not profile.launch:
@@ -42,81 +43,55 @@ def find_work(
     return profile, count
 
 
-def why_unfit(found: Callable[[], object]) -> str | None:
-    """Return why something that `find_work` looks for is not there; None if it is."""
-    try:
-        found()
-    except UnshardError as error:
-        why = str(error)
-        # The frames have it as a local, and it has the frames: what their callers were reading in
-        # the database would stay open until the next search for garbage.
-        error.__traceback__ = None
-        return why
-    return None
-
-
+@dataclass(eq=False)
 class Allotment:
     """Chooses the next job, and gives it its slots.
 
-    One thread uses it, but for `why_not`, `find`, `forget` and `hold`.
+    Only `why_not`, `find`, `forget` and `hold` may be called from several threads.
 
-    Args:
-        store: with the queue.
-        slots: what jobs may have.
-        profiles: say how many GPUs a job needs.
-        engines: have slots while they are idle.
+    Attributes:
         pass_at_most: how many jobs may pass a job that waits for GPUs.
         retire: ends an idle engine, and gives its slots back.
     """
 
-    def __init__(  # noqa: PLR0913 (what has slots, and who wants them)
-        self,
-        store: Store,
-        slots: Slots,
-        profiles: Mapping[str, Profile],
-        engines: Engines,
-        *,
-        pass_at_most: int,
-        retire: Callable[[Gpus], None],
-    ) -> None:
-        self._store = store
-        self._slots = slots
-        self._profiles = profiles
-        self._engines = engines
-        self._pass_at_most = pass_at_most
-        self._retire = retire
-        self._passed: dict[str, int] = {}
-        self._skipped = 0
-        self._unfit: dict[str, float] = {}
-        self._held: dict[str, tuple[float, str]] = {}
-        self._users = GpuUsers()
+    store: Store
+    slots: Slots
+    profiles: Mapping[str, Profile]
+    engines: Engines
+    pass_at_most: int
+    retire: Callable[[Gpus], None]
+    _passed: dict[str, int] = field(default_factory=dict)
+    _skipped: int = 0
+    _unfit: dict[str, float] = field(default_factory=dict)
+    _held: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _users: GpuUsers = field(default_factory=GpuUsers)
 
     def choose(self, now: float) -> NextJob | None:
         """Return the job that begins next, if one can."""
         choice, wait_for_gpus = self._choose(now, frozenset())
-        free = self._slots.free()
+        free = self.slots.free()
         if not (free and wait_for_gpus) or (choice is not None and not choice.job.gpus):
             return choice
         taken = self._users.ask(free)
         return self._choose(now, taken)[0] if taken else choice
 
     def _choose(self, now: float, taken: frozenset[str]) -> tuple[NextJob | None, bool]:
-        """Return the job that begins next, and whether jobs wait for GPUs; others use `taken`."""
+        """Return the job that begins next, and whether jobs wait for GPUs besides `taken`."""
         others, wait_for_gpus = self._users.count if taken else 0, False
-        needs = cache(partial(self._needs, others=others))  # of a long queue most are alike
+        needs = cache(partial(self._needs, others=others))  # most jobs of a long queue are alike
         skipped, clock = 0, time.monotonic()
 
         def read() -> Iterator[QueuedJob]:
             nonlocal skipped, wait_for_gpus
             # Those that cannot begin do not count: the next look gets beyond them.
-            for job_id, name, asked in self._store.due(now, _LOOKED_AT + self._skipped):
+            for job_id, name, asked in self.store.due(now, _LOOKED_AT + self._skipped):
                 count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None
-                pool = self._slots.pool(base_of(name), count or 0)
+                pool = self.slots.pool(base_of(name), count or 0)
                 wait_for_gpus |= pool == GPU
                 yield QueuedJob(job_id, name, count if pool == GPU or count is None else 0, pool)
 
-        choice = choose(read(), self._free(taken), self._passed, self._pass_at_most)
+        choice = choose(read(), self._free(taken), self._passed, self.pass_at_most)
         self._skipped = max(self._skipped, skipped)
         return choice, wait_for_gpus
 
@@ -127,89 +102,96 @@ class Allotment:
             self._passed[job_id] = self._passed.get(job_id, 0) + 1
 
     def forget(self, job_id: str) -> None:
-        """Forget a job that waits no longer."""
+        """Forget a job that no longer waits."""
         self._passed.pop(job_id, None)
         self._unfit.pop(job_id, None)
 
     def pass_over_unfit(self) -> None:
-        """Leave the jobs in the queue, for a while, for whose requests `find` has nothing.
+        """Leave all jobs that cannot begin as the server is configured in the queue for a while.
 
-        All at once: to find them one after another would be a look at the whole queue for each.
+        All at once, because each call to find a single one would look at the whole queue.
         """
         until = time.monotonic() + _HELD_S
-        for job in self._store.jobs(Filters(status=Status.QUEUED)):
-            if why_unfit(partial(self.find, job.request)) is not None:
+        for job in self.store.jobs(Filters(status=Status.QUEUED)):
+            if self._why_unfit(job.request) is not None:
                 self._unfit[job.id] = until
 
     def hold(self, name: str, why: str) -> None:
-        """Begin no job of a profile for a while: its evaluator is not there."""
+        """Begin no job of a profile for a while: its evaluator is missing."""
         self._held[base_of(name)] = time.monotonic() + _HELD_S, why
 
     def find(self, request: Request) -> tuple[Profile, int]:
-        """Return the profile of a request, and how many GPUs its job gets.
-
-        Raises:
-            UnshardError: the job cannot begin as the server is configured.
-        """
-        return find_work(self._profiles, self._slots, request)
+        """Return the profile of a request, and how many GPUs its job gets: see `find_work`."""
+        return find_work(self.profiles, self.slots, request)
 
     def why_not(self, request: Request) -> str | None:
         """Return why a job cannot begin now, as the server is configured; None if it can."""
-        return self._why_held(request.profile) or why_unfit(partial(self.find, request))
+        return self._why_held(request.profile) or self._why_unfit(request)
+
+    def _why_unfit(self, request: Request) -> str | None:
+        try:
+            self.find(request)
+        except UnshardError as error:
+            why = str(error)
+            # The frames refer to the error, and it to the frames: without this, their callers'
+            # cursors in the database would stay open until the next garbage collection.
+            error.__traceback__ = None
+            return why
+        return None
 
     def why_gpus_wait(self, request: Request) -> str | None:
-        """Return that others use GPUs that a job could have; None if they do not."""
+        """Return which GPUs that a job could have others use; None if they use none."""
         profile, count = self.find(request)
-        return None if profile.launch else self._users.describe(self._slots.free(), count)
+        return None if profile.launch else self._users.describe(self.slots.free(), count)
 
     def take(self, name: str, profile: Profile, count: int) -> Gpus | None:
-        """Take slots for a job: those of an idle engine of its profile, or free ones.
+        """Take slots for a job: those of an idle engine of its profile, or free slots.
 
-        None: too few are free; if an idle engine of other jobs has some, it is ended for them.
+        None: too few are free; an idle engine of other jobs, if there is one, is ended for them.
         """
-        pool = self._slots.pool(base_of(name), count)
+        pool = self.slots.pool(base_of(name), count)
         on_cpu = pool == CPU
-        are_ending = self._engines.are_ending  # asked first: then their slots may suffice
+        are_ending = self.engines.are_ending  # before the slots: an engine that ends frees some
         gpus = None
         if profile.engine:
-            gpus = self._engines.take(name, 0 if on_cpu else count)
+            gpus = self.engines.take(name, 0 if on_cpu else count)
         if gpus is None:
-            gpus = self._slots.take(pool, count, but_for=self._users.taken)
+            gpus = self.slots.take(pool, count, but_for=self._users.taken)
         if gpus is None and not are_ending and not profile.launch:
-            idle = self._engines.take_longest_idle(on_cpu=on_cpu)
+            idle = self.engines.take_longest_idle(on_cpu=on_cpu)
             if idle is not None:
-                self._retire(idle)
+                self.retire(idle)
         return gpus
 
     def return_unused(self, gpus: Gpus) -> None:
-        """Give back what `take` returned for a job that did not begin."""
-        if not self._engines.rest(gpus):
-            self._slots.give_back(gpus)
+        """Give back the slots that `take` returned for a job that did not begin."""
+        if not self.engines.rest(gpus):
+            self.slots.give_back(gpus)
 
     def _needs(self, name: str, asked: int | None, *, others: int) -> int | None:
         """Return how many GPUs a job needs; None if it cannot begin."""
         if self._why_held(name) is not None:
             return None
         try:
-            profile = profile_named(self._profiles, name)
+            profile = profile_named(self.profiles, name)
             count = profile.gpus if asked is None else asked
             if not profile.launch:
-                self._slots.check(count)
+                self.slots.check(count)
         except UnshardError:
             return None
-        # A job that needs what others use is not passed, and nothing is kept free for it.
-        needs_all = self._slots.pool(base_of(name), count) == GPU
-        return None if needs_all and count > self._slots.count - others else count
+        # No GPUs are held for a job that needs GPUs that others use.
+        on_gpus = self.slots.pool(base_of(name), count) == GPU
+        return None if on_gpus and count > self.slots.count - others else count
 
     def _why_held(self, name: str) -> str | None:
         until, why = self._held.get(base_of(name), (0.0, ""))
         return why if time.monotonic() < until else None
 
     def _free(self, taken: frozenset[str]) -> Free:
-        lent = [(name, gpus_of(slots) or ()) for name, slots in self._engines.list_lent()]
+        lent = [(name, gpus_of(slots) or ()) for name, slots in self.engines.list_lent()]
         return Free(
-            gpus=len(self._slots.free() - taken),
+            gpus=len(self.slots.free() - taken),
             lent=sum(len(gpus) for _, gpus in lent),
-            pools=self._slots.free_pools() | {CPU for _, gpus in lent if not gpus},
+            pools=self.slots.free_pools() | {CPU for _, gpus in lent if not gpus},
             engines=frozenset((name, len(gpus)) for name, gpus in lent if name is not None),
         )

@@ -1,9 +1,9 @@
-"""Which job of the queue begins next, as a pure function of the queue and of what is free.
+"""Which job of the queue begins next, as a pure function of the queue and the free slots.
 
-The first job that fits begins. A job that needs more GPUs than are free may be passed by those
-behind it, but only a number of times: then GPUs are held for it until it begins. So none starves:
-it waits for the jobs that run, and for that many more. Jobs on the CPU, and those of each profile
-that a cluster schedules, have slots of their own, and wait for none of the others.
+The first job that fits begins. A job that needs more GPUs than are free may be passed by later
+jobs, but only a number of times: then GPUs are held for it until it begins. So no job starves: it
+waits for the running jobs and for that many more. Jobs on the CPU, and the jobs of each profile
+that a cluster schedules, have slots of their own, and wait for no other jobs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ class QueuedJob:
         job_id: its id.
         profile: the name of its profile, whose idle engine it may use.
         gpus: how many it needs, 0 for a slot of its pool; None: it cannot run as the server is
-            configured, and waits; jobs behind it do not count as passing it.
-        pool: whose slot it needs; with GPUs it means nothing.
+            configured, and waits; later jobs do not count as passing it.
+        pool: the pool of its slot; unused with GPUs.
     """
 
     job_id: str
@@ -32,13 +32,12 @@ class QueuedJob:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """What jobs may have now, or soon.
+    """The slots that jobs may have now, or soon.
 
     Attributes:
         gpus: how many GPUs no job and no engine has.
-        lent: how many GPUs belong to engines that are idle, and end if they are needed, or that
-            are ending.
-        pools: those that have a free slot, or one that belongs to such an engine.
+        lent: how many GPUs belong to engines that are ending, or idle, and end if they are needed.
+        pools: the pools with a free slot, or with a slot of such an engine.
         engines: profile and number of GPUs of the idle engines.
     """
 
@@ -56,7 +55,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class NextJob:
-    """The job that begins next, and those before it that need more GPUs than are free."""
+    """The job that begins next, and the ids of jobs before it that wait for GPUs."""
 
     job: QueuedJob
     passes: tuple[str, ...] = ()
@@ -69,9 +68,9 @@ def choose(
 
     Args:
         queue: the jobs that are due, in order; read as far as necessary.
-        free: what they may have.
-        passed: how many jobs have passed a job so far.
-        most: how many may pass a job; 0: none, so GPUs are given strictly in order.
+        free: the free slots.
+        passed: how many jobs have passed a job so far, by its id.
+        most: how many may pass a job; with 0, jobs get GPUs strictly in order.
     """
     waiting: list[str] = []
     is_held = not (free.gpus or free.lent)

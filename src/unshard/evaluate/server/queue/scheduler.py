@@ -29,26 +29,25 @@ from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
-from unshard.evaluate.server.warm.record import EngineWorker
+from unshard.evaluate.server.warm.worker import EngineWorker
 from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 _MERGES = 2  # at once
-_STOP_S = 60.0  # for what ends processes and records it; a disk may never answer
+_STOP_S = 60.0  # for threads that end processes and record it; a disk may never answer
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Knobs of a scheduler.
+    """Settings of a scheduler.
 
     Attributes:
         work_dir: for attempts, logs and merged models.
         limits: of every attempt.
-        backoff_s: how long after its first failure a job is tried again; doubled every time, an
-            hour at most.
+        backoff_s: the wait after a job's first failure; doubled each time, an hour at most.
         keep_days, keep_gb, keep_samples_mb: see `retention.Retention`.
-        unknown: the tasks that an evaluator does not know.
+        unknown: the tasks that evaluators do not know.
         pass_at_most: how many jobs may pass a job that needs more GPUs than are free.
     """
 
@@ -81,30 +80,18 @@ class Scheduler:
         self._store, self._slots = store, slots
         self._profiles, self._settings = profiles, settings
         self._work_dir = settings.work_dir.absolute()
-        self._merger = Merger(self._work_dir / "merged", at_once=_MERGES)
-        self._engines = Engines(
-            self._work_dir / "engines",
-            grace_s=settings.limits.grace_s,
-            log_bytes=settings.limits.log_bytes,
-            is_stopped=lambda: self._halt is not None,
-        )
-        self._runner = AttemptRunner(
-            store, self._merger, pins, self._engines, settings.limits, halt=self._halt_of
-        )
-        self._outcomes = Outcomes(
-            store,
-            self._merger,
-            pins,
-            settings.backoff_s,
-            is_stopped=lambda: self._halt is not None,
-        )
-        most, engines = settings.pass_at_most, self._engines
-        self._allotment = Allotment(
-            store, slots, profiles, engines, pass_at_most=most, retire=self._retire
-        )
-        kept = settings.keep_days, settings.keep_gb, settings.keep_samples_mb
-        self._retention = Retention(store, self._work_dir, *kept)
         self._halt: Halt | None = None
+        merger, limits = Merger(self._work_dir / "merged", at_once=_MERGES), settings.limits
+        self._engines = engines = Engines(
+            self._work_dir / "engines", limits.grace_s, self._is_stopped
+        )
+        self._runner = AttemptRunner(store, merger, pins, engines, limits, self._halt_of)
+        self._outcomes = Outcomes(store, merger, pins, settings.backoff_s, self._is_stopped)
+        self._allotment = Allotment(
+            store, slots, profiles, engines, settings.pass_at_most, self._retire
+        )
+        keep = settings.keep_days, settings.keep_gb, settings.keep_samples_mb
+        self._retention = Retention(store, self._work_dir, *keep)
         self.is_draining = self.is_drained = False
         self._wake = threading.Event()
         self._threads: set[threading.Thread] = set()
@@ -121,7 +108,7 @@ class Scheduler:
             self._lock = lock(self._work_dir)
 
     def start(self) -> None:
-        """Take up what an earlier server left, then run jobs until `stop`.
+        """Adopt or end the processes of an earlier server, then run jobs until `stop`.
 
         Raises:
             UsageError: another server uses the same directory.
@@ -150,7 +137,7 @@ class Scheduler:
         self._halt = Halt.END if end else Halt.LEAVE
         self._wake.set()
         if self._loop_thread is not None:
-            self._loop_thread.join()  # it begins others
+            self._loop_thread.join()  # it starts the other threads
         for gpus in self._engines.take_overdue(are_all=True):
             self._retire(gpus)
         deadline = time.monotonic() + _STOP_S + self._settings.limits.grace_s
@@ -168,45 +155,47 @@ class Scheduler:
         self._wake.set()
 
     def drain(self) -> None:
-        """Begin no more jobs: those that run end, the others stay in the queue. See `is_drained`.
+        """Begin no more jobs; running jobs go on, queued jobs stay in the queue.
 
-        A signal's handler may call it.
+        A signal handler may call it: nothing is locked.
         """
         self.is_draining = True
         self._wake.set()
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job that is queued or running; return whether it was.
+        """Cancel a queued or running job; return whether it was one.
 
-        The processes of a running one are gone a little later.
+        The processes of a running job end a little later.
         """
-        return self._store.cancel(job_id) and self._stopped(job_id, "cancelled")
+        is_cancelled = self._store.cancel(job_id)
+        if is_cancelled:
+            self._finish_stopped(job_id, "cancelled")
+        return is_cancelled
 
-    def supersede(self, job_id: str, by: str) -> bool:
-        """End a job that another replaces, as `cancel` does; also a failed one."""
-        done = self._store.supersede(job_id, by)
-        return done and self._stopped(job_id, f"superseded by job {short_id(by)}")
+    def supersede(self, job_id: str, by: str) -> None:
+        """End a job that another replaces, as `cancel` does; also a failed job."""
+        if self._store.supersede(job_id, by):
+            self._finish_stopped(job_id, f"superseded by job {short_id(by)}")
 
     def arrange(self, job: Job) -> None:
-        """Give a job that was submitted its place, and skip others, as its profile says."""
-        profile = profile_named(self._profiles, job.request.profile)
-        if job.status is not Status.QUEUED or not job.request.step:
+        """Apply `order` and `max_lag` of a submitted job's profile to the queue."""
+        profile, step = profile_named(self._profiles, job.request.profile), job.request.step
+        if job.status is not Status.QUEUED or not step:
             return
         if profile.max_lag is not None:
             for other in self._store.ordering.skip(job, profile.max_lag):
-                self._stopped(other, f"skipped: step {job.request.step} was submitted (max_lag)")
+                self._finish_stopped(other, f"skipped: step {step} was submitted (max_lag)")
         if profile.order == "newest":
             self._store.ordering.put_newest_first(job)
 
-    def _stopped(self, job_id: str, what: str) -> bool:
+    def _finish_stopped(self, job_id: str, event: str) -> None:
         self._allotment.forget(job_id)
-        self._outcomes.tell(job_id, what)
+        self._outcomes.tell(job_id, event)
         if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.release_pin(job_id)
-        return True
 
     def waits_for(self, job: Job) -> str | None:
-        """Return what a queued job waits for besides its turn; None if it can begin.
+        """Return why a queued job cannot begin, besides its turn; None if it can.
 
         The database does not have it, because the next server may be configured otherwise.
         """
@@ -219,6 +208,9 @@ class Scheduler:
     def directory_of(self, job: Job) -> Path:
         """Return the directory of a job's last attempt; it contains the log."""
         return self._work_dir / JOBS / job.id / str(job.attempts)
+
+    def _is_stopped(self) -> bool:
+        return self._halt is not None
 
     def _spawn(self, target: Callable[[], None], name: str) -> threading.Thread:
         def body() -> None:
@@ -246,20 +238,18 @@ class Scheduler:
                     self._retire(gpus)
                 if self.is_draining:
                     self.is_drained = not self._store.running()
-                while (choice := self._choose()) and self._begin(choice):
-                    pass
+                while not self.is_draining and (choice := self._allotment.choose(time.time())):
+                    if not self._begin(choice):
+                        break
             except Exception:  # noqa: BLE001  the jobs after it must not wait forever
                 _log.exception("no job can be started; trying again")
             self._wake.wait(self._settings.limits.poll_s)
 
-    def _choose(self) -> NextJob | None:
-        return None if self.is_draining else self._allotment.choose(time.time())
-
     def _sweep(self) -> None:
         try:
-            self._retention.sweep(lambda: self._halt is not None)
+            self._retention.sweep(self._is_stopped)
         except sqlite3.Error:
-            _log.exception("what old jobs have left is removed later")
+            _log.exception("directories of old jobs are removed later")
 
     def _halt_of(self, job_id: str) -> Halt | None:
         if self._halt is not None:
@@ -272,7 +262,7 @@ class Scheduler:
         return None if job is not None and job.status is Status.RUNNING else Halt.CANCELLED
 
     def _begin(self, choice: NextJob) -> bool:
-        """Begin an attempt at a job; return whether another job may be looked at."""
+        """Begin an attempt at a job; return whether to choose another job."""
         job = self._store.get(choice.job.job_id)
         if self._halt is not None or job is None:
             return False
@@ -303,10 +293,11 @@ class Scheduler:
         return True
 
     def _with_settings(self, attempt: Attempt) -> Attempt:
-        """Record what an attempt measures with, as its profile is when it begins."""
-        job, of = attempt.job, attempt.profile
-        chosen, basis = of.chosen(job.request.arguments), of.revision(with_arguments=False)
-        settings = Settings(chosen.given(), of.revision(), basis=basis)
+        """Record the settings of an attempt: its profile's, when it begins."""
+        job, profile = attempt.job, attempt.profile
+        arguments = profile.chosen(job.request.arguments).given()
+        basis = profile.revision(with_arguments=False)
+        settings = Settings(arguments, profile.revision(), basis=basis)
         self._store.describe(job.id, settings, {})
         return replace(attempt, job=replace(job, settings=settings))
 
@@ -328,7 +319,7 @@ class Scheduler:
             self._retire(gpus, has_slots=has_slots)
 
     def _take_up(self, job: Job) -> None:
-        """Adopt an attempt of an earlier server, or end what is left of it."""
+        """Adopt an attempt of an earlier server, or end its processes."""
         process = job.process
         if process is None:
             self._outcomes.record_death(job.id, "the server ended while it merged")
@@ -360,7 +351,7 @@ class Scheduler:
             self._wake.set()
 
     def _perform(self, attempt: Attempt, process: Process | None) -> None:
-        """Run an attempt, or the rest of one, to its end, and record it."""
+        """Run an attempt, or the rest of an adopted one, to its end, and record it."""
         try:
             if process is None:
                 attempt = self._with_settings(attempt)
@@ -371,16 +362,16 @@ class Scheduler:
             _log.exception("job %s is tried again", attempt.job.id)
             outcome = Postponed(f"the database of jobs does not answer: {error}")
         except Exception as error:  # noqa: BLE001  an evaluator's mistake must not cost the server
-            _log.exception("job %s failed in an unforeseen way", attempt.job.id)
-            outcome = Failed(f"unforeseen: {error!r}", may_retry=False)
+            _log.exception("job %s failed with an unexpected error", attempt.job.id)
+            outcome = Failed(f"unexpected error: {error!r}", may_retry=False)
         if not isinstance(outcome, Left):
             self._close(attempt, outcome)
 
     def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Record the outcome of an attempt, and give its slots back.
 
-        Its engine, if it has one, keeps them after a job that is completed, and else is ended: it
-        may be what went wrong, or may still be working on the job.
+        Its engine, if it has one, keeps them after a completed job. After any other it is ended,
+        because it may be the cause, or may still be working on the job.
         """
         if isinstance(outcome, Absent):
             self._allotment.hold(attempt.job.request.profile, outcome.why)
@@ -389,8 +380,7 @@ class Scheduler:
         try:
             self._outcomes.record(attempt, outcome)
         finally:
-            is_good = isinstance(outcome, Scores) and self._halt is None
-            is_kept = is_good and self._engines.rest(attempt.gpus)
-            if not is_kept:
+            may_stay = isinstance(outcome, Scores) and self._halt is None
+            if not (may_stay and self._engines.rest(attempt.gpus)):
                 self._engines.end(attempt.gpus, lambda: self._slots.give_back(attempt.gpus))
             self._wake.set()

@@ -1,8 +1,8 @@
-"""The process of an attempt whose evaluation runs in a worker: hands the job over, ends as it does.
+"""The process of an attempt whose evaluation runs in a worker: sends the job, exits as it does.
 
 `python -m unshard.evaluate.server.warm.client ARGUMENT... WORKER` runs in the attempt's directory,
-under its supervisor, and only waits: when it ends, the worker ends the evaluation. It prints what
-the worker prints during the job, which becomes the log of the attempt.
+under its supervisor, and only waits: when it ends, the worker ends the evaluation. It prints the
+worker's output during the job, which becomes the log of the attempt.
 """
 
 import json
@@ -18,23 +18,22 @@ from pathlib import Path
 from unshard.evaluate.server.processes.bounded_log import last_lines, read_log
 from unshard.evaluate.server.processes.supervise import LOG_NAME, read_exit
 from unshard.evaluate.server.processes.table import is_alive
-from unshard.evaluate.server.warm.record import EngineWorker, read_worker
-from unshard.evaluate.server.warm.worker import REPLACE, SOCKET_NAME
+from unshard.evaluate.server.warm.worker import REPLACE, SOCKET_NAME, EngineWorker, read_worker
 
 _PAUSE_S = 0.1
-_FLUSHED_S = 10.0  # what a job has printed is in the log soon
+_FLUSHED_S = 10.0  # until a job's output is in the log
 _READ_BYTES = 4096
 _SHOWN_LINES = 20
 
 
 class _Log:
-    """The worker's log, from now on, up to a mark."""
+    """The worker's log, from its current end up to a mark."""
 
     def __init__(self, path: Path, mark: str) -> None:
         self._path = path
         self._mark = mark
         self._offset = 0
-        self._held = ""  # what may be the beginning of the mark
+        self._held = ""  # text that may be the beginning of the mark
         while self._next():
             pass
 
@@ -43,23 +42,23 @@ class _Log:
         return text
 
     def copy(self) -> bool:
-        """Print what is new; return whether the mark has come."""
-        before, found, _ = (self._held + self._next()).partition(self._mark)
-        cut = len(before) if found else max(0, len(before) - len(self._mark))
+        """Print the new output; return whether the mark has come."""
+        before, mark, _ = (self._held + self._next()).partition(self._mark)
+        cut = len(before) if mark else max(0, len(before) - len(self._mark))
         self._held = before[cut:]
         sys.stdout.write(before[:cut])
         sys.stdout.flush()
-        return bool(found)
+        return bool(mark)
 
     def copy_rest(self) -> None:
-        """Print what is new without waiting for the mark."""
+        """Print the new output without waiting for the mark."""
         self.copy()
         sys.stdout.write(self._held)
         sys.stdout.flush()
 
 
 def main() -> int:
-    """Hand the job over to a worker, and return its exit code."""
+    """Send the job to a worker; return its exit code."""
     *arguments, place = sys.argv[1:]
     mark = f"[end of job {secrets.token_hex(8)}]\n"
     job = {"directory": str(Path.cwd()), "arguments": arguments, "mark": mark}
@@ -86,7 +85,7 @@ def main() -> int:
 
 
 def _connect(connected: socket.socket, worker: EngineWorker) -> bool:
-    """Connect to a worker as soon as it listens; return whether it lives that long."""
+    """Connect to a worker as soon as it listens; return False if it ends before."""
     with chdir(worker.process.directory):  # the path of a socket has 107 bytes at most
         while True:
             try:
@@ -100,7 +99,7 @@ def _connect(connected: socket.socket, worker: EngineWorker) -> bool:
 
 
 def _wait(connected: socket.socket, job: bytes, log: _Log) -> int | None:
-    """Return the exit code that the worker answers to a job; None if it ends before."""
+    """Return the exit code of a job from the worker's answer; None if the worker ends before."""
     answer = b""
     try:
         connected.sendall(job)

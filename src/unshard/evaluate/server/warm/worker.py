@@ -4,9 +4,9 @@
 supervisor. It listens on a Unix socket in its working directory, which only this user can enter. A
 job is a line of JSON with lm-eval's command line, and so is the answer, `{"returncode": 0}`.
 
-The first job starts the engine, which reads its weights from the shards. For each further job the
-weights of its checkpoint are swapped in and verified; where that fails, the worker ends, and the
-answer is `REPLACE`: a new worker must run the job.
+The first job starts the engine, which reads its weights from the shards. Each later job swaps in
+the weights of its checkpoint and verifies them; if that fails, the worker answers `REPLACE` and
+exits: a new worker must run the job.
 
 Interfaces: lm_eval 0.4.13 makes its engine by the name `LLM` of `lm_eval.models.vllm_causallms`.
 """
@@ -19,12 +19,15 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from unshard.errors import UnshardError
+from unshard.evaluate.process import Process
 from unshard.evaluate.server.evaluators.direct import PLACE_NAME
 from unshard.fronts import Command
+from unshard.write.dirfd import write_whole
 
 if TYPE_CHECKING:
     from unshard.keywords import EngineKeywords
@@ -34,9 +37,47 @@ SOCKET_NAME = "socket"
 """The socket in the worker's directory."""
 
 REPLACE = 75
-"""The exit code of a job that another worker must run; no job's own."""
+"""The exit code of a job that another worker must run; a job that exits with it gets 1."""
 
-_OF_A_JOB = frozenset({"model", "tokenizer"})  # arguments of an engine that it may outlive
+_RECORD_NAME = "worker.json"
+_OF_A_JOB = frozenset({"model", "tokenizer"})  # arguments of an engine that each job changes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWorker:
+    """The record of a worker, in its directory, for clients and the next server.
+
+    Attributes:
+        process: its supervisor, with its GPUs and its directory.
+        profile: the name of the profile whose jobs it takes.
+        key: the digest of its engine; a job with another key needs another engine.
+        idle_s: how long it is kept without a job.
+    """
+
+    process: Process
+    profile: str
+    key: str
+    idle_s: float
+
+
+def write_worker(worker: EngineWorker) -> None:
+    """Record a worker in its directory.
+
+    Raises:
+        OSError: that is not possible.
+    """
+    write_whole(Path(worker.process.directory) / _RECORD_NAME, json.dumps(asdict(worker)).encode())
+
+
+def read_worker(directory: Path) -> EngineWorker | None:
+    """Return the worker of a directory; None if none was recorded, so none has run."""
+    try:
+        fields = json.loads((directory / _RECORD_NAME).read_bytes())
+        process = fields.pop("process")
+        gpus = tuple(process.pop("gpus"))
+        return EngineWorker(Process(**process, gpus=gpus), **fields)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 class ReplaceError(Exception):
@@ -47,7 +88,7 @@ class Evaluate(Protocol):
     """Runs an evaluator's command line."""
 
     def __call__(self, arguments: list[str]) -> None:
-        """Return when it has ended well.
+        """Return when it has succeeded.
 
         Raises:
             SystemExit: with its exit code.
@@ -56,12 +97,12 @@ class Evaluate(Protocol):
 
 
 def main() -> None:
-    """Serve jobs on the engine, until none has come for argv[1] seconds, and end this process."""
+    """Serve jobs on the engine until none has come for argv[1] seconds; end this process."""
     run(_run_lm_eval(), float(sys.argv[1]))
 
 
 def run(evaluate: Evaluate, idle_s: float) -> NoReturn:
-    """Serve jobs, and end this process at once, whatever happens.
+    """Serve jobs, and end this process at once, also after an error.
 
     Python's own exit would wait for the processes of the engine; the supervisor ends them when this
     process is gone.
@@ -79,7 +120,7 @@ def run(evaluate: Evaluate, idle_s: float) -> NoReturn:
 
 
 def _serve(evaluate: Evaluate, idle_s: float) -> None:
-    """Serve jobs until none has come for some seconds, or one says that it needs another worker."""
+    """Serve jobs until none has come for some seconds, or a job needs another worker."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(SOCKET_NAME)
         listening.listen(1)
@@ -95,7 +136,7 @@ def _serve(evaluate: Evaluate, idle_s: float) -> None:
 
 
 def _serve_one(connected: socket.socket, evaluate: Evaluate) -> int:
-    """Run the job that a client hands over; return its exit code."""
+    """Run the job of a client; return its exit code."""
     line = connected.makefile("rb").readline()
     if not line.endswith(b"\n"):  # the client is gone
         return 0
@@ -113,7 +154,7 @@ def _serve_one(connected: socket.socket, evaluate: Evaluate) -> int:
 
 
 def _end_with(connected: socket.socket, is_done: threading.Event) -> None:
-    """End this process with its client: cancelled or timed out, the job must not hold the GPUs."""
+    """End this process with its client: a cancelled or timed out job must not hold the GPUs."""
     with suppress(OSError):
         connected.recv(1)
     if not is_done.is_set():
@@ -121,7 +162,7 @@ def _end_with(connected: socket.socket, is_done: threading.Event) -> None:
 
 
 def _code_of(run: Callable[[], None], directory: Path) -> int:
-    """Run a job in its directory, and return the exit code that a process of its own would have."""
+    """Run a job in its directory; return the exit code that its own process would have."""
     own = Path.cwd()
     os.chdir(directory)
     try:
@@ -143,7 +184,7 @@ def _code_of(run: Callable[[], None], directory: Path) -> int:
 
 
 class _EngineFactory:
-    """What lm-eval calls to make an engine: makes one, then gives the same one new weights."""
+    """Takes the place of vLLM's `LLM` in lm-eval: makes an engine once, then swaps its weights."""
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
@@ -156,9 +197,9 @@ class _EngineFactory:
             ReplaceError: it did not take them, or another engine is needed.
         """
         directory = str(options["model"])
-        place = json.loads((Path(directory) / PLACE_NAME).read_bytes())
-        checkpoint: str = place["checkpoint"]
-        own: EngineKeywords = {"weights": place["weights"], "config": directory}
+        source = json.loads((Path(directory) / PLACE_NAME).read_bytes())
+        checkpoint: str = source["checkpoint"]
+        own: EngineKeywords = {"weights": source["weights"], "config": directory}
         chosen = {name: value for name, value in options.items() if name not in _OF_A_JOB}
         if self._engine is None:
             self._engine, self._options = _start(checkpoint, own, options), chosen
@@ -195,13 +236,13 @@ def _swap_in(engine: "Engine", checkpoint: str, own: "EngineKeywords") -> None:
 
 
 def _run_lm_eval() -> Evaluate:
-    kept = _EngineFactory()
+    factory = _EngineFactory()
 
     def evaluate(arguments: list[str]) -> None:
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.models import vllm_causallms
 
-        vllm_causallms.LLM = kept
+        vllm_causallms.LLM = factory
         with _arguments(["lm_eval", *arguments]):
             try:
                 cli_evaluate()
@@ -213,9 +254,9 @@ def _run_lm_eval() -> Evaluate:
 
 
 @contextmanager
-def _arguments(given: list[str]) -> Iterator[None]:
-    """Have a command line as long as this lasts."""
-    own, sys.argv = sys.argv, given
+def _arguments(arguments: list[str]) -> Iterator[None]:
+    """Replace the command line of this process in a `with` block."""
+    own, sys.argv = sys.argv, arguments
     try:
         yield
     finally:
