@@ -5,7 +5,7 @@ import pytest
 
 from evaluation.running import script_profile
 from unshard.evaluate.jobs import Job, Request, Status
-from unshard.evaluate.server.attempts.best_link import link_best, link_of
+from unshard.evaluate.server.attempts.merging import link_best, link_of
 from unshard.evaluate.server.queue.outcomes import find_best, find_removable
 from unshard.evaluate.settings import Settings
 

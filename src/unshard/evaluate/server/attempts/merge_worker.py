@@ -2,8 +2,8 @@
 
 Run as `python -m unshard.evaluate.server.attempts.merge_worker`.
 
-Reads one line of JSON from stdin, which stays open while the server lives: at its end the worker
-and all that it started are gone. Writes `merge.json` into its working directory.
+Reads one line of JSON from stdin, which stays open while the server lives: when it is closed, the
+worker kills itself and all its children. Writes `merge.json` into its working directory.
 """
 
 import hashlib
@@ -35,17 +35,15 @@ _WHOLE = ("model*.safetensors", "pytorch_model*.bin")
 
 @dataclass(frozen=True, slots=True)
 class MergeOrder:
-    """What a worker merges, and how.
+    """The input of a worker.
 
     Attributes:
-        checkpoint: what to merge.
-        pin: what is merged instead, if it is there.
-        output: the directory of the model.
         options: the fields of the merge's `MergeOptions`.
-        config: for a checkpoint that has none: config.json, or a directory with it and a tokenizer.
-        needs_config: whether a model without a config is refused, before it is merged.
-        may_be_whole: whether a checkpoint that is a whole model already is left as it is.
-        is_direct: whether the output gets everything but the weights: see `_describe`.
+        config: config.json, or a directory with config and tokenizer, for a checkpoint without.
+        needs_config: refuse a model without a config, before it is merged.
+        pin: merge this instead of `checkpoint`, if it exists.
+        may_be_whole: do not merge a checkpoint that is already a whole model.
+        is_direct: write everything except the weights: see `_describe`.
     """
 
     checkpoint: str
@@ -75,10 +73,10 @@ def main() -> int:
 
 
 def _answer(order: MergeOrder) -> dict[str, object]:
-    """Return where the model is; or the error, and whether another attempt may succeed.
+    """Return the path of the model; or the error, and whether another attempt may succeed.
 
-    All that touches the disk of the checkpoint is done here: a disk that does not answer must not
-    hold up the server.
+    Only this process reads the disk of the checkpoint, because a disk that does not answer must
+    not block the server.
     """
     is_pinned = order.pin is not None and Path(order.pin).exists()
     order = replace(order, checkpoint=order.pin) if is_pinned and order.pin else order
@@ -95,24 +93,19 @@ def _answer(order: MergeOrder) -> dict[str, object]:
             error.hint = _HINT
         chosen = {"weights": "ema"} if order.options.get("weights") == "ema" else {}
         error.front = Command({}, Call("unshard merge", (order.checkpoint, "OUTPUT"), chosen))
-        found = {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
+        answer |= {"error": str(error), "may_pass": isinstance(error, OutputError | StoreError)}
     except (OSError, MemoryError) as error:
-        found = {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
+        answer |= {"error": f"{order.checkpoint}: {error!r}", "may_pass": True}
     else:
         return answer | {"model": order.output}
-    return answer | found | {"is_gone": _is_gone(order.checkpoint)}
-
-
-def _is_gone(checkpoint: str) -> bool:
-    """Return whether nothing is there any more; False if its store does not say."""
-    try:
-        return not path_of(checkpoint).exists()
-    except StoreError:
-        return False
+    is_gone = False
+    with suppress(StoreError):  # the store does not answer
+        is_gone = not path_of(order.checkpoint).exists()
+    return answer | {"is_gone": is_gone}
 
 
 def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
-    """Return whether a directory is a whole model already, with its config and nothing sharded."""
+    """Return whether a directory is a whole model, with its config and nothing sharded."""
     if options.get("weights") != "model" or not (source / "config.json").is_file():
         return False
     if not any(any(source.glob(pattern)) for pattern in _WHOLE):
@@ -120,8 +113,8 @@ def _is_whole(source: Path, options: Mapping[str, object]) -> bool:
     from unshard.read.finding.discover import find
     from unshard.read.format import Choice
 
-    at = next(find(source, Choice(None, None, "model")))
-    return not at.format.sharded and at.weights_dir == source.resolve()
+    location = next(find(source, Choice(None, None, "model")))
+    return not location.format.sharded and location.weights_dir == source.resolve()
 
 
 def _merge(order: MergeOrder) -> None:
@@ -132,10 +125,10 @@ def _merge(order: MergeOrder) -> None:
 
 
 def _describe(order: MergeOrder) -> None:
-    """Write what a merged model has except its weights, and where these are.
+    """Write all files of a merged model except its weights, and the path of the checkpoint.
 
-    The weights are planned as for a merge, so that what could not be merged is refused with the
-    same message. Files of the tokenizer are links: nothing is copied.
+    The weights are planned as for a merge, so that a checkpoint that cannot be merged is refused
+    with the same message. Files of the tokenizer are links.
     """
     from unshard.api.converting import convert
     from unshard.api.making import plan_output
@@ -156,23 +149,23 @@ def _describe(order: MergeOrder) -> None:
             target.write_bytes(content)
         else:
             target.symlink_to(content.absolute())
-    place = {
+    source = {
         "checkpoint": order.checkpoint,
         "weights": options.weights,
         "companions": _digest(output),
     }
-    (output / PLACE_NAME).write_text(json.dumps(place), encoding="utf-8")
+    (output / PLACE_NAME).write_text(json.dumps(source), encoding="utf-8")
 
 
 def _digest(directory: Path) -> str:
-    """Return a digest of all files, by which an engine knows whether they are those it has."""
-    found = hashlib.sha256()
+    """Return a digest of all files; an engine can be used again for a model with the same."""
+    digest = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             data = path.read_bytes()
-            found.update(f"{path.relative_to(directory)}\0{len(data)}\0".encode())
-            found.update(data)
-    return found.hexdigest()
+            digest.update(f"{path.relative_to(directory)}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()
 
 
 def _options(order: MergeOrder) -> "MergeOptions":

@@ -1,4 +1,4 @@
-"""How to do an attempt again without the server: a script, made when the attempt begins.
+"""The script that repeats an attempt without the server.
 
 It merges the checkpoint, writes the files that the evaluator's command reads, and runs the command
 in an empty directory. It stops at once if a secret was left out of its command or files.
@@ -23,19 +23,19 @@ from unshard.read.hub_files import RECORD_NAME
 _MOST = 1 << 16  # characters of a file
 _END = "END_OF_UNSHARD_FILE"
 # Variables of the server's own environment that can change what an evaluator does.
-_TELLING = re.compile(r"(?:HF|TRANSFORMERS|CUDA|TORCH|VLLM|NCCL|OMP|TOKENIZERS|LMMS?)_.*")
+_RELEVANT = re.compile(r"(?:HF|TRANSFORMERS|CUDA|TORCH|VLLM|NCCL|OMP|TOKENIZERS|LMMS?)_.*")
 
 
 def make_recipe(
     job: Job, work: EvalInput, command: Sequence[str], gpus: Sequence[str], merged: Path
 ) -> tuple[str, str]:
-    """Return a script, and the record of the model that it makes; either is empty if unknown.
+    """Return the script, and the record of the model that it makes, "" if there is none.
 
     Args:
-        job: which is done.
-        work: the attempt.
-        command: of the evaluator, as the server runs it.
-        gpus: that it can see.
+        job: the job.
+        work: the input of its evaluator.
+        command: the evaluator's command.
+        gpus: the GPUs that it can see.
         merged: the directory of the job's merged model, which `work` need not use.
     """
     notes, request = list[str](), job.request
@@ -44,39 +44,39 @@ def make_recipe(
         notes.append("The server read the shards without a merge, which gives the same numbers.")
         profile = work.profile.model_copy(update={"weights": "merged"})
         work = replace(work, profile=profile, directory=work.directory / "again")
-        with suppress(FileExistsError):
-            work.directory.mkdir()
+        work.directory.mkdir(exist_ok=True)
         command, is_merged = profile.command_line(work), True
     if work.profile.launch:
         launch = shlex.join(redact_command(work.profile.launch))
         notes.append(f"The server put before its command: {launch}")
-    places = {str(work.model): "./model"} if is_merged else {}
-    places |= {job.pin: request.checkpoint} if job.pin else {}  # it will be removed
-    places |= {str(work.output): "./output", str(work.directory): "."}
+    replaced = {str(work.model): "./model"} if is_merged else {}
+    replaced |= {job.pin: request.checkpoint} if job.pin else {}  # it will be removed
+    replaced |= {str(work.output): "./output", str(work.directory): "."}
 
     def here(text: str) -> str:
-        for place, name in places.items():
-            text = text.replace(place, name)
+        for path, name in replaced.items():
+            text = text.replace(path, name)
         return text
 
     about = [*_describe(job, work), *notes]
-    lines = ["#!/bin/sh", *(f"# {' '.join(one.split())}" for one in about), "set -e"]
+    lines = ["#!/bin/sh", *(f"# {' '.join(line.split())}" for line in about), "set -e"]
     if is_merged:
         lines.append(shlex.join(_merge_command(work)))
     lines.append("mkdir output")
-    for path in _list_files(work, command):
-        with suppress(OSError, UnicodeDecodeError):
-            text = redact(here(path.read_text(encoding="utf-8")[:_MOST])).rstrip("\n")
-            name = shlex.quote(here(str(path)))
-            lines += [f"cat > {name} <<'{_END}'", text, _END]
+    for argument in command:
+        path = Path(argument.rpartition("=")[2])
+        if path.parent == work.directory and path.is_file():
+            with suppress(OSError, UnicodeDecodeError):
+                text = redact(here(path.read_text(encoding="utf-8")[:_MOST])).rstrip("\n")
+                lines += [f"cat > {shlex.quote(here(str(path)))} <<'{_END}'", text, _END]
     lines += _list_variables(work, gpus)
-    lines.append(f"exec {shlex.join(redact_command([*map(here, command)]))}")
+    lines += [f"exec {shlex.join(redact_command([*map(here, command)]))}", ""]
     if any(LEFT_OUT in line for line in lines):  # run with another value, it would mislead
         stop = f"echo 'Replace {LEFT_OUT} in this script, then remove this line.' >&2; exit 2"
         lines.insert(lines.index("set -e"), stop)
     with suppress(OSError), (work.model / RECORD_NAME).open(errors="replace") as file:
-        return "\n".join([*lines, ""]), file.read(_MOST)
-    return "\n".join([*lines, ""]), ""
+        return "\n".join(lines), file.read(_MOST)
+    return "\n".join(lines), ""
 
 
 def _describe(job: Job, work: EvalInput) -> Iterator[str]:
@@ -89,31 +89,23 @@ def _describe(job: Job, work: EvalInput) -> Iterator[str]:
 
 def _merge_command(work: EvalInput) -> list[str]:
     request, config = work.request, work.profile.config
-    weights = [] if request.weights == "model" else [f"--weights={request.weights}"]
+    options = [] if request.weights == "model" else [f"--weights={request.weights}"]
     if config is None and not (work.model / "config.json").exists():
-        weights.append("--config=none")
+        options.append("--config=none")
     elif config is not None:
-        weights.append(f"--config={config}")
-    return ["unshard", "merge", request.checkpoint, "model", "--no-extra-state", *weights]
-
-
-def _list_files(work: EvalInput, command: Sequence[str]) -> Iterator[Path]:
-    """Yield the files in the attempt's directory that arguments of its command name."""
-    for argument in command:
-        path = Path(argument.rpartition("=")[2])
-        if path.parent == work.directory and path.is_file():
-            yield path
+        options.append(f"--config={config}")
+    return ["unshard", "merge", request.checkpoint, "model", "--no-extra-state", *options]
 
 
 def _list_variables(work: EvalInput, gpus: Sequence[str]) -> Iterator[str]:
-    """Yield lines that set the variables that can matter; a secret is only named."""
-    own = dict(work.profile.environment)
-    found = {name: value for name, value in scrub(os.environ).items() if _TELLING.fullmatch(name)}
-    found |= own
+    """Yield lines that set the variables that can change results, without values of secrets."""
+    inherited = scrub(os.environ).items()
+    variables = {name: value for name, value in inherited if _RELEVANT.fullmatch(name)}
+    variables |= work.profile.environment
     if not work.profile.launch:
-        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    plain = scrub(found)
-    for name, value in found.items():
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    plain = scrub(variables)
+    for name, value in variables.items():
         if name in plain and redact(value) == value:
             yield f"export {name}={shlex.quote(value)}"
         else:

@@ -14,7 +14,7 @@ from typing import assert_never
 from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Filters, Job, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
-from unshard.evaluate.server.attempts.merging import Merger
+from unshard.evaluate.server.attempts.merging import Merger, link_best, link_of
 from unshard.evaluate.server.endings import (
     Absent,
     Cancelled,
@@ -212,8 +212,9 @@ class Outcomes:
         counts = Counter(settings for settings, _ in steps)
         usual = max(counts, key=counts.__getitem__, default=None)
         best = find_best(metric, [each for each in merged if each.settings_id == usual])
-        place = self.store.runs.place_of(job.run.id)
-        self.merger.link_best(place, job.request, None if best is None else best.id)
+        request, place = job.request, self.store.runs.place_of(job.run.id)
+        link = link_of(self.merger.directory, place, request.profile, request.weights)
+        link_best(link, self.merger.directory, None if best is None else best.id)
 
     def _persist(self, record: Callable[[], object]) -> None:
         """Try until the database accepts it; after a stop, leave it to the next server."""
