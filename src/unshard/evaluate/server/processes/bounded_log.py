@@ -1,7 +1,7 @@
-"""A log of bounded size: of one that is too long, the first and the last parts are kept.
+"""A log of bounded size, which keeps its first and its last part.
 
-The file has the first half of the bound as it was written, then, if anything was left out, one
-line of fixed width that says how many bytes, then the end. An offset into a log counts all bytes
+The file has the first half of the bound as it was written, then, if bytes were left out, one
+line of fixed width with their number, then the end. An offset into a log counts all bytes
 that were written, so it means the same before and after some were left out.
 """
 
@@ -20,12 +20,7 @@ _TEXT_BYTES = 1 << 18
 
 
 class BoundedLog:
-    """A log file that is written at its end and never grows beyond a size.
-
-    Args:
-        path: of the file, which is truncated.
-        most_bytes: its largest size, give or take a few bytes; at least 1,000.
-    """
+    """A log file that is appended to, of at most `most_bytes` (1,000 or more, and a few more)."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._most = max(most_bytes, 1000)
@@ -58,38 +53,38 @@ class BoundedLog:
 
     def _cut(self) -> None:
         """Leave out the older half of what follows the first part."""
-        kept = (self._most - self._head) // 2
-        had_line = _WIDTH if self._left_out else 0
-        self._left_out += self._size - self._head - had_line - kept
-        tail = os.pread(self._fd, kept, self._size - kept)
+        tail_size = (self._most - self._head) // 2
+        line_size = _WIDTH if self._left_out else 0
+        self._left_out += self._size - self._head - line_size - tail_size
+        tail = os.pread(self._fd, tail_size, self._size - tail_size)
         self._size = self._head
         self._append(_LINE % self._left_out + tail)
         os.ftruncate(self._fd, self._size)
 
 
 def read_log(path: Path, offset: int, *, most_bytes: int = LOG_BYTES) -> tuple[str, int]:
-    """Return what follows an offset, at most 256 KiB of it, and the offset after that.
+    """Return the text after an offset, at most 256 KiB, and the offset after that text.
 
     Args:
-        path: of a log that may be growing, or not be there yet.
-        offset: as returned by the call before; 0 at first. One beyond the end is of another log,
-            of an earlier attempt, and means the beginning of this one.
+        path: a log that may be growing, or not exist yet.
+        offset: as returned by the last call, or 0. An offset beyond the end is of the log of an
+            earlier attempt; this log is then read from its beginning.
         most_bytes: the bound that the log was written with.
     """
     try:
         with path.open("rb") as file:
-            found, after = _read(file.fileno(), offset, head=max(most_bytes, 1000) // 2)
+            data, after = _read(file.fileno(), offset, head=max(most_bytes, 1000) // 2)
     except FileNotFoundError:
         return "", offset
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    if text := decoder.decode(found):
-        # A last character that is not complete is left to the next call.
+    if text := decoder.decode(data):
+        # An incomplete last character is left to the next call.
         return text, after - len(decoder.getstate()[0])
-    return found.decode("utf-8", "replace"), after
+    return data.decode("utf-8", "replace"), after
 
 
 def log_end(path: Path) -> int:
-    """Return the offset at which a log ends now; 0 if it is not there."""
+    """Return the offset at which a log ends now; 0 if it does not exist."""
     try:
         with path.open("rb") as file:
             left_out, size = _bounds(file.fileno(), LOG_BYTES // 2)
@@ -106,10 +101,10 @@ def _read(fd: int, offset: int, *, head: int) -> tuple[bytes, int]:
             return _LINE % left_out, head + left_out
         end = head if left_out and start < head else size
         begin = start if start < head or not left_out else start - left_out + _WIDTH
-        found = os.pread(fd, max(0, min(end - begin, _TEXT_BYTES)), begin)
+        data = os.pread(fd, max(0, min(end - begin, _TEXT_BYTES)), begin)
         left_out_now, size_now = _bounds(fd, head)
-        if left_out_now == left_out and size_now >= size:  # otherwise the bytes have moved since
-            return found, start + len(found)
+        if left_out_now == left_out and size_now >= size:  # otherwise bytes have moved: read again
+            return data, start + len(data)
 
 
 def _bounds(fd: int, head: int) -> tuple[int, int]:
@@ -119,7 +114,7 @@ def _bounds(fd: int, head: int) -> tuple[int, int]:
 
 
 def last_lines(path: Path, count: int) -> str:
-    """Return the last lines of a log; nothing if there is none."""
+    """Return the last lines of a log; "" if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 200 * count))

@@ -1,7 +1,7 @@
-"""How much memory of NVIDIA's GPUs is in use, and by what, as the driver says.
+"""Memory of NVIDIA's GPUs that other processes use, from the driver.
 
-By NVML, if the module `pynvml` (nvidia-ml-py) is there, else by `nvidia-smi`. Parts of a GPU
-(`MIG-...`) are not looked at.
+Read by NVML, if the module `pynvml` (nvidia-ml-py) is installed, else by `nvidia-smi`. Parts of a
+GPU (`MIG-...`) are ignored.
 """
 
 import logging
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 _EVERY_S = 3.0
-_NOTHING_S = 60.0  # until a driver is looked for again where there is none
+_NOTHING_S = 60.0  # until a missing driver is looked for again
 _TIMEOUT_S = 10.0
 _MIB = 1 << 20
-# More than CUDA's own server for several processes (MPS) has; every other process has more.
+# More than CUDA's MPS server uses; every other process uses more.
 _PROCESS_BYTES = 64 * _MIB
-# Of processes that the driver does not list: those of other containers, and a desktop.
+# Memory of processes that the driver does not list: in other containers, or a desktop's.
 _HIDDEN_BYTES = 512 * _MIB
 _RESERVED_BYTES = 1024 * _MIB
 _DRIVERS = Path("/proc/driver/nvidia/gpus")
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU: its number and id, how many bytes are in use, and how many by processes."""
+    """A GPU: its number and id, the bytes in use, and the bytes that listed processes use."""
 
     number: str
     uuid: str
@@ -40,7 +41,7 @@ class Device:
 
     @property
     def used_by_others(self) -> int:
-        """How many bytes are in use if this server uses none; 0: not so many that it matters."""
+        """The bytes in use, on a GPU that this server does not use; 0 if they are negligible."""
         is_used = self.of_processes > _PROCESS_BYTES or self.used > _HIDDEN_BYTES
         return max(self.used, self.of_processes) if is_used else 0
 
@@ -50,21 +51,21 @@ class Device:
 
 
 def read_devices() -> list[Device] | None:
-    """Return all GPUs that the driver lets this process see; None: there is no driver to ask."""
+    """Return all GPUs that the driver shows to this process; None if there is no driver."""
     for read in (_by_nvml, _by_nvidia_smi):
         try:
             return list(read())
-        except Exception as error:  # noqa: BLE001  (each version of NVML has errors of its own)
+        except Exception as error:  # noqa: BLE001  (each version of NVML has its own errors)
             _log.debug("%s: %r", read.__name__, error)
     return None
 
 
 def list_absent(gpus: Collection[str]) -> list[str] | None:
-    """Return those GPUs that this machine does not have; None: its GPUs cannot be counted."""
+    """Return the GPUs that this machine lacks; None if its GPUs cannot be counted."""
     devices = read_devices()
     if devices is not None:
-        parts = [name for name in gpus if not name.startswith("MIG-")]
-        return [name for name in parts if not any(one.is_called(name) for one in devices)]
+        whole = [name for name in gpus if not name.startswith("MIG-")]
+        return [name for name in whole if not any(gpu.is_called(name) for gpu in devices)]
     try:
         count = sum(1 for _ in _DRIVERS.iterdir())
     except OSError:
@@ -73,10 +74,10 @@ def list_absent(gpus: Collection[str]) -> list[str] | None:
 
 
 class GpuUsers:
-    """Which GPUs others use; asks once every few seconds at most. For one thread, but `describe`.
+    """The GPUs that others use, read once in three seconds at most.
 
-    Attributes:
-        taken: the GPUs that were not to be had when this was asked last.
+    Only `describe` may be called from several threads. `taken` has the GPUs that were not available
+    at the last call of `ask`.
     """
 
     def __init__(self) -> None:
@@ -86,9 +87,10 @@ class GpuUsers:
         self._until = 0.0
 
     def ask(self, free: frozenset[str]) -> frozenset[str]:
-        """Return those GPUs, of some that this server does not use, that others use.
+        """Return the GPUs, of those that this server does not use, that others use.
 
-        One that became free only now may still be shown as used: it is taken until the next look.
+        The driver may still show a GPU that just became free as used, so it counts as taken until
+        the next reading.
         """
         if time.monotonic() > self._until:
             devices = read_devices()
@@ -104,27 +106,27 @@ class GpuUsers:
 
     @property
     def count(self) -> int:
-        """How many GPUs others used when this was asked last."""
+        """How many GPUs others used at the last call of `ask`."""
         return len(self._used)
 
     def describe(self, free: frozenset[str], count: int) -> str | None:
-        """Return that others use what a job for so many GPUs waits for; None if they do not."""
+        """Return who uses the GPUs that a job for `count` GPUs waits for; None if nobody does."""
         used = self._used
         return describe_use(used) if used and len(free - used.keys()) < count else None
 
 
 def read_use(gpus: Collection[str]) -> str:
-    """Return which of these GPUs others use now, if this server uses none of them; or nothing."""
+    """Describe which of these GPUs, that this server does not use, others use now; "" if none."""
     return describe_use(_used_by_others(gpus, read_devices() or ())) if gpus else ""
 
 
 def _used_by_others(gpus: Collection[str], devices: Iterable[Device]) -> dict[str, int]:
-    pairs = [(name, one) for name in gpus for one in devices if one.is_called(name)]
-    return {name: one.used_by_others for name, one in pairs if one.used_by_others}
+    pairs = [(name, gpu) for name in gpus for gpu in devices if gpu.is_called(name)]
+    return {name: gpu.used_by_others for name, gpu in pairs if gpu.used_by_others}
 
 
 def describe_use(used: Mapping[str, int]) -> str:
-    """Return which GPUs others use, for people: "GPU 3 is used by others (12.3 GiB)"."""
+    """Describe the bytes that others use: "GPU 3 is used by others (12.3 GiB)"."""
     names = sorted(used, key=lambda name: (len(name), name))
     sizes = {name: f"{used[name] / 2**30:.1f} GiB" for name in names}
     return "; ".join(f"GPU {name} is used by others ({size})" for name, size in sizes.items())
@@ -140,7 +142,7 @@ def _by_nvml() -> Iterator[Device]:
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
             uuid = nvml.nvmlDeviceGetUUID(handle)
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            of_processes = sum(one.usedGpuMemory or 0 for one in processes)
+            of_processes = sum(process.usedGpuMemory or 0 for process in processes)
             uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
             yield Device(str(number), uuid, _used(nvml, handle), of_processes)
     finally:
@@ -148,20 +150,20 @@ def _by_nvml() -> Iterator[Device]:
 
 
 def _used(nvml: Any, handle: Any) -> int:
-    """Return the bytes in use, without those that the driver reserves (0.6 GiB of an H200)."""
+    """Return the bytes in use, without the driver's reserve (0.6 GiB of an H200)."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used)
-    except Exception:  # noqa: BLE001  an older NVML, which does not tell them apart
+    except Exception:  # noqa: BLE001  an older NVML, whose figure includes the reserve
         used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
         return used if used > _RESERVED_BYTES else 0
 
 
 def _by_nvidia_smi() -> Iterator[Device]:
-    of_processes = dict[str, int]()
+    of_processes = Counter[str]()
     for uuid, used in _ask("--query-compute-apps=gpu_uuid,used_memory", 2):
-        of_processes[uuid] = of_processes.get(uuid, 0) + _bytes(used)
+        of_processes[uuid] += _bytes(used)
     for number, uuid, used in _ask("--query-gpu=index,uuid,memory.used", 3):
-        yield Device(number, uuid, _bytes(used), of_processes.get(uuid, 0))
+        yield Device(number, uuid, _bytes(used), of_processes[uuid])
 
 
 def _ask(query: str, fields: int) -> list[list[str]]:
