@@ -81,7 +81,7 @@ def test_a_profile_says_whether_its_checkpoints_are_merged(tmp_path: Path) -> No
         ({"kind": "lmms-eval"}, "expected: kind lm-eval, or `weights: merged` found: kind lmms"),
         ({"kind": "command", "command": ["true"]}, "found: kind command"),
         ({"model": "sglang"}, "with this type of model expected: model: hf or vllm;"),
-        ({"idle_timeout": 5}, "idle_timeout means nothing without an engine that is kept"),
+        ({"idle_timeout": 5}, "idle_timeout has no effect without a kept engine"),
         ({"keep": "all"}, "with `keep: all`: there is no merged model to keep"),
         ({"keep": "best", "best_metric": "a/b"}, "with `keep: best`: there is no merged model"),
         ({"weights": "none"}, "weights cannot be read expected: merged, direct"),

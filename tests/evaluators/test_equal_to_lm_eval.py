@@ -272,8 +272,8 @@ def test_a_template_that_is_not_applied_is_reported_once(
         assert start("decided", "chat", apply_chat_template=False) == []
         (message,) = start("first", "chat")
         assert message == (
-            "profile chat: the model has a chat template; the profile does not apply it: set "
-            "`arguments: apply_chat_template` to true, or to false to say so"
+            "profile chat: the model has a chat template, which the profile does not apply: set "
+            "`arguments: apply_chat_template` to true, or to false to silence this"
         )
         assert start("second", "chat") == []
         assert len(start("another", "other")) == 1

@@ -13,9 +13,13 @@ from evaluation.local_tasks import work_at
 from evaluation.running import whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request
-from unshard.evaluate.server.config.harmless import CHECKPOINT_KEYS, GUARDED_TYPES, MODEL_TYPES
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
+from unshard.evaluate.server.evaluators.lmms_eval import (
+    CHECKPOINT_KEYS,
+    GUARDED_TYPES,
+    MODEL_TYPES,
+    LmmsEvalProfile,
+)
 from unshard.evaluate.server.evaluators.profiles import profile_named
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.serve import make_service

@@ -8,8 +8,8 @@ import yaml
 
 from evaluation.local_tasks import lm_eval_tasks, run_evaluator, save_tiny_model, work_at
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
+from unshard.evaluate.server.evaluators.installed import UnknownTasksError
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 

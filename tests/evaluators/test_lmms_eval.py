@@ -13,8 +13,8 @@ import pytest
 from evaluation.local_tasks import lmms_eval_tasks, run_evaluator, work_at
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Arguments, EvaluationError, Request
+from unshard.evaluate.server.evaluators.installed import UnknownTasksError
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import EvalInput, Profile, TaskFacts
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 

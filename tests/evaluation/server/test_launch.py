@@ -284,11 +284,11 @@ def test_a_profile_that_is_launched_is_not_bound_by_this_machine(tmp_path: Path)
         ("launch: [srun, '--gres={gpu}']", r"launch cannot be read\n.*\{attempt\}, \{gpus\}"),
         ("launch: ['{run}']", "launch cannot be read"),
         ("launch: [./nowhere]", r"launch cannot be read\n  expected: a program"),
-        ("slots: 2", "slots means nothing without `launch`"),
+        ("slots: 2", "slots has no effect without `launch`"),
         ("launch: [srun], slots: 0", "slots cannot be read"),
         (
             "launch: [srun], weights: direct, model: vllm",
-            "launch is not possible with an engine that is kept",
+            "launch is not possible with a kept engine",
         ),
     ],
 )

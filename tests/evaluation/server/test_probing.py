@@ -10,12 +10,16 @@ import pytest
 from evaluation.running import wait_for, whole_model
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import Request, Status
-from unshard.evaluate.server.evaluators import installed, unknown_tasks
+from unshard.evaluate.server.evaluators import installed
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.evaluators.installed import tell_missing, why_missing
+from unshard.evaluate.server.evaluators.installed import (
+    UnknownTasks,
+    UnknownTasksError,
+    tell_missing,
+    why_missing,
+)
 from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks, UnknownTasksError
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.serve import make_service
 from unshard.evaluate.server.server_yaml import ServerConfig
@@ -100,13 +104,13 @@ def test_an_unknown_task_is_not_retried_and_refused_from_then_on(
     other, is_new = service.submit(Request(str(model), "lm", ("other",), step=1, run="run"), None)
     assert is_new  # no client had asked for it when the evaluator named it
     wait_for(service.store, other.id, Status.FAILED)
-    monkeypatch.setattr(unknown_tasks, "_REMEMBERED_S", 0.0)
+    monkeypatch.setattr(installed, "_REMEMBERED_S", 0.0)
     again, _ = service.submit(asked, None)
     assert again.id == job.id
 
 
 def test_so_many_unknown_tasks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown_tasks, "_MOST", 2)
+    monkeypatch.setattr(installed, "_MOST", 2)
     known = UnknownTasks()
     for task in "abc":
         known.add("lm", UnknownTasksError("lm-eval", [task], hint="see"))

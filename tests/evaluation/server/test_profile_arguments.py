@@ -149,9 +149,9 @@ def test_arguments_reach_a_command(tmp_path: Path) -> None:
         (
             "lm-eval",
             {"fewshot_as_multiturn": True},
-            r"(?s)profiles.p.*means nothing without a chat",
+            r"(?s)profiles.p.*has no effect without a chat",
         ),
-        ("lm-eval", {"model_args": {"pretrained": "x"}}, r"what is already set: pretrained"),
+        ("lm-eval", {"model_args": {"pretrained": "x"}}, r"sets again: pretrained"),
         ("lm-eval", {"model_args": {"a": "b,c"}}, r"cannot be handed over"),
         ("lm-eval", {"gen_kwargs": "a"}, r"gen_kwargs cannot be read"),
         ("lmms-eval", {"confirm_run_unsafe_code": True}, r"(?s)profiles.p.*kind lm-eval"),

@@ -13,8 +13,7 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import LOG_MARK
 from unshard.evaluate.server.config.arguments import placeholders_in
-from unshard.evaluate.server.evaluators.installed import why_cannot_run
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
+from unshard.evaluate.server.evaluators.installed import UnknownTasksError, why_cannot_run
 from unshard.evaluate.server.evaluators.work import EvalInput, Scores
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME, STOPS, Exit, is_ended_by

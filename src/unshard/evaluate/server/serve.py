@@ -17,8 +17,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from unshard.errors import UsageError
 from unshard.evaluate.logs import log_to_stderr
-from unshard.evaluate.server.evaluators.installed import tell_missing
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
+from unshard.evaluate.server.evaluators.installed import UnknownTasks, tell_missing
 from unshard.evaluate.server.gpus import Slots, parse_gpus
 from unshard.evaluate.server.health import HealthCheck
 from unshard.evaluate.server.http.app import make_app

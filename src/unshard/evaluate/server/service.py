@@ -23,8 +23,8 @@ from unshard.evaluate.run_folder import RunFolder
 from unshard.evaluate.server.admission import check_request
 from unshard.evaluate.server.attempts.merge_worker import MergeOrder
 from unshard.evaluate.server.attempts.merging import CheckpointGoneError, merge_in_process
+from unshard.evaluate.server.evaluators.installed import UnknownTasks
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named, resolve_name
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck

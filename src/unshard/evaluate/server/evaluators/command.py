@@ -1,8 +1,8 @@
-"""Any other program, which a profile has the command of.
+"""Any other program, by a profile's `command`.
 
 It writes a JSON file with `{task: {metric: number}}`, or flat: `{"task/metric": number}`,
-`{task: number}` (the metric is then called "score"), or for one task `{metric: number}`. In any
-other file, the profile says by `metrics` where its numbers are.
+`{task: number}` (the metric is then called "score"), or for one task `{metric: number}`. For any
+other form, `metrics` of the profile has the paths of the numbers.
 """
 
 import os
@@ -41,8 +41,8 @@ COMMAND_EXPECTED = (
 )
 
 
-def _folded(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command of which every brace has a meaning; text of clients is in no other text."""
+def _checked(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise for a brace without a meaning, or for text of clients inside other text."""
     for part in command:
         if has_lone_brace(part):
             raise expected(f"doubled braces, {{{{ and }}}}, where braces stay, in {part!r:.100}")
@@ -60,7 +60,7 @@ def _is_command(command: tuple[str, ...]) -> bool:
 def _is_below_output(text: str) -> bool:
     try:
         next(Path(os.devnull).glob(text), None)
-    except (ValueError, NotImplementedError):  # not a pattern, or not below a directory
+    except (ValueError, NotImplementedError):  # not a pattern, or an absolute path
         return False
     return ".." not in Path(text).parts
 
@@ -70,7 +70,7 @@ _OWN_ARGUMENT = re.compile(r"(?:--?[A-Za-z0-9][\w-]*=)?\{system_instruction\}", 
 
 
 def _named_file(part: str) -> Path | None:
-    """Return the file that an argument, or what follows its equals sign, names."""
+    """Return the file of an argument that is a path, or ends with `=` and a path."""
     for text in (part, part.partition("=")[2]):
         is_fixed = text.startswith("/") and not placeholders_in([text])
         if is_fixed and os.path.isfile(text):  # noqa: PTH113  (false where `is_file` would raise)
@@ -95,7 +95,7 @@ class CommandProfile(Profile):
     command: Annotated[
         Texts,
         expects(COMMAND_EXPECTED, _is_command),
-        AfterValidator(_folded),
+        AfterValidator(_checked),
         AfterValidator(started),
     ]
     """The program and its arguments; no shell reads them."""
@@ -119,21 +119,19 @@ class CommandProfile(Profile):
     @property
     def files(self) -> Mapping[str, Path]:
         """The config, and files that the command names; not programs, which are installed."""
-        named = {f"command.{place}": _named_file(part) for place, part in enumerate(self.command)}
-        own = {place: path for place, path in named.items() if path and not _is_binary(path)}
+        named = {f"command.{index}": _named_file(part) for index, part in enumerate(self.command)}
+        own = {key: path for key, path in named.items() if path and not _is_binary(path)}
         return {**super().files, **own}
 
     def list_settings(self) -> dict[str, object]:
-        """Return the values of `settings`, and the command without the places of files."""
-        parts = list[str]()
-        for part in self.command:
-            path = _named_file(part)
-            parts.append(part if path is None else part.replace(str(path), path.name))
+        """Return the values of `settings`, and the command without the directories of files."""
+        named = ((part, _named_file(part)) for part in self.command)
+        parts = [part.replace(str(path), path.name) if path else part for part, path in named]
         parts[0] = re.sub(r"^python[0-9.]+$", "python", Path(parts[0]).name)
         return {**super().list_settings(), "command": parts}
 
     def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield also the arguments that the command would ignore silently."""
+        """Yield also the arguments that the command would ignore."""
         yield from super().list_untaken(chosen)
         taken = {"num_gpus", *placeholders_in(self.command)}
         for name, value in chosen.given().items():
@@ -142,7 +140,7 @@ class CommandProfile(Profile):
                 yield not_accepted(name, value, expected=f"nothing: the profile's command {why}")
 
     def command_line(self, work: EvalInput) -> list[str]:
-        """Fill in the profile's arguments; each stays one argument, whatever is filled in."""
+        """Fill in the placeholders; each argument stays one, whatever its values are."""
         request = work.request
         values = {
             "checkpoint": str(work.model),
@@ -157,7 +155,7 @@ class CommandProfile(Profile):
         return [fill(part, values) for part in self.command]
 
     def read_scores(self, work: EvalInput, returncode: int) -> Scores:
-        """Return the numbers of all tasks, whatever form the program chose."""
+        """Return the numbers of all tasks, in any of the forms."""
         tasks, file = work.request.tasks, self._find_results(work.output)
         document = read_results(work, file, returncode, expected=self.results)
         results = (
@@ -177,12 +175,11 @@ class CommandProfile(Profile):
         )
 
     def _find_results(self, output: Path) -> Path | None:
-        """Return the file that the command wrote, of several the newest."""
+        """Return the results of the command, the newest of several files."""
         path = output / self.results
-        if path.is_file() or "*" not in self.results:
-            return path if path.is_file() else None
-        files = [path for path in output.glob(self.results) if path.is_file()]
-        return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+        files = [path] if path.is_file() or "*" not in self.results else output.glob(self.results)
+        existing = filter(Path.is_file, files)
+        return max(existing, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _as_text(value: object) -> str:

@@ -2,8 +2,8 @@
 
 A profile with `weights: direct` runs it with its own interpreter, which needs unshard, torch and
 lm-eval, as `python -m unshard.evaluate.server.evaluators.direct run --config=job.yaml`: that is
-lm-eval's own command line (0.4.13), with one more type of model. What it calls `pretrained` is a
-directory that has everything of a merged model but its weights, and says where these are.
+lm-eval's own command line (0.4.13), with one more type of model. Its `pretrained` is a directory
+with all files of a merged model except its weights, and with the path of the checkpoint.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.errors import UnshardError
 from unshard.fronts import Command
@@ -21,42 +21,41 @@ if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
 
 MODEL_TYPE = "unshard"
-"""What lm-eval calls the type of model."""
+"""lm-eval's name for the type of model."""
 
 PLACE_NAME = "weights.json"
-"""The file in the model's directory that names the checkpoint, and which of its weights."""
+"""The file in the model's directory with the path of the checkpoint and its set of weights."""
 
-# They say where on the hub a model's files are.
-_PLACES = ("revision", "subfolder", "gguf_file")
+# Options for files of a model on the hub.
+_HUB_OPTIONS = ("revision", "subfolder", "gguf_file")
 
 
-class _Shards:
+class _Shards(NamedTuple):
     """Loads the model of one directory from shards; any other as transformers does.
 
-    Args:
-        directory: of the model without weights.
+    Attributes:
+        directory: the model's, without weights.
         auto_class: the class of transformers that lm-eval has chosen.
         load: its `from_pretrained`.
     """
 
-    def __init__(self, directory: str, auto_class: type, load: Callable[..., object]) -> None:
-        self._directory = directory
-        self._auto_class = auto_class
-        self._load = load
+    directory: str
+    auto_class: type
+    load: Callable[..., object]
 
     def from_pretrained(self, path: str, **options: object) -> object:
-        if path != self._directory:
-            return self._load(path, **options)
+        if path != self.directory:
+            return self.load(path, **options)
         import unshard
 
-        place = json.loads((Path(path) / PLACE_NAME).read_bytes())
-        kept = {name: value for name, value in options.items() if name not in _PLACES}
-        own = {"weights": place["weights"], "config": path}
-        return unshard.from_pretrained(place["checkpoint"], self._auto_class, **own, **kept)
+        source = json.loads((Path(path) / PLACE_NAME).read_bytes())
+        loading = {name: value for name, value in options.items() if name not in _HUB_OPTIONS}
+        own = {"weights": source["weights"], "config": path}
+        return unshard.from_pretrained(source["checkpoint"], self.auto_class, **own, **loading)
 
 
 def main() -> None:
-    """Run lm-eval's command line, which knows the type of model `MODEL_TYPE`."""
+    """Run lm-eval's command line with the type of model `MODEL_TYPE`."""
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
@@ -83,13 +82,13 @@ def _model_type() -> "type[LM]":
 
 @contextmanager
 def _loading_shards(model: "HFLM", directory: str) -> Iterator[None]:
-    """Have lm-eval load the model of a directory from shards as long as this lasts."""
+    """Make lm-eval load the model of a directory from shards in a `with` block."""
     chosen = model.AUTO_MODEL_CLASS
     model.AUTO_MODEL_CLASS = _Shards(directory, chosen, chosen.from_pretrained)
     try:
         yield
     finally:
-        model.AUTO_MODEL_CLASS = chosen  # lm-eval asks later which it is
+        model.AUTO_MODEL_CLASS = chosen  # lm-eval compares it later
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Find and read the file of results that an evaluator wrote, and see whether it is complete.
+"""Finds and reads an evaluator's file of results, and checks that it is complete.
 
 lm-eval and lmms-eval write `{task: {"acc,none": 0.3, "acc_stderr,none": 0.1, "alias": ...}}`, where
 a comma separates a metric from its filter. Only finite numbers are metrics, and `acc_stderr` is the
@@ -18,24 +18,24 @@ from unshard.evaluate.server.evaluators.work import EvalInput, Scores, TaskFacts
 from unshard.evaluate.values import LARGEST
 
 FACTS = frozenset({"versions", "n-shot", "n-samples", "higher_is_better"})
-"""The keys next to results that have a value for each task."""
+"""The keys next to `results` that have a value for each task."""
 
 Numbers = dict[str, dict[str, object]]
-"""By task and metric; what is not a finite number is left out later."""
+"""Values by task and metric; those that are not finite numbers are left out later."""
 
 _NAMES = {"{task}": "(?P<task>.+)", "{metric}": "(?P<metric>.+)"}
 _NAME = re.compile(r"(\*|\{task\}|\{metric\})")
 _STDERR = "_stderr"
 _NOT_METRICS = frozenset({"alias", "name", "sample_len", "samples", "sample_count"})
-_LOG = "the log of the job says why"
+_LOG = "see the log of the job"
 _MOST_METRICS = 10_000
 _LONGEST_VERSION = 200
-_NO_VERSION = (None, "Yaml")  # both harnesses call tasks without a version so
+_NO_VERSION = (None, "Yaml")  # in both harnesses, for tasks without a version
 _MOST_NAMES = 1 << 20  # bytes of all names together: a job is one answer of the server
 
 
 def find_newest(directory: Path, pattern: str) -> Path | None:
-    """Return the file below a directory that was written last, of those whose name fits."""
+    """Return the file below a directory that was written last, among those that fit a pattern."""
     files = [path for path in directory.rglob(pattern) if path.is_file() and not path.is_symlink()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
@@ -43,10 +43,10 @@ def find_newest(directory: Path, pattern: str) -> Path | None:
 def read_results(
     work: EvalInput, path: Path | None, returncode: int, *, expected: str
 ) -> dict[str, object]:
-    """Read the JSON object that an evaluator, which ended with this code, wrote.
+    """Read the JSON object of an evaluator that ended with `returncode`.
 
     Raises:
-        EvaluationError: it failed, or wrote nothing, too much, or something else.
+        EvaluationError: it failed, or wrote nothing, too much, or no JSON object.
     """
     program, most_bytes = work.program, work.profile.results_bytes
     if returncode != 0:
@@ -76,12 +76,12 @@ def read_results(
 def check_tasks(
     document: Mapping[str, object], tasks: Collection[str], *, program: str, file: Path | None
 ) -> Scores:
-    """Return the numbers of a document that names every one of the tasks, with numbers.
+    """Return the scores of a document that has numbers for every task.
 
     A group has numbers if it has its own or all of its tasks have.
 
     Raises:
-        EvaluationError: a task is not named, or has no finite number; or there are too many.
+        EvaluationError: a task is missing, or has no finite number; or there are too many.
     """
     results = _mapping_at(document, "results")
     metrics = collect_metrics(results)
@@ -108,7 +108,7 @@ def check_tasks(
 
 
 def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dict[str, TaskFacts]:
-    """Return what is reported about the tasks that have metrics; of a group, all its questions."""
+    """Return the reported facts about tasks with metrics; a group counts all its questions."""
     versions, shots = _mapping_at(document, "versions"), _mapping_at(document, "n-shot")
     counts = _mapping_at(document, "n-samples")
     facts = dict[str, TaskFacts]()
@@ -120,14 +120,14 @@ def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dic
             _as_count(shots.get(task)),
             _total(_mapping_at(counts, part) for part in parts),
         )
-    return {task: one for task, one in facts.items() if one != TaskFacts()}
+    return {task: fact for task, fact in facts.items() if fact != TaskFacts()}
 
 
 def _total(sizes: Iterable[Mapping[str, object]]) -> int | None:
-    """Return how many questions were asked of all tasks; None if that is not known of one."""
+    """Return the number of questions of all tasks; None if that of one is unknown."""
     counts = [_as_count(size.get("effective")) for size in sizes]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known and len(known) == len(counts) else None
+    valid = [count for count in counts if count is not None]
+    return sum(valid) if valid and len(valid) == len(counts) else None
 
 
 def _as_count(value: object) -> int | None:
@@ -135,7 +135,7 @@ def _as_count(value: object) -> int | None:
 
 
 def evaluator_of(document: Mapping[str, object]) -> str | None:
-    """Return name and version of the evaluator, which both harnesses write."""
+    """Return name and version of the evaluator, if it is one of the harnesses."""
     for name in ("lm_eval", "lmms_eval"):
         version = document.get(f"{name}_version")
         if isinstance(version, str) and version.strip():
@@ -164,10 +164,10 @@ def _pattern(path: str) -> list[str]:
 def numbers_at(
     document: Mapping[str, object], paths: Iterable[str], tasks: Sequence[str]
 ) -> Numbers:
-    """Return what a document has at some paths of keys, such as `scores.*` or `results.*.acc`.
+    """Return the values at some paths of keys, such as `scores.*` or `results.*.acc`.
 
-    Without a name for the metric, the last key is it. Without one for the task, a number belongs to
-    the task that is called like its metric, and is its "score"; else to the only task.
+    A path without a name for the metric ends with the metric. Without a name for the task, a number
+    whose metric is named like a task is that task's "score"; others belong to the only task.
     """
     results: Numbers = {}
     for path in paths:
@@ -186,21 +186,21 @@ def numbers_at(
 def _values_at(
     value: object, keys: Sequence["re.Pattern[str]"]
 ) -> Iterator[tuple[dict[str, str], object]]:
-    """Yield all values at a path, with the names that its keys have there."""
+    """Yield all values at a path, with the names that its keys match."""
     if not keys:
         yield {}, value
         return
     inside = value.items() if isinstance(value, Mapping) else ()
-    for key, one in enumerate(value) if isinstance(value, list) else inside:
-        if (found := keys[0].fullmatch(str(key))) is not None:
-            for names, end in _values_at(one, keys[1:]):
-                yield {**found.groupdict(), **names}, end
+    for key, item in enumerate(value) if isinstance(value, list) else inside:
+        if (match := keys[0].fullmatch(str(key))) is not None:
+            for names, end in _values_at(item, keys[1:]):
+                yield {**match.groupdict(), **names}, end
 
 
 def replace_tags(document: Mapping[str, object], tasks: Collection[str]) -> Collection[str]:
-    """Replace lm-eval's tags, which results do not record, by the tasks that nothing else explains.
+    """Replace lm-eval's tags, which results do not record, by the tasks that are left over.
 
-    lm-eval has ended well and is known to refuse names that mean nothing.
+    After lm-eval has succeeded, every name is a task, a group or a tag: it refuses others.
     """
     results, groups = _mapping_at(document, "results"), _mapping_at(document, "group_subtasks")
     named = [task for task in tasks if task in results or task in groups]
@@ -211,17 +211,17 @@ def replace_tags(document: Mapping[str, object], tasks: Collection[str]) -> Coll
 def _expand(
     document: Mapping[str, object], tasks: Iterable[str], is_opened: Callable[[str], bool]
 ) -> dict[str, list[str]]:
-    """Return the tasks and all that their groups contain, each with its parts if it is opened."""
+    """Return tasks and the members of their groups, each with its members if it is opened."""
     groups = _mapping_at(document, "group_subtasks")
-    found: dict[str, list[str]] = {}
+    members: dict[str, list[str]] = {}
     waiting = list(tasks)
     while waiting:
         task = waiting.pop()
-        if task not in found:
+        if task not in members:
             parts = groups.get(task) if is_opened(task) else None
-            found[task] = list(map(str, parts)) if isinstance(parts, list) else []
-            waiting += found[task]
-    return found
+            members[task] = list(map(str, parts)) if isinstance(parts, list) else []
+            waiting += members[task]
+    return members
 
 
 def _mapping_at(document: Mapping[str, object], key: str) -> dict[str, object]:
@@ -230,7 +230,7 @@ def _mapping_at(document: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def as_finite(value: object) -> float | None:
-    """Return a finite number as a float; None for anything else, booleans too."""
+    """Return a finite number as a float; None for any other value, also for booleans."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -241,9 +241,9 @@ def as_finite(value: object) -> float | None:
 
 
 def metric_key(task: str, name: str) -> str | None:
-    """Return the key of a result named "metric" or "metric,filter"; None if it is not a metric.
+    """Return the key of "metric" or "metric,filter", without the filter "none".
 
-    The filter "none" is left out.
+    None: it is not a metric.
     """
     metric, _, filter_name = name.partition(",")
     if not metric.strip() or metric in _NOT_METRICS or _STDERR in metric:
@@ -252,46 +252,45 @@ def metric_key(task: str, name: str) -> str | None:
 
 
 def collect_metrics(results: Mapping[str, object]) -> dict[str, float]:
-    """Return all metrics of results by task, each of which is a mapping from names to values."""
+    """Return all metrics of results, which have a mapping of names to values for each task."""
     metrics = {}
-    for task, values in results.items():
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            key, number = metric_key(task, str(name)), as_finite(value)
-            if key is not None and number is not None:
-                metrics[key] = number
+    for task, name, value in _values_by_task(results):
+        key, number = metric_key(task, name), as_finite(value)
+        if key is not None and number is not None:
+            metrics[key] = number
     return metrics
 
 
 def collect_errors(results: Mapping[str, object], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the standard errors of metrics: that of "acc,filter" is "acc_stderr,filter"."""
+    """Return the standard errors of metrics: "acc_stderr,filter" is that of "acc,filter"."""
     errors = dict[str, float]()
-    for task, values in results.items():
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            metric, comma, filter_name = str(name).partition(",")
-            own = f"{metric.removesuffix(_STDERR)}{comma}{filter_name}"
-            key, number = metric_key(task, own), as_finite(value)
-            if not metric.endswith(_STDERR) or key not in metrics:
-                continue
-            if key is not None and number is not None and number >= 0:
+    for task, name, value in _values_by_task(results):
+        metric, comma, filter_name = name.partition(",")
+        if metric.endswith(_STDERR):
+            key = metric_key(task, f"{metric.removesuffix(_STDERR)}{comma}{filter_name}")
+            number = as_finite(value)
+            if key in metrics and number is not None and number >= 0:
                 errors[key] = number
     return errors
 
 
 def collect_directions(stated: Mapping[str, object], metrics: Iterable[str]) -> dict[str, bool]:
-    """Return whether higher is better, of those metrics of which that is stated.
+    """Return whether higher is better, for metrics whose direction the document has.
 
-    It is stated by task and by metric, without a filter; lm-eval has None for groups whose tasks
+    It has them by task and by metric, without a filter; lm-eval writes None for groups whose tasks
     differ (0.4.13, evaluator.py).
     """
-    found = dict[str, bool]()
-    for task, values in stated.items():
-        for name, is_better in values.items() if isinstance(values, Mapping) else ():
-            if isinstance(is_better, bool):
-                found[f"{task}/{name}"] = is_better
-    named = {key: found.get(key.partition(",")[0]) for key in metrics}
-    return {key: one for key, one in named.items() if one is not None}
+    directions = {f"{task}/{name}": value for task, name, value in _values_by_task(stated)}
+    by_metric = {key: directions.get(key.partition(",")[0]) for key in metrics}
+    return {key: value for key, value in by_metric.items() if isinstance(value, bool)}
 
 
 def tasks_without(tasks: Iterable[str], metrics: Mapping[str, float]) -> list[str]:
     """Return the tasks that have no metric."""
     return [task for task in tasks if not any(key.startswith(f"{task}/") for key in metrics)]
+
+
+def _values_by_task(results: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
+    for task, values in results.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            yield task, str(name), value

@@ -1,4 +1,8 @@
-"""What lm-eval and lmms-eval have in common: keys, command lines, and what clients may choose."""
+"""Keys, command lines and accepted arguments that lm-eval and lmms-eval share.
+
+Clients may choose arguments that load nothing else and run no code of a checkpoint (by the sources
+of lm_eval 0.4.13 and lmms_eval 0.7.3), and others that `allowed_model_args` of a profile allows.
+"""
 
 import re
 import sys
@@ -17,11 +21,6 @@ from unshard.evaluate.server.config.arguments import (
     matches,
     parse_arguments,
 )
-from unshard.evaluate.server.config.harmless import (
-    GENERATION_ARGUMENTS,
-    METADATA,
-    MODEL_ARGUMENTS,
-)
 from unshard.evaluate.server.config.keys import (
     Folders,
     ModelArgs,
@@ -29,13 +28,39 @@ from unshard.evaluate.server.config.keys import (
     Texts,
     find_program,
 )
+from unshard.evaluate.server.evaluators.installed import UnknownTasksError
 from unshard.evaluate.server.evaluators.revision import installed_versions
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasksError
 from unshard.evaluate.server.evaluators.work import EvalInput, Profile
 from unshard.evaluate.server.processes.bounded_log import last_lines
 from unshard.evaluate.server.processes.supervise import LOG_NAME
 from unshard.evaluate.server.roots import not_accepted
 from unshard.evaluate.values import LARGEST, Scalar, expects
+
+# Model arguments that are plain values in every model class of both evaluators.
+_MODEL_ARGUMENTS = frozenset(
+    # precision, attention, memory
+    "dtype softmax_dtype mixed_precision_dtype attn_implementation use_flash_attention_2 use_cache "
+    "logits_cache parallelize tensor_parallel_size data_parallel_size gpu_memory_utilization "
+    "max_num_seqs max_num_batched_tokens max_batch_size enforce_eager swap_space seed "
+    # text
+    "max_length max_model_len max_new_tokens max_gen_toks truncation truncation_side add_bos_token "
+    "prefix_token_id enable_thinking think_end_token system_prompt reasoning_prompt "
+    # images, video, sound
+    "max_pixels min_pixels total_pixels min_image_pixels max_image_size max_images min_patches "
+    "max_patches do_image_splitting image_first interleave_visuals fps video_fps nframes "
+    "num_frames max_num_frames max_frame_num max_frames max_frames_num video_max_frames "
+    "use_custom_video_loader language task".split()
+)
+# Without `penalty_alpha` and `num_beam_groups`, for which transformers fetches code.
+_GENERATION_ARGUMENTS = frozenset(
+    "temperature top_p top_k min_p typical_p do_sample num_beams early_stopping length_penalty "
+    "repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size max_new_tokens "
+    "min_new_tokens max_gen_toks max_tokens max_length until stop seed use_cache".split()
+)
+# Lengths, which RULER and BABILong build their questions for. Not `tokenizer`, `pretrained` and
+# `model`, which tasks load with trust_remote_code=True, and not `version`, which would replace the
+# task's own in the results.
+_METADATA = frozenset({"max_seq_lengths"})
 
 _MOST_ARGUMENTS = 64
 _LONGEST_VALUE = 4000
@@ -49,9 +74,9 @@ class HarnessKeys(Profile):
     """Keys of the profiles of lm-eval and lmms-eval."""
 
     module: ClassVar[str]
-    """What the evaluator is imported as, and run."""
+    """The module of the evaluator."""
     listing: ClassVar[str]
-    """What shows its tasks, behind `python -m`."""
+    """The command that lists its tasks, after `python -m`."""
     is_lmms_form: ClassVar[bool] = True
     trial: ClassVar[Arguments] = Arguments(limit=1)
     settings: ClassVar[frozenset[str]] = frozenset({"model", "checkpoint_key", "model_args"})
@@ -96,7 +121,7 @@ class HarnessKeys(Profile):
     @property
     def files(self) -> Mapping[str, Path]:
         """The config, and the directories with further tasks."""
-        tasks = {f"include_paths.{place}": path for place, path in enumerate(self.include_paths)}
+        tasks = {f"include_paths.{index}": path for index, path in enumerate(self.include_paths)}
         return {**super().files, **tasks}
 
     def check_arguments(self, where: str) -> None:
@@ -108,24 +133,24 @@ class HarnessKeys(Profile):
         parse_arguments(own.gen_kwargs or "", what=f"{where}: arguments: gen_kwargs")
         if twice := sorted({self.checkpoint_key, *self.model_args} & own.model_args.keys()):
             raise UsageError(
-                f"{where}: arguments: model_args has what is already set: {', '.join(twice)}",
-                expected="in `model_args`, what no submission can change; in `arguments`, what "
-                "submissions can change",
+                f"{where}: arguments: model_args sets again: {', '.join(twice)}",
+                expected="each key once: in `model_args`, or in `arguments` if submissions may "
+                "change it",
             )
 
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
         """Yield the arguments that are neither harmless nor allowed, or that the server sets."""
         yield from super().list_unfitting(chosen)
         for key in chosen.metadata:
-            if key not in METADATA and not matches(key, self.allowed_model_args):
+            if key not in _METADATA and not matches(key, self.allowed_model_args):
                 yield not_accepted(
                     "metadata",
                     key,
-                    expected=", ".join(sorted(METADATA)),
-                    hint="others may name what a task loads; the profile can allow them by "
+                    expected=", ".join(sorted(_METADATA)),
+                    hint="other keys may name code or models; the profile can allow them by "
                     "`allowed_model_args`, or set them by `arguments: metadata`",
                 )
-        yield from self._list_unfitting("model_args", chosen.model_args, MODEL_ARGUMENTS)
+        yield from self._list_unfitting("model_args", chosen.model_args, _MODEL_ARGUMENTS)
         fixed = {self.checkpoint_key, *self.model_args}
         for key in sorted(fixed.intersection(chosen.model_args)):
             yield not_accepted(
@@ -136,7 +161,7 @@ class HarnessKeys(Profile):
         except UsageError as error:
             yield error
         else:
-            yield from self._list_unfitting("gen_kwargs", pairs, GENERATION_ARGUMENTS)
+            yield from self._list_unfitting("gen_kwargs", pairs, _GENERATION_ARGUMENTS)
 
     def _list_unfitting(
         self, field: str, pairs: Mapping[str, Scalar], harmless: Collection[str]
@@ -168,9 +193,8 @@ class HarnessKeys(Profile):
     def module_command(self, work: EvalInput, module: str) -> list[str]:
         """Return the command line that runs a module on all GPUs of the work.
 
-        `accelerate launch` is left out for one process: it would start it without the variables
-        that `Accelerator()` then asks for. Port 0 lets it choose a free one, so that jobs do not
-        meet.
+        One process is started without `accelerate launch`, which would not set the variables that
+        `Accelerator()` then needs. Port 0 makes it choose a free port, so that jobs do not collide.
         """
         start = [self.interpreter, "-m"]
         if work.gpus > 1 and self.launcher == "accelerate":
@@ -180,13 +204,12 @@ class HarnessKeys(Profile):
 
     def model_args_of(self, work: EvalInput, model: Path) -> dict[str, Scalar]:
         """Return the arguments of the model; the profile's win over the client's."""
-        chosen = work.arguments.model_args
-        return {**chosen, **self.model_args, self.checkpoint_key: str(model)}
+        return {**work.arguments.model_args, **self.model_args, self.checkpoint_key: str(model)}
 
     def check_known(self, work: EvalInput) -> None:
-        """Raise if the evaluator's log says that it does not know a task that it was asked for.
+        """Raise if the evaluator's log has the error that it does not know a task of the job.
 
-        Both evaluators end in the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
+        Both evaluators end with the line "ValueError: Tasks not found: a, b" (lm_eval 0.4.13,
         config/evaluate_config.py; lmms_eval 0.7.3, __main__.py, where a sentence follows).
         """
         log = last_lines(work.directory / LOG_NAME, _LOG_LINES)
@@ -201,7 +224,7 @@ class HarnessKeys(Profile):
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value is plain: one with a slash may be a path, or a repository of code."""
+    """Return whether a value is plain: a slash may mean a path, or a repository of code."""
     if isinstance(value, bool):
         return True
     if isinstance(value, int | float):

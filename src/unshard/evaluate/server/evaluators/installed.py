@@ -1,17 +1,25 @@
-"""Whether the evaluators of profiles are installed: looked for, or imported, as a job does."""
+"""Which evaluators are installed, by looking for or importing their modules as a job does.
+
+Which tasks an evaluator knows is found out only by running it, because a list of its tasks would
+take half a minute and torch: the first job finds out, after its merge, and is not retried; later
+submissions with the same task are refused.
+"""
 
 import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.arguments import placeholders_in
 from unshard.evaluate.server.evaluators.work import Profile
-from unshard.evaluate.server.processes.launching import evaluator_environment
+from unshard.evaluate.server.processes.launching import run_python
 
 _PACKAGES = {
     "lm_eval": "lm_eval[hf]",
@@ -43,8 +51,52 @@ for module in dict.fromkeys([*sys.argv[1:], "torch", "transformers"]):
         found.append(f"{module} {metadata.version(names[0])}")
 print(", ".join(found))
 """
+_MOST = 10_000
+_REMEMBERED_S = 600.0  # then a task is tried again: the evaluator may have got it
 
 _log = logging.getLogger(__name__)
+
+
+class UnknownTasksError(EvaluationError):
+    """An evaluator does not know tasks of its job; another attempt would not help."""
+
+    def __init__(self, program: str, tasks: Iterable[str], *, hint: str) -> None:
+        self.tasks = tuple(tasks)
+        super().__init__(f"{program} does not know the task {', '.join(self.tasks)}", hint=hint)
+
+
+class UnknownTasks:
+    """The tasks that evaluators did not know in the last ten minutes; thread-safe."""
+
+    def __init__(self) -> None:
+        self._errors: dict[tuple[str, str], tuple[float, UnknownTasksError]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, profile: str, error: UnknownTasksError) -> None:
+        """Remember the tasks of an error of a profile's evaluator."""
+        with self._lock:
+            for task in error.tasks:
+                self._errors.pop((profile, task), None)
+                self._errors[profile, task] = time.monotonic(), error
+            for oldest in list(self._errors)[: max(0, len(self._errors) - _MOST)]:
+                del self._errors[oldest]
+
+    def check(self, profile: str, tasks: Iterable[str]) -> None:
+        """Refuse tasks that the evaluator of a profile did not know.
+
+        Raises:
+            UsageError: names them.
+        """
+        since = time.monotonic() - _REMEMBERED_S
+        with self._lock:
+            errors = {task: self._errors.get((profile, task), (since, None)) for task in tasks}
+        fresh = {task: error for task, (at, error) in errors.items() if error and at > since}
+        for error in fresh.values():
+            raise UsageError(
+                f"profile {profile}: the evaluator does not know the task {', '.join(fresh)}",
+                found="a job failed because of that less than ten minutes ago",
+                hint=error.hint,
+            )
 
 
 def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
@@ -59,9 +111,9 @@ def tell_missing(profiles: Mapping[str, Profile], directory: Path) -> None:
 
 
 def why_missing(profile: Profile, directory: Path) -> str | None:
-    """Return that jobs cannot run, or may not, why, and what to do; None if nothing is wrong.
+    """Return that jobs cannot run, or may not, why, and what to do; None if they can.
 
-    Where a cluster starts the evaluator, only the program that asks for that is looked for.
+    Where a cluster starts the evaluator, only the program of `launch` is looked for.
     """
     if profile.modules and not profile.launch:
         return _why_no_module(profile, directory)
@@ -79,7 +131,7 @@ def _find_program(profile: Profile) -> str | None:
 
 def why_cannot_run(profile: Profile, directory: Path) -> str | None:
     """Return why no job can run, if that is certain: its script or a module is gone."""
-    if profile.launch:  # the nodes may have what this machine does not
+    if profile.launch:  # the nodes may have programs that this machine lacks
         return None
     if profile.modules:
         why = _why_no_module(profile, directory)
@@ -90,12 +142,12 @@ def why_cannot_run(profile: Profile, directory: Path) -> str | None:
 
 
 def versions_of(profile: Profile, directory: Path) -> str:
-    """Import a profile's evaluator as a job does; return its version, and those of what it imports.
+    """Import a profile's evaluator as a job does; return the versions of the modules.
 
-    Of any other program, return where it is.
+    For any other program, return its path.
 
     Raises:
-        EvaluationError: jobs cannot run; it says why, and what to do.
+        EvaluationError: jobs cannot run; it has the reason, and what to do.
     """
     if why := why_missing(profile, directory):
         raise EvaluationError(why)
@@ -130,18 +182,9 @@ def _ask(
 ) -> "subprocess.CompletedProcess[bytes] | str":
     """Run code in a profile's interpreter, with its modules as arguments; or return why not."""
     python = profile.start[0]
-    environment = evaluator_environment(
-        profile.environment, program=python, gpus=(), directory=str(directory)
-    )
     try:
-        return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
-            [python, "-c", code, *profile.modules],
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
+        return run_python(
+            [python, "-c", code, *profile.modules], profile.environment, str(directory), timeout_s
         )
     except subprocess.TimeoutExpired:
         return (

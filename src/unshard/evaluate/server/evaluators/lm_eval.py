@@ -1,8 +1,8 @@
 """lm-eval (lm_eval 0.4.13): `python -m lm_eval run --config job.yaml`.
 
-Everything is written into the YAML file, where a value is a value: nothing in it can become another
-argument. The exit code is honest, but for results that cannot be saved (a warning in its log).
-Where nothing is merged, `evaluators.direct` runs it.
+All arguments are in the YAML file, so that no value can become another argument. The exit code is
+reliable, except for results that cannot be saved (a warning in its log). Without a merge,
+`evaluators.direct` runs it.
 """
 
 import json
@@ -32,14 +32,14 @@ from unshard.evaluate.server.evaluators.work import EvalInput, Scores, WarmEngin
 from unshard.evaluate.values import expects
 
 DIRECT = "unshard.evaluate.server.evaluators.direct"
-"""The module that runs lm-eval where nothing is merged."""
+"""The module that runs lm-eval without a merge."""
 
 _VLLM = "vllm"
-_DIRECT_MODELS = ("hf", _VLLM)  # those that can be made of shards
+_DIRECT_MODELS = ("hf", _VLLM)  # types that can load shards
 _WORKER = "unshard.evaluate.server.warm.worker"
 _CLIENT = "unshard.evaluate.server.warm.client"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_MARGIN_S = 60.0  # in which the server ends it first, if there is one
+_MARGIN_S = 60.0  # in which a server, if there is one, ends the worker first
 
 _log = logging.getLogger(__name__)
 
@@ -60,46 +60,44 @@ class LmEvalProfile(HarnessKeys):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """lm-eval, and those that load a model from shards."""
+        """lm-eval, and modules that load a model from shards."""
         of_shards = ("unshard", "torch") if self.weights == "direct" else ()
         of_engine = (_VLLM,) if self.engine else ()
         return (self.module, *of_shards, *of_engine)
 
     @property
     def engine(self) -> WarmEngine | None:
-        """The engine of vLLM, which takes one checkpoint after the other from shards."""
+        """The engine of vLLM, which loads one checkpoint after the other from shards."""
         if self.weights == "merged" or self.model != _VLLM:
             return None
         command = (self.interpreter, "-m", _WORKER, str(self.idle_timeout + _MARGIN_S))
         return WarmEngine(command, self.idle_timeout, self.environment)
 
     def check(self, where: str) -> None:
-        """Raise if shards cannot be read, an engine not be kept, or an argument not handed over."""
-        if self.weights == "direct":
-            self._check_direct(f"{where}: weights: direct is not possible")
+        """Raise if `weights: direct`, `idle_timeout`, `launch` or an argument is not possible."""
+        is_direct = self.weights == "direct"
+        if is_direct and self.model not in _DIRECT_MODELS:
+            raise UsageError(
+                f"{where}: weights: direct is not possible with this type of model",
+                expected=f"model: {' or '.join(_DIRECT_MODELS)}; or `weights: merged`",
+                found=f"model: {self.model}",
+            )
+        if is_direct and self.keep != "none":
+            raise UsageError(
+                f"{where}: weights: direct is not possible with `keep: {self.keep}`: there is no "
+                "merged model to keep",
+                expected="`keep: none`, or `weights: merged`",
+            )
         self.check_launch(where)
         if "idle_timeout" in self.model_fields_set and not self.engine:
             raise UsageError(
-                f"{where}: idle_timeout means nothing without an engine that is kept",
+                f"{where}: idle_timeout has no effect without a kept engine",
                 expected="`weights: direct` with `model: vllm`, or no idle_timeout",
             )
         self.check_arguments(where)
 
-    def _check_direct(self, what: str) -> None:
-        if self.model not in _DIRECT_MODELS:
-            raise UsageError(
-                f"{what} with this type of model",
-                expected=f"model: {' or '.join(_DIRECT_MODELS)}; or `weights: merged`",
-                found=f"model: {self.model}",
-            )
-        if self.keep != "none":
-            raise UsageError(
-                f"{what} with `keep: {self.keep}`: there is no merged model to keep",
-                expected="`keep: none`, or `weights: merged`",
-            )
-
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield what is not allowed, also of an engine that is kept."""
+        """Yield the arguments that are not allowed, also for a kept engine."""
         yield from super().list_unfitting(chosen)
         asked = self.chosen(chosen).model_args | dict(self.model_args)
         count = asked.get("data_parallel_size", 1)
@@ -115,11 +113,10 @@ class LmEvalProfile(HarnessKeys):
     def command_line(self, work: EvalInput) -> list[str]:
         """Write the keys of lm_eval/config/evaluate_config.py that differ from their defaults.
 
-        Where an engine is kept, the command hands them over to its worker, which is to be added.
+        With a kept engine, the command sends them to its worker, which the caller appends.
 
-        The output is named as a file: below a directory, lm-eval would make another with the whole
-        path of the model in its name, fail when that is longer than a file name can be, and say
-        nothing.
+        The output is a file, because below a directory lm-eval would make another one with the
+        whole path of the model in its name, and fail silently if that is too long for a file name.
         """
         chosen = work.arguments
         if chosen.apply_chat_template is None and _has_template(work.model):
@@ -138,16 +135,13 @@ class LmEvalProfile(HarnessKeys):
             "include_path": [str(path) for path in self.include_paths] or None,
             "device": None if work.gpus else "cpu",
         }
-        given = {key: value for key, value in options.items() if value is not None}
+        keys = {key: value for key, value in options.items() if value is not None}
         path = work.directory / "job.yaml"
-        path.write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
         run = ["run", f"--config={path}"]
         if self.engine:
             return [sys.executable, "-m", _CLIENT, *run]
-        return [
-            *self.module_command(work, DIRECT if self.weights == "direct" else self.module),
-            *run,
-        ]
+        return [*self.module_command(work, DIRECT if is_ours else self.module), *run]
 
     def read_scores(self, work: EvalInput, returncode: int) -> Scores:
         """Return the numbers of all tasks and groups."""
@@ -172,7 +166,7 @@ def _has_template(model: Path) -> bool:
 @cache
 def _warn_of_template(profile: str) -> None:
     _log.warning(
-        "profile %s: the model has a chat template; the profile does not apply it: set "
-        "`arguments: apply_chat_template` to true, or to false to say so",
+        "profile %s: the model has a chat template, which the profile does not apply: set "
+        "`arguments: apply_chat_template` to true, or to false to silence this",
         profile,
     )

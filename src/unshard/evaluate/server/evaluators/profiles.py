@@ -1,7 +1,7 @@
-"""The evaluators that a server is configured with (profiles), and which one a client's name means.
+"""The evaluators of a server (profiles), and their lookup by a client's name.
 
-Everything that decides which program runs, with which code, is on the server; a client only chooses
-a profile by its name. A profile is what server.yaml has below that name.
+Only the server's configuration decides which program runs, with which code; a client only chooses
+a profile by its name, the key in server.yaml.
 """
 
 import sys
@@ -20,17 +20,16 @@ from unshard.evaluate.server.evaluators.work import Profile
 
 _Kinds = LmEvalProfile | LmmsEvalProfile | CommandProfile
 KINDS: Mapping[str, type[Profile]] = {
-    one.model_fields["kind"].default: one for one in get_args(_Kinds)
+    kind.model_fields["kind"].default: kind for kind in get_args(_Kinds)
 }
 ProfileKeys = Annotated[_Kinds, Field(discriminator="kind"), BeforeValidator(drop_nulls)]
-"""A profile in a file, where `kind` must be given."""
+"""A profile in a file; `kind` is required."""
 
 
 def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
     """Return a profile of every kind, for a server with these GPUs.
 
-    lm-eval and lmms-eval are those of this Python, if it has them; the command measures the weights
-    themselves.
+    lm-eval and lmms-eval run in this Python; the command measures the weights themselves.
     """
     program = (sys.executable, "-m", "unshard.evaluate.server.evaluators.weights")
     return {
@@ -45,28 +44,28 @@ def default_profiles(gpus: tuple[str, ...]) -> dict[str, Profile]:
 
 
 def base_of(name: str) -> str:
-    """Return the profile's own name in "profile:type", which names a type of model, too."""
+    """Return the profile's name in "profile:type"."""
     return name.partition(":")[0]
 
 
 def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
-    """Return a profile; "name:type" is a profile of lmms-eval with another type of model.
+    """Return the profile "name", or "name:type", for lmms-eval with another type of model.
 
     Raises:
         UsageError: no profile has this name, or it does not allow the type.
     """
     base, _, model = name.partition(":")
     if base not in profiles:
-        known = ", ".join(sorted(profiles)) or "none"
-        raise UsageError(f"unknown profile {base!r:.200}", expected=f"one of: {known}")
+        names = ", ".join(sorted(profiles)) or "none"
+        raise UsageError(f"unknown profile {base!r:.200}", expected=f"one of: {names}")
     return profiles[base] if name == base else profiles[base].with_model(model, name=base)
 
 
 def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
-    """Return the profile that a name means: its own, or "profile:type" for a type of model.
+    """Return the profile for a name: the name itself, or "profile:type" for a type of model.
 
-    lmms-engine and lmms-eval's clients name a type of model: then the best is a profile for
-    lmms-eval of this type, else one that allows it.
+    lmms-engine and lmms-eval's clients send a type of model: a profile for lmms-eval of this type
+    is preferred to a profile that allows it.
 
     Raises:
         UsageError: no profile fits.
@@ -78,11 +77,11 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     fitting += [f"{key}:{name}" for key, allowed in models.items() if matches(name, allowed[1:])]
     if fitting:
         return fitting[0]
-    known = ", ".join(sorted(profiles)) or "none"
+    names = ", ".join(sorted(profiles)) or "none"
     lmms = any(models.values())
     raise UsageError(
         f"unknown profile {name!r:.200}"
         + (", and no profile for lmms-eval allows this type of model" if lmms else ""),
-        expected=f"one of: {known}",
+        expected=f"one of: {names}",
         hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
     )

@@ -1,7 +1,7 @@
-"""What can change a number besides a profile's keys: local files, and the installed evaluator.
+"""Digests of local files and versions of installed evaluators, for a profile's revision.
 
-A profile's revision is asked for with every job, so contents are read, and interpreters are asked,
-only when something has changed since.
+Every job needs its profile's revision, so files are read, and interpreters are run, only when
+something has changed since.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unshard.evaluate.server.processes.launching import evaluator_environment
+from unshard.evaluate.server.processes.launching import run_python
 
 _MOST_FILES = 10_000
-_MOST_BYTES = 16 << 20  # of a file; larger ones are data, and count by their size
+_MOST_BYTES = 16 << 20  # of a file; larger files are data, and count by their size
 _MOST_TOGETHER = 1 << 30  # of a directory
 _COARSE_NS = 2 * 10**9  # a later change may have the same time
 _MOST_KNOWN = 100_000
 _PROBE_S = 30.0
-_AGAIN_S = 60.0  # then an interpreter that did not answer is asked again
+_AGAIN_S = 60.0  # then an interpreter that did not answer is run again
 _PROBE = """
 import platform, sys
 from importlib.metadata import distribution, version
@@ -34,7 +34,7 @@ for name in (sys.argv[1], "torch", "transformers", "vllm", "datasets"):
 found = distribution(sys.argv[1])
 print(found.version, ", ".join(all), found.locate_file(""), sep="\\n")
 """
-# Secrets, and variables that say where something is, or how it is logged.
+# Secrets, and variables for places and logging.
 _NO_SETTING = re.compile(
     r"(?:HF|HUGGINGFACE|TRANSFORMERS|WANDB|CUDA|NCCL|PYTHON|XDG|AWS)_?.*"
     r"|.*(?:TOKEN|SECRET|PASSWORD|KEY|CREDENTIALS|PROXY|PARALLELISM)",
@@ -52,15 +52,15 @@ _asking = threading.Lock()
 def is_setting(name: str, value: str) -> bool:
     """Return whether an environment variable may change a number, such as a judge's name.
 
-    A path or an address does not, and neither does a secret.
+    Paths, addresses and secrets do not.
     """
-    is_place = value.startswith(("/", "~", ".")) or "://" in value
-    return not is_place and not _NO_SETTING.fullmatch(name)
+    is_path = value.startswith(("/", "~", ".")) or "://" in value
+    return not is_path and not _NO_SETTING.fullmatch(name)
 
 
 def digests_of(files: Mapping[str, Path]) -> dict[str, list[list[str]]]:
-    """Return names and digests of files, and of those below directories; not where they are."""
-    return {what: sorted(_digests(path)) for what, path in files.items()}
+    """Return names and digests of files, and of files below directories, without their paths."""
+    return {name: sorted(_digests(path)) for name, path in files.items()}
 
 
 def _digests(path: Path) -> Iterator[list[str]]:
@@ -82,18 +82,18 @@ def _digests(path: Path) -> Iterator[list[str]]:
 
 
 def _digest(path: Path, most_bytes: int) -> tuple[str, int]:
-    """Return the digest of a file's content, and how many bytes count; of a large one, its size.
+    """Return the digest of a file's content, and the bytes read; for a large file only its size.
 
-    The first line of a script does not count: it names an interpreter.
+    The first line of a script is left out, because it names an interpreter.
     """
     try:
         status = path.stat()
         stamp = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev)
         if status.st_size > most_bytes:
             return f"{status.st_size} bytes", 0
-        known = _contents.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1], status.st_size
+        cached = _contents.get(path)
+        if cached is not None and cached[0] == stamp:
+            return cached[1], status.st_size
         content = path.read_bytes()
     except OSError as error:
         return type(error).__name__, 0
@@ -109,29 +109,28 @@ def _digest(path: Path, most_bytes: int) -> tuple[str, int]:
 def installed_versions(
     python: str, module: str, environment: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """Return the version of a module that an interpreter would import, None if it has none.
+    """Return the version of a module in an interpreter, None if it is not installed.
 
-    And the version of the interpreter, with those of other packages that matter.
-
-    The interpreter is asked again after something was installed where the module is.
+    And, as text, the versions of the interpreter, the module, and other packages that matter. The
+    interpreter is run again after something was installed in the directory of the module.
     """
     key = (python, module, *sorted(environment.items()))
     with _asking:
-        known = _versions.get(key)
-        if known is None or known[0] != _stamp(python, known[2]):
-            before = None if known is None else known[1]
-            found, place = _ask(python, module, environment)
-            # A busy machine is not another version.
-            known = _versions[key] = _stamp(python, place), found or before, place
-    return known[1] or (None, "")
+        cached = _versions.get(key)
+        if cached is None or cached[0] != _stamp(python, cached[2]):
+            before = None if cached is None else cached[1]
+            versions, packages = _ask(python, module, environment)
+            # No answer, as of a busy machine, is not another version.
+            cached = _versions[key] = _stamp(python, packages), versions or before, packages
+    return cached[1] or (None, "")
 
 
-def _stamp(python: str, place: Path | None) -> object:
-    """Return what changes when another version may be installed."""
-    if place is None:
+def _stamp(python: str, packages: Path | None) -> object:
+    """Return a value that changes when another version may be installed."""
+    if packages is None:
         return time.monotonic() // _AGAIN_S
     try:
-        return place.stat().st_mtime_ns, Path(python).stat().st_mtime_ns if "/" in python else 0
+        return packages.stat().st_mtime_ns, Path(python).stat().st_mtime_ns if "/" in python else 0
     except OSError:
         return None
 
@@ -139,19 +138,11 @@ def _stamp(python: str, place: Path | None) -> object:
 def _ask(
     python: str, module: str, environment: Mapping[str, str]
 ) -> tuple[tuple[str, str], Path] | tuple[None, None]:
-    directory = os.sep  # where nothing is that could be imported
     try:
-        done = subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
-            [python, "-c", _PROBE, module],
-            cwd=directory,
-            env=evaluator_environment(environment, program=python, gpus=(), directory=directory),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=True,
-        )
-        version, versions, place = done.stdout.strip().splitlines()[-3:]
+        # In the root directory, which has no modules that could be imported.
+        done = run_python([python, "-c", _PROBE, module], environment, os.sep, _PROBE_S)
+        done.check_returncode()
+        version, versions, packages = done.stdout.decode().strip().splitlines()[-3:]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, None
-    return (version, versions), Path(place)
+    return (version, versions), Path(packages)

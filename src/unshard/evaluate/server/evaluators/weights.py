@@ -5,8 +5,8 @@ A server without a configuration runs it as its profile `command`, with
 data, and shows when training has diverged. Its tasks:
 
     size    parameters, bytes: of all tensors
-    values  of the floating-point tensors: nonfinite, how many elements are not finite; rms, the
-            root mean square of the others; largest, the largest of their absolute values
+    values  of the floating-point tensors: nonfinite, the number of non-finite elements; rms, the
+            root mean square of the finite elements; largest, their largest absolute value
 """
 
 import json
@@ -27,7 +27,7 @@ _PIECE = 4_000_000  # elements that are in memory at a time
 
 
 def main() -> None:
-    """Measure the model argv[1] into the file argv[2], for the tasks argv[3], "a,b"."""
+    """Measure the model argv[1] for the tasks argv[3], "a,b"; write to the file argv[2]."""
     model, output, names = sys.argv[1:]
     tasks = names.split(",")
     try:

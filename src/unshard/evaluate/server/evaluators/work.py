@@ -1,4 +1,4 @@
-"""What an evaluator is given, what it must be able to do, and what it is configured with."""
+"""The input of an evaluator, its scores, and the base class of its configuration."""
 
 import hashlib
 import json
@@ -28,15 +28,13 @@ from unshard.evaluate.values import expects, whole
 
 @dataclass(frozen=True, slots=True)
 class EvalInput:
-    """One attempt, as an evaluator sees it.
+    """The input of an evaluator in one attempt.
 
     Attributes:
         model: a Hugging Face directory.
-        output: where its results belong; fresh and empty when it starts.
-        directory: the attempt's own, for configuration files; it holds `output` and the log, and
-            the evaluator runs in it.
-        request: what was asked for.
-        profile: how the evaluator is configured.
+        output: the directory for results, empty when the evaluator starts.
+        directory: the attempt's, in which the evaluator runs, with `output`, the log and
+            configuration files.
     """
 
     model: Path
@@ -47,29 +45,29 @@ class EvalInput:
 
     @property
     def arguments(self) -> Arguments:
-        """What was chosen of the evaluator, by its profile or over it by the request."""
+        """The evaluator's arguments: the profile's, overridden by the request's."""
         return self.profile.chosen(self.request.arguments)
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the attempt has."""
+        """The number of GPUs of the attempt."""
         asked = self.request.arguments.num_gpus
         return self.profile.gpus if asked is None else asked
 
     @property
     def program(self) -> str:
-        """What errors call the evaluator: any program has the name of its profile."""
+        """The evaluator's name in errors: its kind, or for a command the name of its profile."""
         return self.profile.kind if self.profile.modules else self.request.profile
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What an evaluator reports about a task, beside its numbers; None: it does not report it.
+    """Facts that an evaluator reports about a task; None: it does not report it.
 
     Attributes:
         version: of the task's definition.
-        n_shot: how many examples preceded each question.
-        n_samples: how many questions were asked.
+        n_shot: number of examples before each question.
+        n_samples: number of questions.
     """
 
     version: str | None = None
@@ -82,11 +80,10 @@ class Scores:
     """The finite numbers of results, by "task/metric" or "task/metric,filter".
 
     Attributes:
-        metrics: what was measured.
-        errors: the standard errors of those metrics that have one; not negative.
-        directions: whether higher values are better, of those metrics of which that is known.
-        file: the evaluator's own.
-        tasks: what is reported about the tasks and groups that have metrics.
+        errors: the standard errors of metrics, where known; not negative.
+        directions: whether higher values are better, by metric, where known.
+        file: the evaluator's file of results.
+        tasks: facts about the tasks and groups that have metrics.
         evaluator: its name and version, such as "lm_eval 0.4.13", if it reports them.
     """
 
@@ -103,9 +100,9 @@ class WarmEngine:
     """A process that loads one checkpoint after another, and is kept between a profile's jobs.
 
     Attributes:
-        command: its command line; it ends by itself, too, when it has no jobs.
+        command: its command line; without jobs it also ends by itself.
         idle_s: how long it waits for the next job.
-        environment: variables that it gets in addition to the server's.
+        environment: its variables in addition to the server's.
     """
 
     command: tuple[str, ...]
@@ -125,7 +122,7 @@ def _is_launch(launch: tuple[str, ...]) -> bool:
 
 
 def started(launch: tuple[str, ...], info: ValidationInfo[Path | None]) -> tuple[str, ...]:
-    """Return arguments whose program exists, if it is a path: others may be in another PATH."""
+    """Return arguments whose program exists, if it is a path: names depend on the job's PATH."""
     return (find_program(launch[0], info), *launch[1:]) if "/" in "".join(launch[:1]) else launch
 
 
@@ -137,21 +134,21 @@ def _needed(metric: str | None, info: ValidationInfo) -> str | None:
 
 
 class OwnArguments(Arguments):
-    """Those that a profile chooses, for submissions that do not choose; `gpus` is a key of its own.
+    """The arguments of a profile, which submissions override; `gpus` is a key of the profile.
 
     Attributes:
         confirm_run_unsafe_code: whether tasks may run code that the model wrote (HumanEval, MBPP);
-            no submission can choose it.
+            submissions cannot choose it.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    num_gpus: Annotated[None, expects("nothing: `gpus` of the profile says how many")] = None
+    num_gpus: Annotated[None, expects("nothing: set `gpus` of the profile")] = None
     confirm_run_unsafe_code: Flag = False
 
 
 class Profile(BaseModel):
-    """An evaluator: the keys of every kind, and what the server asks; here, as most kinds answer.
+    """An evaluator: the keys of every kind, and its methods with the defaults of most kinds.
 
     Keys that a kind does not have are refused.
     """
@@ -159,14 +156,14 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     needs_config: ClassVar[bool] = True
-    """Whether it evaluates no model without a config."""
+    """Whether it refuses a model without a config."""
     is_lmms_form: ClassVar[bool] = False
-    """Whether its results have the form of those of lmms-eval."""
+    """Whether its results have the form of lmms-eval's."""
     trial: ClassVar[Arguments] = Arguments()
     """The arguments of the shortest evaluation, which `unshard eval doctor` runs."""
 
     confirms_unsafe_code: ClassVar[bool] = False
-    """Whether it runs code that a model wrote only if it is told to."""
+    """Whether it has an option to run code that a model wrote."""
     settings: ClassVar[frozenset[str]] = frozenset()
     """The keys of its kind whose values can change a number."""
 
@@ -222,7 +219,7 @@ class Profile(BaseModel):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that its program, a Python, must have; none: it is any program."""
+        """The modules that its program, a Python, must have; (): it is any program."""
         return ()
 
     @property
@@ -232,36 +229,35 @@ class Profile(BaseModel):
 
     @property
     def client_models(self) -> tuple[str, ...]:
-        """Its type of model, and shell patterns of the others that clients may choose, if any."""
+        """Its type of model, and shell patterns of other types that clients may choose, if any."""
         return ()
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The files and directories whose contents can change a number, by what they are."""
+        """The files and directories whose contents can change a result, by key."""
         return {} if self.config is None else {"config": self.config}
 
-    def chosen(self, given: Arguments) -> Arguments:
-        """Return the arguments of a submission over those of the profile.
+    def chosen(self, submitted: Arguments) -> Arguments:
+        """Return the arguments of the profile, overridden by those of a submission.
 
-        `model_args` and `metadata` are merged by name. A submission that chooses false or 0 has
-        chosen.
+        `model_args` and `metadata` are merged by name. False and 0 of a submission also override.
         """
-        own, over = self.arguments.given(), given.given()
+        own, over = self.arguments.given(), submitted.given()
         own.pop("confirm_run_unsafe_code", None)
         for name in ("model_args", "metadata"):
-            over[name] = {**getattr(self.arguments, name), **getattr(given, name)}
+            over[name] = {**getattr(self.arguments, name), **getattr(submitted, name)}
         merged: dict[str, Any] = {**own, **over}
-        if not merged.get("apply_chat_template") and given.fewshot_as_multiturn is None:
-            merged.pop("fewshot_as_multiturn", None)  # of the template that is not applied
-        # Not validated: an older server accepted what a waiting job has chosen.
+        if not merged.get("apply_chat_template") and submitted.fewshot_as_multiturn is None:
+            merged.pop("fewshot_as_multiturn", None)  # it belongs to the template
+        # Not validated: an older server may have accepted the arguments of a waiting job.
         return Arguments.model_construct(**merged)
 
     def revision(self, *, with_arguments: bool = True) -> str:
-        """Return a digest of all that can change a number that the profile measures.
+        """Return a digest of everything in the profile that can change a result.
 
-        That is how it is measured: what is run, with which arguments, and the contents of local
-        files, but neither where these are nor when, how often and on how many GPUs it runs. A
-        submission may choose the arguments: then what is left is said without them.
+        These are the program, its arguments and the contents of local files, but not their paths,
+        nor times, retries and GPUs. Arguments that a submission overrides are left out of the
+        digest without arguments.
         """
         own = self.list_settings()
         left_out = {*NOT_SETTINGS, "confirm_run_unsafe_code"}
@@ -277,31 +273,31 @@ class Profile(BaseModel):
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
     def list_settings(self) -> dict[str, object]:
-        """Return the values of `settings`; a key that is added with a default changes nothing."""
+        """Return the values of `settings`, without defaults, so that new keys change no digest."""
         return self.model_dump(mode="json", include=set(self.settings), exclude_defaults=True)
 
     @property
     def version(self) -> str | None:
-        """The version of its evaluator, as it is installed; None if that is not known."""
+        """The installed version of its evaluator; None if that is not known."""
         return None
 
     @property
     def versions(self) -> str:
-        """The versions of what it runs, as a text; empty if they are not known."""
+        """The versions of its program's packages, as a text; empty if they are not known."""
         return ""
 
     def list_unfitting(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield which arguments of a request it does not allow."""
+        """Yield the arguments of a request that it does not allow."""
         yield from self.list_untaken(self.chosen(chosen))
 
     def check(self, where: str) -> None:
-        """Raise if its keys do not fit together; `where` begins the error."""
+        """Raise if its keys contradict each other; `where` begins the error."""
         self.check_launch(where)
         self.check_arguments(where)
         if self.weights == "direct":
             raise UsageError(
                 f"{where}: weights: direct is not possible: an evaluator of this kind loads a "
-                "model from files",
+                "merged model",
                 expected="kind lm-eval, or `weights: merged`",
                 found=f"kind {self.kind}",
             )
@@ -313,33 +309,33 @@ class Profile(BaseModel):
             raise problem
 
     def list_untaken(self, chosen: Arguments) -> Iterator[UsageError]:
-        """Yield which arguments, whoever chose them, mean nothing to the evaluator."""
+        """Yield the arguments, of a profile or a request, that the evaluator would ignore."""
         if getattr(chosen, "confirm_run_unsafe_code", False) and not self.confirms_unsafe_code:
             yield UsageError(
-                "confirm_run_unsafe_code means nothing to an evaluator of this kind",
+                "confirm_run_unsafe_code has no effect on an evaluator of this kind",
                 expected="kind lm-eval",
                 found=f"kind {self.kind}",
             )
         if chosen.fewshot_as_multiturn and not chosen.apply_chat_template:
             yield UsageError(
-                "fewshot_as_multiturn means nothing without a chat template",
-                expected="apply_chat_template, too",
+                "fewshot_as_multiturn has no effect without a chat template",
+                expected="apply_chat_template as well",
                 found="fewshot_as_multiturn: true",
             )
 
     def check_launch(self, where: str) -> None:
-        """Raise if `launch` and other keys do not fit together; `where` begins the error."""
+        """Raise if `launch` contradicts other keys; `where` begins the error."""
         if "slots" in self.model_fields_set and not self.launch:
             raise UsageError(
-                f"{where}: slots means nothing without `launch`",
+                f"{where}: slots has no effect without `launch`",
                 expected="`launch`, the arguments by which a cluster schedules the jobs",
-                hint="on the server's machine, `gpus` and `cpu_slots` say how many run at once",
+                hint="on the server's machine, `gpus` and `cpu_slots` limit the number of jobs",
             )
         if self.launch and self.engine:
             raise UsageError(
-                f"{where}: launch is not possible with an engine that is kept",
+                f"{where}: launch is not possible with a kept engine",
                 expected="`weights: merged`, another model, or no launch",
-                hint="the cluster finds a place for each job, and the engine would keep its own",
+                hint="the cluster places each job on a node, and the engine would stay on its own",
             )
 
     def with_model(self, model: str, *, name: str) -> Self:
@@ -348,14 +344,14 @@ class Profile(BaseModel):
         Raises:
             UsageError: it does not allow the type.
         """
-        found = f"{name}:{model}"
-        raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{found!r:.200}")
+        asked = f"{name}:{model}"
+        raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{asked!r:.200}")
 
     @abstractmethod
     def command_line(self, work: EvalInput) -> list[str]:
-        """Return the arguments of its process, the interpreter first.
+        """Return the command line of its process, and write its files into the attempt's directory.
 
-        May write files into the attempt's directory. An engine's worker is to be added.
+        The caller appends an engine's worker.
         """
 
     @abstractmethod
@@ -363,5 +359,5 @@ class Profile(BaseModel):
         """Return the finite numbers that were measured.
 
         Raises:
-            EvaluationError: what was asked for is not there.
+            EvaluationError: the evaluator failed, or results of a task are missing.
         """

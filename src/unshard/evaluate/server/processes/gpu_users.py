@@ -110,7 +110,7 @@ class GpuUsers:
         return len(self._used)
 
     def describe(self, free: frozenset[str], count: int) -> str | None:
-        """Return who uses the GPUs that a job for `count` GPUs waits for; None if nobody does."""
+        """Describe the GPUs that others use, if a job waits for them; None if it does not."""
         used = self._used
         return describe_use(used) if used and len(free - used.keys()) < count else None
 

@@ -138,3 +138,23 @@ def evaluator_environment(
         variables = {name: value for name, value in variables.items() if name not in _PYTHON}
     visible = {} if gpus is None else {_VISIBLE: ",".join(gpus)}
     return variables | dict(own) | visible | {MARK: directory}
+
+
+def run_python(
+    command: list[str], environment: Mapping[str, str], directory: str, timeout_s: float
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a profile's interpreter with its variables and without GPUs; capture its output.
+
+    Raises:
+        subprocess.TimeoutExpired: it took too long.
+        OSError: it cannot be run.
+    """
+    return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
+        command,
+        cwd=directory,
+        env=evaluator_environment(environment, program=command[0], gpus=(), directory=directory),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=timeout_s,
+        check=False,
+    )

@@ -15,8 +15,8 @@ from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, AttemptRunner, Halt, Limits
 from unshard.evaluate.server.attempts.merging import Merger
 from unshard.evaluate.server.endings import Absent, Failed, Left, Outcome, Postponed
+from unshard.evaluate.server.evaluators.installed import UnknownTasks
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
-from unshard.evaluate.server.evaluators.unknown_tasks import UnknownTasks
 from unshard.evaluate.server.evaluators.work import Profile, Scores
 from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
