@@ -1,7 +1,7 @@
-"""What a server needs, looked at before it is started: `unshard eval doctor`.
+"""Checks a server's configuration before it is started: `unshard eval doctor`.
 
-Nothing is written, but for a trial: it evaluates a checkpoint as a server would, in a directory of
-its own that is removed afterwards.
+Only a trial writes: it evaluates a checkpoint as a server would, in a directory of its own that is
+removed afterwards.
 """
 
 import os
@@ -11,19 +11,20 @@ import sqlite3
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
-from unshard.errors import UnshardError
+from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.keys import OnResult
 from unshard.evaluate.server.evaluators.installed import versions_of
 from unshard.evaluate.server.evaluators.profiles import default_profiles
-from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import find_gpus
 from unshard.evaluate.server.http.security import rules_for
 from unshard.evaluate.server.processes.gpu_users import list_absent
@@ -45,199 +46,169 @@ _END = 600  # characters of a log's end
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, and whether a server can work with it; `text` says why or what to do."""
+    """The subject of a check, whether a server can work with it, and why not or what to do."""
 
     subject: str
     is_fine: bool
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What the profiles are to evaluate.
-
-    Attributes:
-        checkpoint: under one of the server's roots.
-        tasks: by profile.
-    """
+class Trial(NamedTuple):
+    """A checkpoint below one of the server's roots, and the tasks to evaluate, by profile."""
 
     checkpoint: Path
     tasks: Mapping[str, Sequence[str]]
 
 
-def examine(given: ServeOptions, trial: Trial | None = None) -> Iterator[Finding]:
-    """Yield what is found, one after the other; without a configuration, nothing else is looked at.
-
-    Args:
-        given: as for `serve`.
-        trial: what to evaluate with the profiles that it names.
-    """
-    subject = f"configuration {given.config or '(none: every setting has its default)'}"
+def examine(options: ServeOptions, trial: Trial | None) -> Iterator[Finding]:
+    """Yield the finding of each check; a configuration that cannot be read is the only one."""
+    subject = f"configuration {options.config or '(none: every setting has its default)'}"
     try:
-        config = configure(given)
+        config = configure(options)
     except UnshardError as error:
         yield Finding(subject, is_fine=False, text=str(error))
         return
-    profiles = config.profiles
-    yield Finding(subject, is_fine=True, text=f"profiles {', '.join(profiles)}")
-    yield _look_at_access(config, given)
-    yield _look_at_work_directory(config.work_directory or Path())
+    yield Finding(subject, is_fine=True, text=f"profiles {', '.join(config.profiles)}")
+    work, access = config.work_directory or Path(), f"access {config.host}:{config.port}"
+    yield _check(access, lambda: _check_access(config, options))
+    yield _check(f"work directory {work}", lambda: _check_work_directory(work))
     for root in config.roots:
-        yield _look_at_root(root)
-    yield _look_at_gpus(config)
-    yield from _look_at_queue(config)
-    if config.on_result is not None:
-        yield _look_at_command(config.on_result)
+        yield _check(f"root {root}", partial(_check_root, root))
+    yield _check(f"GPUs {', '.join(config.gpus) or 'none'}", lambda: _check_gpus(config))
+    if (work / DATABASE).is_file():
+        yield _check("jobs that wait", lambda: _check_queue(config, work / DATABASE))
+    if (on_result := config.on_result) is not None:
+        yield _check("on_result", lambda: _check_command(on_result))
+    yield from _check_profiles(config, trial)
+
+
+def _check(subject: str, check: Callable[[], str]) -> Finding:
+    """Return the text of a check, or of the error that it raises."""
+    try:
+        return Finding(subject, is_fine=True, text=check())
+    except UnshardError as error:
+        return Finding(subject, is_fine=False, text=str(error))
+
+
+def _check_profiles(config: ServerConfig, trial: Trial | None) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="unshard-doctor-") as directory:
-        work = Path(directory)
-        findings = {name: _look_at_profile(name, one, work) for name, one in profiles.items()}
-        works = [name for name, finding in findings.items() if finding.is_fine]
+        work, findings = Path(directory), dict[str, Finding]()
+        for name, profile in config.profiles.items():
+            find_versions = partial(versions_of, profile, work)
+            findings[name] = _check(f"profile {name} ({profile.kind})", find_versions)
+        usable = {name for name, finding in findings.items() if finding.is_fine}
         # Without `profiles` in the configuration there is one of each harness; one is enough.
-        is_default = profiles == default_profiles(config.gpus)
-        is_enough = is_default and not {"lm-eval", "lmms-eval"}.isdisjoint(works)
+        is_default = config.profiles == default_profiles(config.gpus)
+        is_enough = is_default and not usable.isdisjoint(("lm-eval", "lmms-eval"))
         for name, finding in findings.items():
-            yield replace(finding, is_fine=True) if is_enough else finding
-            if name in works and trial and name in trial.tasks:
-                yield _try_out(config, name, trial, work / name)
-    for name in sorted(trial.tasks.keys() - profiles.keys()) if trial else ():
-        text = f"there is no such profile; there are: {', '.join(profiles)}"
+            yield finding._replace(is_fine=True) if is_enough else finding
+            if name in usable and trial and name in trial.tasks:
+                evaluate = partial(_evaluate, config, name, trial, work / name)
+                yield _check(f"trial of {name}", evaluate)
+    for name in sorted(trial.tasks.keys() - config.profiles.keys()) if trial else ():
+        text = f"there is no such profile; there are: {', '.join(config.profiles)}"
         yield Finding(f"trial of {name}", is_fine=False, text=text)
 
 
-def _look_at_access(config: ServerConfig, given: ServeOptions) -> Finding:
-    subject = f"access {config.host}:{config.port}"
-    try:
-        rules = rules_for(config.host, config.token_file, given.allow_unauthenticated)
-    except UnshardError as error:
-        return Finding(subject, is_fine=False, text=str(error))
-    who = "with a token" if rules.users else "no token: everybody on this machine"
+def _check_access(config: ServerConfig, options: ServeOptions) -> str:
+    rules = rules_for(config.host, config.token_file, options.allow_unauthenticated)
     if names := [f"{user.name} ({user.role})" for user in rules.users if user.name]:
-        who = f"users {', '.join(names)}"
-    return Finding(subject, is_fine=True, text=who)
+        return f"users {', '.join(names)}"
+    return "with a token" if rules.users else "no token: everybody on this machine"
 
 
-def _look_at_work_directory(work: Path) -> Finding:
-    subject = f"work directory {work}"
-    there = next(place for place in (work, *work.parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        text = f"{there} cannot be written; choose another by --work-dir or `work_directory`"
-        return Finding(subject, is_fine=False, text=text)
-    if there == work and work.stat().st_uid != os.geteuid():
-        text = "belongs to another user; choose another by --work-dir or `work_directory`"
-        return Finding(subject, is_fine=False, text=text)
-    free = shutil.disk_usage(there).free
+def _check_work_directory(work: Path) -> str:
+    existing = next(path for path in (work, *work.parents) if path.exists())
+    choose = "choose another by --work-dir or `work_directory`"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(f"{existing} cannot be written; {choose}")
+    if existing == work and work.stat().st_uid != os.geteuid():
+        raise UsageError(f"belongs to another user; {choose}")
+    free = shutil.disk_usage(existing).free
     text = f"{free / 1e9:.1f} GB free"
     if free < _LEAST_BYTES:
-        return Finding(subject, is_fine=False, text=f"{text}; merged models go there: make room")
-    return Finding(subject, is_fine=True, text=text)
+        raise UsageError(f"{text}; merged models go there: make room")
+    return text
 
 
-def _look_at_root(root: Path) -> Finding:
-    subject = f"root {root}"
+def _check_root(root: Path) -> str:
     try:
         count = sum(1 for _ in root.iterdir())
-    except (OSError, UnshardError) as error:
-        hint = "correct `roots` or --root" if isinstance(error, FileNotFoundError) else ""
-        why = "no such directory" if isinstance(error, FileNotFoundError) else str(error)
-        return Finding(subject, is_fine=False, text=f"{why}; {hint}" if hint else why)
+    except FileNotFoundError as error:
+        raise UsageError("no such directory; correct `roots` or --root") from error
+    except OSError as error:
+        raise UsageError(str(error)) from error
     text = counted(count, "name")
     if not isinstance(root, RemotePath) and not os.access(root, os.W_OK):
         text += "; it cannot be written: checkpoints that clients do not pin are not kept from "
         text += "rotation"
-    return Finding(subject, is_fine=True, text=text)
+    return text
 
 
-def _look_at_gpus(config: ServerConfig) -> Finding:
-    there = find_gpus()
-    names = ", ".join(config.gpus) or "none"
+def _check_gpus(config: ServerConfig) -> str:
+    visible = find_gpus()
     absent = list_absent(config.gpus)
     if absent is None:
-        absent = [name for name in config.gpus if name.isdecimal() and name not in there]
+        absent = [name for name in config.gpus if name.isdecimal() and name not in visible]
     if absent:
-        text = f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus"
-        return Finding(f"GPUs {names}", is_fine=False, text=text)
-    return Finding(f"GPUs {names}", is_fine=True, text=f"{len(there)} on this machine")
+        raise UsageError(f"this machine has no GPU {', '.join(absent)}; correct `gpus` or --gpus")
+    return f"{len(visible)} on this machine"
 
 
-def _look_at_queue(config: ServerConfig) -> Iterator[Finding]:
-    """Look for jobs of an earlier server that would wait for this configuration to be mended."""
-    database = (config.work_directory or Path()) / DATABASE
-    if not database.is_file():
-        return
-    slots, why, profiles = slots_of(config), Counter[str](), set[str]()
+def _check_queue(config: ServerConfig, database: Path) -> str:
+    """Check that jobs of an earlier server can begin with this configuration."""
+    slots, reasons, profiles = slots_of(config), Counter[str](), set[str]()
     address = f"file:{quote(str(database))}?mode=ro"
     try:
         with closing(sqlite3.connect(address, uri=True)) as connection:
             check_version(connection, database)
             rows = connection.execute(_WAITING).fetchall()
-    except UnshardError as error:
-        yield Finding(f"database {database}", is_fine=False, text=str(error))
-        return
     except sqlite3.Error as error:
-        yield Finding("jobs that wait", is_fine=False, text=f"{database}: cannot be read: {error}")
-        return
+        raise UsageError(f"{database}: cannot be read: {error}") from error
     for (text,) in rows:
         try:
             find_work(config.profiles, slots, request := as_request(text))
         except UnshardError as error:
-            why[f"profile {request.profile}: {one_line(str(error))}"] += 1
+            reasons[f"profile {request.profile}: {one_line(str(error))}"] += 1
             profiles.add(request.profile)
-        except (ValueError, TypeError, LookupError, AttributeError):  # not as a server writes it
-            why["a request that cannot be read"] += 1
-    found = [f"{counted(number, 'job')} of {text}" for text, number in why.most_common(_SHOWN)]
-    found += [f"{len(why) - _SHOWN} more reasons"] if len(why) > _SHOWN else []
-    shown = "; ".join(found)
-    lines = [f"unshard eval cancel --profile {shlex.quote(one)}" for one in sorted(profiles)]
-    hint = f"; correct the configuration, or end them: {'; '.join(lines)}"
-    text = f"{shown}{hint}" if why else f"{counted(len(rows), 'job')}, which can begin"
-    yield Finding("jobs that wait", is_fine=not why, text=text)
+        except (ValueError, TypeError, LookupError, AttributeError):  # no server wrote it
+            reasons["a request that cannot be read"] += 1
+    if not reasons:
+        return f"{counted(len(rows), 'job')}, which can begin"
+    shown = [f"{counted(number, 'job')} of {why}" for why, number in reasons.most_common(_SHOWN)]
+    shown += [f"{len(reasons) - _SHOWN} more reasons"] if len(reasons) > _SHOWN else []
+    lines = [f"unshard eval cancel --profile {shlex.quote(name)}" for name in sorted(profiles)]
+    hint = f"correct the configuration, or end them: {'; '.join(lines)}"
+    raise UsageError(f"{'; '.join(shown)}; {hint}")
 
 
-def _look_at_command(on_result: OnResult) -> Finding:
-    """Look for the program of `on_result`; it is not run."""
+def _check_command(on_result: OnResult) -> str:
+    """Return the path of the program of `on_result`, which is not run."""
     program = on_result.command[0]
     search = on_result.environment.get("PATH", os.environ.get("PATH", os.defpath))
     if (path := shutil.which(program, path=search)) is None:
-        text = f"the program {program} is not found; install it, or change `command`"
-        return Finding("on_result", is_fine=False, text=text)
-    return Finding("on_result", is_fine=True, text=path)
+        raise UsageError(f"the program {program} is not found; install it, or change `command`")
+    return path
 
 
-def _look_at_profile(name: str, profile: Profile, directory: Path) -> Finding:
-    subject = f"profile {name} ({profile.kind})"
-    try:
-        return Finding(subject, is_fine=True, text=versions_of(profile, directory))
-    except UnshardError as error:
-        return Finding(subject, is_fine=False, text=str(error))
-
-
-def _try_out(config: ServerConfig, name: str, trial: Trial, work: Path) -> Finding:
+def _evaluate(config: ServerConfig, name: str, trial: Trial, work: Path) -> str:
     """Evaluate the checkpoint as a server does, with one document of each task of a harness."""
-    subject = f"trial of {name}"
     tasks, arguments = tuple(trial.tasks[name]), config.profiles[name].trial
+    service = make_service(config.model_copy(update={"work_directory": work}))
     try:
-        service = make_service(config.model_copy(update={"work_directory": work}))
-        try:
-            service.scheduler.start()
-            request = Request(str(trial.checkpoint), name, tasks, arguments=arguments)
-            job, _ = service.submit(request, None)
-            while not job.status.is_final:
-                time.sleep(_POLL_S)
-                job = service.store.get(job.id) or job
-        finally:
-            service.scheduler.stop(end=True)
-            service.pins.remove_unneeded()
-            service.store.close()
-    except UnshardError as error:
-        return Finding(subject, is_fine=False, text=str(error))
+        service.scheduler.start()
+        request = Request(str(trial.checkpoint), name, tasks, arguments=arguments)
+        job, _ = service.submit(request, None)
+        while not job.status.is_final:
+            time.sleep(_POLL_S)
+            job = service.store.get(job.id) or job
+    finally:
+        service.scheduler.stop(end=True)
+        service.pins.remove_unneeded()
+        service.store.close()
     if job.status is not Status.COMPLETED:
-        return Finding(subject, is_fine=False, text=f"{job.error or job.status}{_end_of_log(work)}")
-    numbers = ", ".join(f"{metric} = {value:g}" for metric, value in job.metrics.items())
-    return Finding(subject, is_fine=True, text=numbers)
-
-
-def _end_of_log(work: Path) -> str:
-    """Return the end of the last log of an evaluator, which says more than its exit code."""
-    logs = sorted(work.glob(f"jobs/*/*/{LOG_NAME}"), key=lambda path: path.stat().st_mtime)
-    text = logs[-1].read_text(errors="replace").strip()[-_END:] if logs else ""
-    return f"; its log ends:\n{text}" if text else ""
+        logs = sorted(work.glob(f"jobs/*/*/{LOG_NAME}"), key=lambda path: path.stat().st_mtime)
+        log = logs[-1].read_text(errors="replace").strip()[-_END:] if logs else ""
+        shown = f"; its log ends:\n{log}" if log else ""
+        raise UsageError(f"{job.error or job.status}{shown}")
+    return ", ".join(f"{metric} = {value:g}" for metric, value in job.metrics.items())
