@@ -291,7 +291,7 @@ def test_a_server_says_at_its_start_that_a_gpu_is_not_there(driver: Driver, tmp_
     (driver.directory / "gpus.json").unlink()
     server.start()
     server.stop()
-    assert server.told().count("GPU 2, 3: whether this machine has them is not known") == 1
+    assert server.told().count("GPU 2, 3: not checked, for lack of NVML") == 1
 
 
 SAYS = """print({line!r}, flush=True)

@@ -61,7 +61,7 @@ def full(server: Live) -> Iterator[None]:
 CONDITIONS = [
     (moved_away, "was moved, removed or replaced"),
     (locked, "database is locked; end the process that has locked it"),
-    (full, "cannot be written; File too large; look at its disk"),
+    (full, "cannot be written; File too large; check free space"),
 ]
 
 

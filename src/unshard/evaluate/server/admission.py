@@ -1,9 +1,9 @@
-"""What a client may ask the server for.
+"""Checks the requests of clients.
 
-A client chooses what is measured; the server alone decides which code runs, and with which rights.
-A task may therefore not be a path (the YAML file of a task can run any Python); an argument must be
-known to load nothing, or be allowed by the profile; and no value may contain a character that an
-evaluator's parser takes for a separator.
+A client chooses the measurements; only the server decides which code runs, and with which rights.
+So a task must not be a path (the YAML file of a task can run any Python); an argument must be
+known to load nothing, or be allowed by the profile; and no value may contain a separator of an
+evaluator's parser.
 """
 
 import re
@@ -30,10 +30,10 @@ _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
 
 def check_request(request: Request, config: ServerConfig) -> None:
-    """Raise unless everything in a request is allowed; the checkpoint is not checked here.
+    """Raise unless all of a request except its checkpoint is allowed.
 
     Raises:
-        UsageError: names every field that is not allowed, and what would be.
+        UsageError: names every field that is not allowed, and the allowed values.
     """
     profile = config.profiles.get(request.profile)
     if profile is None:
@@ -54,21 +54,20 @@ def check_request(request: Request, config: ServerConfig) -> None:
 
 
 def list_unfitting(request: Request, profile: Profile) -> Iterator[UsageError]:
-    """Yield what a profile does not allow, or no longer allows, of a request."""
+    """Yield the tasks and arguments of a request that a profile does not allow."""
     yield from _tasks(request, profile)
     yield from profile.list_unfitting(request.arguments)
 
 
 def _installed(name: str, profile: Profile) -> Iterator[UsageError]:
-    """Check the server's own interpreter only: the others are probed when the server starts."""
+    """Check the server's own interpreter; others are probed when the server starts."""
     is_ours = profile.start[0] == sys.executable and not profile.launch
     for module in profile.modules if is_ours else ():
         if find_spec(module) is None:
             yield UsageError(
                 f"profile {name}: {module} is not installed for the server's Python",
                 found=sys.executable,
-                hint="install it there, or name another `interpreter` in the server's "
-                "configuration",
+                hint="install it there, or set another `interpreter` in the server's configuration",
             )
 
 

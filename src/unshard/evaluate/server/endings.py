@@ -1,4 +1,4 @@
-"""How an attempt can end, and how an evaluator that ran to its end is judged."""
+"""The outcomes of an attempt, and the outcome of an evaluator by its exit, log and results."""
 
 import errno
 import os
@@ -38,18 +38,12 @@ _ABSENT = frozenset(
 _FOR_GOOD = frozenset({0, errno.E2BIG, errno.EINVAL, errno.ENAMETOOLONG})
 _NOT_FOUND = 127  # of shells and env
 _SLURMS_MEMORY = 253  # of srun: the kernel ended a task because memory ran out
-_SPACE_BYTES = 8 << 20  # with less an evaluator's failure is taken for the disk's
+_SPACE_BYTES = 8 << 20  # with less free space, a failure is blamed on the disk
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The attempt failed.
-
-    Attributes:
-        error: why.
-        may_retry: another attempt might succeed.
-        unknown: names tasks that the evaluator does not have.
-    """
+    """The attempt failed; `unknown` is the error if the evaluator does not know tasks."""
 
     error: str
     may_retry: bool
@@ -57,15 +51,15 @@ class Failed:
 
 
 class Cause(StrEnum):
-    """Why an attempt is postponed, as the database names its outcome.
+    """Why an attempt is postponed; the value is its outcome in the database.
 
     Attributes:
         HINDERED: it could not begin or merge, for a reason that may pass: no space, a killed
             worker.
-        KILLED: a signal ended its evaluator that the server did not send, but perhaps the kernel.
-        DIED: its processes ended together with the server that ran it; it may have ended the
-            server.
-        MEMORY: others had a part of its GPUs' memory, and it had too little.
+        KILLED: its evaluator was ended by a signal that the server did not send, perhaps by the
+            kernel.
+        DIED: its processes ended together with the server, which they may have ended.
+        MEMORY: other processes used memory of its GPUs, and too little was free.
     """
 
     HINDERED = "postponed"
@@ -76,7 +70,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """The attempt did not fail by itself; there is another, up to a limit."""
+    """The attempt was hindered; it is repeated, up to a limit."""
 
     why: str
     cause: Cause = Cause.HINDERED
@@ -84,7 +78,7 @@ class Postponed:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The memory of its GPUs ran out; `used` says which of them others use, if they do."""
+    """The memory of its GPUs ran out; `used` describes the use by others, if any."""
 
     error: str
     used: str = ""
@@ -99,14 +93,14 @@ class Expired:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt was given up, for a reason outside of it."""
+    """The attempt was given up for an external reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """The evaluator is not there, so the jobs of its profile wait for it."""
+    """The evaluator is missing, so the jobs of its profile wait for it."""
 
     why: str
 
@@ -125,7 +119,7 @@ Outcome = Scores | Failed | OutOfMemory | Postponed | Expired | Lost | Absent | 
 
 
 def judge(work: EvalInput, done: Exit) -> Outcome:
-    """Return the outcome of an attempt whose evaluator ended like this."""
+    """Return the outcome of an attempt by the exit of its evaluator."""
     match done.reason:
         case "timeout":
             why = f"timed out after {work.profile.timeout:g} s"
@@ -144,7 +138,7 @@ def judge(work: EvalInput, done: Exit) -> Outcome:
 
 
 def _judge_failure(work: EvalInput, done: Exit, error: Exception) -> Outcome:
-    """Return the outcome of an attempt without results: not all is the evaluator's mistake."""
+    """Return the outcome of an attempt without results, which may not be the evaluator's fault."""
     unknown = error if isinstance(error, UnknownTasksError) else None
     failed = Failed(add_log(str(error), work.directory), unknown is None, unknown)
     if full := _why_full(work.directory):
@@ -152,25 +146,21 @@ def _judge_failure(work: EvalInput, done: Exit, error: Exception) -> Outcome:
     is_killed = is_ended_by(_KILLS, done.returncode) or (
         bool(work.profile.launch) and done.returncode == _SLURMS_MEMORY
     )
-    if not is_killed and (line := _find_memory(work.directory)):
+    lines = last_lines(work.directory / LOG_NAME, _MEMORY_LINES).splitlines()
+    line = next((line.strip()[:300] for line in lines if _MEMORY.search(line)), None)
+    if line is not None and not is_killed:
         lacks = EvaluationError(f"{work.program}: out of GPU memory", found=line, hint=_MORE_MEMORY)
         return OutOfMemory(add_log(str(lacks), work.directory))
     if unknown is None:
-        is_found = done.returncode != _NOT_FOUND
-        absent = why_cannot_run(work.profile, work.directory) if is_found else failed.error
-        if absent is not None:
-            return _absent(failed.error if not is_found else f"{absent}\n{failed.error}", work)
+        if done.returncode == _NOT_FOUND:
+            return _absent(failed.error, work)
+        if why := why_cannot_run(work.profile, work.directory):
+            return _absent(f"{why}\n{failed.error}", work)
     return Postponed(failed.error, Cause.KILLED) if is_killed else failed
 
 
-def _find_memory(directory: Path) -> str | None:
-    """Return the line of the log by which torch or vLLM says that a GPU's memory ran out."""
-    lines = last_lines(directory / LOG_NAME, _MEMORY_LINES).splitlines()
-    return next((line.strip()[:300] for line in lines if _MEMORY.search(line)), None)
-
-
 def _absent(why: str, work: EvalInput) -> Outcome:
-    """Return that an evaluator is gone; of a program that the request names, only the job waits."""
+    """Return that an evaluator is missing; if the request chose the program, only the job waits."""
     return Postponed(why) if placeholders_in([work.profile.starter]) else Absent(why)
 
 
@@ -181,12 +171,12 @@ def add_log(why: str, directory: Path) -> str:
 
 
 def _why_full(directory: Path) -> str | None:
-    """Return why a few megabytes cannot be written to a directory; quotas count, too."""
+    """Return why a few megabytes cannot be written to a directory, also because of a quota."""
     try:
         with TemporaryFile(dir=directory) as probe:
             probe.write(bytes(_SPACE_BYTES))
             probe.flush()
-            os.fsync(probe.fileno())  # some file systems find the space only then
+            os.fsync(probe.fileno())  # some file systems allocate the space only now
     except OSError as error:
         return f"{directory}: cannot be written: {error.strerror}"
     return None

@@ -1,7 +1,7 @@
-"""The slots of a server: which GPUs it may use, and which jobs use.
+"""The GPUs of a server, and its slots for jobs.
 
-A GPU is a name that CUDA_VISIBLE_DEVICES takes: its number, or NVIDIA's id of a GPU (`GPU-...`) or
-of a part of one (`MIG-...`).
+A GPU is an entry of CUDA_VISIBLE_DEVICES: its number, or NVIDIA's id of a GPU (`GPU-...`) or of a
+part of one (`MIG-...`).
 """
 
 import itertools
@@ -24,18 +24,18 @@ _NAME = re.compile(r"[0-9]{1,9}|(?:GPU|MIG)-[\w/-]+", re.ASCII)
 
 
 def as_gpus(names: Iterable[str]) -> tuple[str, ...] | None:
-    """Return GPUs, each once, in the order given; None if a name is neither a number nor an id."""
-    found = [name.strip() for name in names]
-    if not all(map(_NAME.fullmatch, found)):
+    """Return distinct GPUs in their order; None if a name is neither a number nor an id."""
+    gpus = [name.strip() for name in names]
+    if not all(map(_NAME.fullmatch, gpus)):
         return None
-    return tuple(dict.fromkeys(str(int(one)) if one.isdecimal() else one for one in found))
+    return tuple(dict.fromkeys(str(int(gpu)) if gpu.isdecimal() else gpu for gpu in gpus))
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """Return the GPUs that "0,1", "3," or "GPU-8f3a" names, or as many as "2" says.
+    """Return the GPUs of a list such as "0,1", "3," or "GPU-8f3a", or the first GPUs for a count.
 
     Raises:
-        UsageError: the text means none of this.
+        UsageError: the text is neither.
     """
     gpus = as_gpus(text.removesuffix(",").split(","))
     if gpus is None:
@@ -56,12 +56,12 @@ def gpus_expected(there: int) -> str:
 
 
 def first_gpus(count: int, *, what: str) -> tuple[str, ...]:
-    """Return the first GPUs that this process may use; any number if it may use all.
+    """Return the first `count` GPUs that this process may use; it may use all without a variable.
 
-    `what` is how an error names the option.
+    `what` is the option in an error.
 
     Raises:
-        UsageError: CUDA_VISIBLE_DEVICES names fewer, or cannot be read.
+        UsageError: CUDA_VISIBLE_DEVICES has fewer, or cannot be read.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not count:
@@ -70,7 +70,7 @@ def first_gpus(count: int, *, what: str) -> tuple[str, ...]:
         raise UsageError(
             f"{what}: more than this process may use",
             found=f"CUDA_VISIBLE_DEVICES={visible!r:.200}",
-            hint="name them by their numbers or ids, or ask for fewer",
+            hint="list their numbers or ids, or ask for fewer",
         )
     return here[:count]
 
@@ -93,22 +93,21 @@ def find_gpus() -> tuple[str, ...]:
             "CUDA_VISIBLE_DEVICES cannot be read",
             expected="numbers, or ids (GPU-..., MIG-...)",
             found=f"{visible!r:.200}",
-            hint="name the GPUs by --gpus 0,1 or, in the configuration, gpus: [0, 1]",
+            hint="list the GPUs by --gpus 0,1 or, in the configuration, gpus: [0, 1]",
         )
     return gpus
 
 
 class Slots:
-    """The slots of a server, and which are free: one job at a time uses each.
+    """The slots of a server, each for one job at a time; thread-safe.
 
-    A slot is a GPU, `cpu:N`, or `launch:PROFILE:N` of a profile whose jobs a cluster schedules. Any
-    thread may use it.
+    A slot is a GPU, `cpu:N`, or `launch:PROFILE:N` of a profile whose jobs a cluster schedules.
 
     Args:
-        gpus: their names, each once; none: a job for one GPU, which an earlier server with GPUs
+        gpus: distinct names; if there are none, a job for one GPU, which an earlier server
             accepted, gets a slot of the CPU.
-        cpu: how many jobs without GPUs run at once.
-        launched: how many jobs run at once, of each profile with `launch`.
+        cpu: the number of slots for jobs without GPUs.
+        launched: the number of slots of each profile with `launch`.
     """
 
     def __init__(
@@ -127,25 +126,24 @@ class Slots:
         """
         most = len(self._gpus) or 1
         if count > most:
-            shown = ", ".join(self._gpus)
-            there = f"{len(self._gpus)} ({shown})" if shown else "none: slots of the CPU only"
+            names = ", ".join(self._gpus)
             raise EvaluationError(
                 f"the job needs {count} GPUs, more than the server has",
                 expected=f"at most {most}",
-                found=there,
+                found=f"{len(self._gpus)} ({names})" if names else "none: slots of the CPU only",
                 hint="ask for fewer, or start the server with more",
             )
 
     def pool(self, profile: str, count: int) -> str:
-        """Return what a job needs slots of: `GPU`, `CPU`, or those of its profile."""
+        """Return the pool of a job's slots: `GPU`, `CPU`, or its profile's."""
         if _pool(profile) in self._sizes:
             return _pool(profile)
         return GPU if count and self._gpus else CPU
 
     def take(self, pool: str, count: int, *, but_for: Container[str] = ()) -> Gpus | None:
-        """Take as many GPUs as `check` allows, the lowest numbers first, or one slot of a pool.
+        """Take GPUs, the lowest numbers first and none of `but_for`, or one slot of a pool.
 
-        None: too few are free. The GPUs in `but_for` are left.
+        None: too few are free.
         """
         with self._lock:
             if pool == GPU:
@@ -162,9 +160,9 @@ class Slots:
             return chosen
 
     def adopt(self, slots: Gpus) -> bool:
-        """Take exactly these, for a job of an earlier server; return whether that is possible.
+        """Take exactly these slots, for a job of an earlier server; return False if impossible.
 
-        GPUs must be free, and this server's. Other slots may become more than are configured.
+        GPUs must be free, and this server's. Other slots may exceed the configured number.
         """
         with self._lock:
             names = slots or _OF_OLD_SERVERS
@@ -176,16 +174,16 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """How many GPUs there are."""
+        """The number of GPUs."""
         return len(self._gpus)
 
     def free(self) -> frozenset[str]:
-        """Return the GPUs that no job or engine has now."""
+        """Return the GPUs without a job or an engine."""
         with self._lock:
             return frozenset(self._gpus) - self._taken
 
     def free_pools(self) -> frozenset[str]:
-        """Return the pools, but for that of the GPUs, that have a free slot."""
+        """Return the pools, except that of the GPUs, with a free slot."""
         with self._lock:
             return frozenset(filter(self._has_free, self._sizes))
 
@@ -193,7 +191,7 @@ class Slots:
         return sum(name.startswith(f"{pool}:") for name in self._taken) < self._sizes[pool]
 
     def give_back(self, slots: Gpus) -> None:
-        """Give back what `take` returned or `adopt` took."""
+        """Give back slots of `take` or `adopt`."""
         with self._lock:
             names = slots or _OF_OLD_SERVERS
             if not self._taken.issuperset(names):
@@ -217,6 +215,6 @@ def gpus_of(slots: Gpus) -> Gpus | None:
 
 
 def describe_slots(slots: Gpus) -> str:
-    """Return what an attempt has, for people: "GPU 6, 7", or "the CPU"."""
+    """Return a text such as "GPU 6, 7", "the CPU" or "the cluster"."""
     gpus = gpus_of(slots)
     return "the cluster" if gpus is None else f"GPU {', '.join(gpus)}" if gpus else "the CPU"

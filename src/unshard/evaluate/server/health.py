@@ -1,7 +1,6 @@
-"""Whether the server can keep what it accepts: its work directory, the space there, its database.
+"""Checks that the server can store jobs: its work directory, the space there, its database.
 
-Submissions are refused while it cannot. Clients of ours keep what is refused for now, and send it
-again later.
+Submissions are refused while it cannot. Our clients keep refused submissions and retry later.
 """
 
 import os
@@ -17,12 +16,12 @@ from urllib.parse import quote
 from unshard.errors import UnshardError
 
 RETRY_AFTER_S = 30
-"""After how many seconds clients may try again."""
+"""Seconds until clients may try again."""
 
 _LEAST_BYTES = 64 << 20
 _PROBE_BYTES = 4096
-_LOCKED_S = 2.0  # a database that another process has locked for longer is reported
-_HUNG_S = 3.0  # a disk that one probe has waited for longer is not waited for by others
+_LOCKED_S = 2.0  # a longer lock of the database by another process is reported
+_HUNG_S = 3.0  # no other probe waits for a disk that one has waited for this long
 _EVERY_S = 5.0  # between two tries to write
 
 
@@ -31,20 +30,19 @@ class UnhealthyError(UnshardError):
 
 
 class HealthCheck:
-    """Finds out what would make the server lose a job.
+    """Finds problems that would make the server lose a job.
 
-    Args:
-        database: of the jobs; it exists, and its directory is the server's work directory.
+    The database exists; its directory is the server's work directory.
     """
 
     def __init__(self, database: Path) -> None:
         self._database = database
         self._work_dir = database.parent
-        self._was = _identity(database)
+        self._identity = _identity(database)
         self._lock = threading.Lock()
         self._began = float("inf")  # when the probe that holds the lock began
         self._tried = float("-inf")
-        self._found: list[UnhealthyError] = []
+        self._problems: list[UnhealthyError] = []
 
     def check(self) -> None:
         """Raise the first problem, if any.
@@ -61,18 +59,18 @@ class HealthCheck:
             )
 
     def problems(self) -> list[UnhealthyError]:
-        """Return what is wrong, with what to do.
+        """Return all problems.
 
         It takes about two seconds at most if the disk answers. If it does not, a single caller
-        waits for it; the others get the error after three seconds, or at once if it hangs already.
+        waits for it; the others get an error three seconds after that one began.
         """
-        left = self._began + _HUNG_S - time.monotonic()
-        if not self._lock.acquire(timeout=max(0.0, min(left, _HUNG_S))):
+        remaining_s = self._began + _HUNG_S - time.monotonic()
+        if not self._lock.acquire(timeout=max(0.0, min(remaining_s, _HUNG_S))):
             return [
                 UnhealthyError(
                     f"the disk of the work directory {self._work_dir} does not answer",
                     found=f"a probe has waited for more than {_HUNG_S:g} s",
-                    hint="look at the disk, or at the network if it is a network disk",
+                    hint="check the disk, and the network if it is a network disk",
                 )
             ]
         try:
@@ -83,7 +81,7 @@ class HealthCheck:
             self._lock.release()
 
     def _probe(self) -> Iterator[UnhealthyError]:
-        if _identity(self._database) != self._was:
+        if _identity(self._database) != self._identity:
             yield UnhealthyError(
                 f"the server's database {self._database} was moved, removed or replaced",
                 hint="put the work directory back, or restart the server",
@@ -103,9 +101,9 @@ class HealthCheck:
                     hint="make room on it",
                 )
         if time.monotonic() - self._tried >= _EVERY_S:
-            self._found = list(self._try_to_write())
+            self._problems = list(self._try_to_write())
             self._tried = time.monotonic()
-        yield from self._found
+        yield from self._problems
 
     def _try_to_write(self) -> Iterator[UnhealthyError]:
         try:
@@ -114,7 +112,7 @@ class HealthCheck:
                 probe.flush()
         except OSError as error:
             yield _unusable(self._work_dir, error)
-        address = f"file:{quote(str(self._database))}?mode=rw"  # never make another
+        address = f"file:{quote(str(self._database))}?mode=rw"  # do not create a database
         try:
             with closing(
                 sqlite3.connect(address, uri=True, timeout=_LOCKED_S, isolation_level=None)
@@ -127,7 +125,7 @@ class HealthCheck:
                 found=str(error),
                 hint="end the process that has locked it (a backup, sqlite3)"
                 if "locked" in str(error)
-                else "look at the disk, and at the owner of the file",
+                else "check free space, and the owner of the file",
             )
 
 
@@ -135,12 +133,11 @@ def _unusable(work_dir: Path, error: OSError) -> UnhealthyError:
     return UnhealthyError(
         f"the work directory {work_dir} cannot be written",
         found=error.strerror or str(error),
-        hint="look at its disk (space, quota, mounted read-only) and at its owner",
+        hint="check free space, quota, mount options and owner",
     )
 
 
 def _identity(database: Path) -> tuple[int, int] | None:
-    """Return the identity of a file; None if it does not exist."""
     try:
         status = database.stat()
     except OSError:

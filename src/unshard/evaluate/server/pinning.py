@@ -1,10 +1,11 @@
-"""The pins that the server makes for clients that make none, and what it knows of all pins.
+"""The pins that the server makes for clients that make none, and lookups of all pins.
 
-A pin of a client is the client's to remove: it may need it for jobs that are not submitted yet.
+Only the client removes its own pin: it may need the pin for jobs that are not submitted yet.
 """
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,10 +30,9 @@ class Pins:
     """The pins below the roots.
 
     Attributes:
-        store: the jobs that need them.
-        roots: no pin elsewhere is made, used or removed.
+        roots: no pin outside them is made, used or removed.
         quota: of the pins that servers make of one run.
-        lock: held while a job gets its pin, and while a pin that no job has is removed.
+        lock: held while a job gets its pin, and while a pin without a job is removed.
     """
 
     store: Store
@@ -44,7 +44,7 @@ class Pins:
         """Return the linked checkpoint of a client's pin; None if it is gone.
 
         Raises:
-            UsageError: it is not one, or outside the roots.
+            UsageError: it is not a pin, or outside the roots.
         """
         path = resolve_checkpoint(pin, self.roots)
         if isinstance(path, RemotePath) or RunFolder.of_pin(path.parent) is None:
@@ -54,19 +54,19 @@ class Pins:
                 found=pin,
             )
         try:
-            found = read_pin(path)
+            is_same = read_pin(path).path == path
         except ExpiredError:
             return None
-        return str(path) if found.path == path and path.exists() else None
+        return str(path) if is_same and path.exists() else None
 
     def ensure_pin(self, checkpoint: Path, step: int | None, run: Path) -> str | None:
-        """Pin a checkpoint, or find our pin that another job has of it; None: not possible.
+        """Pin a checkpoint, or return our pin of another job; None if that is not possible.
 
         Raises:
             ExpiredError: the checkpoint is gone.
         """
-        if known := self._known(checkpoint, run):
-            return known
+        if existing := self._find_own_pin(checkpoint, run):
+            return existing
         if not is_inside(run, self.roots):
             _log.warning("%s: not pinned, its run's directory is outside the roots", checkpoint)
             return None
@@ -83,49 +83,51 @@ class Pins:
             return None
         return str(pin.path)
 
-    def _known(self, checkpoint: Path, run: Path) -> str | None:
-        """Return the pin of this server that another job has of a checkpoint.
+    def _find_own_pin(self, checkpoint: Path, run: Path) -> str | None:
+        """Return this server's pin of a checkpoint for another job.
 
-        It is looked for on the disk: jobs that wait may be many, their pins are few. A client's
-        pin is not meant: the client removes it when its own job has ended.
+        It is looked for on the disk, because pins are far fewer than waiting jobs.
         """
-        place, owner = RunFolder(run).pins, str(self.store.identity)
+        owner = str(self.store.identity)
         with suppress(OSError):
-            for pin in (directory / checkpoint.name for directory in place.iterdir()):
+            for pin in (folder / checkpoint.name for folder in RunFolder(run).pins.iterdir()):
                 if self.store.pins.is_needed(str(pin)) and _is_of(pin, checkpoint, owner):
                     return str(pin)
         return None
 
     def list_all(self) -> list[tuple[Pin, list[str]]]:
         """Return the pins below the roots, each with the jobs that need it, the oldest first."""
-        needed = dict[str, list[str]]()
+        needed = defaultdict[str, list[str]](list)
         for job_id, path in self.store.pins.list_needed():
-            needed.setdefault(path, []).append(job_id)
-        found = [pin for run in self._runs_inside() for pin in list_pins(run)]
-        found.sort(key=lambda pin: (pin.created, pin.name))
-        return [(pin, needed.get(str(pin.path), [])) for pin in found]
+            needed[path].append(job_id)
+        pins = [pin for run in self._runs_inside() for pin in list_pins(run)]
+        pins.sort(key=lambda pin: (pin.created, pin.name))
+        return [(pin, needed[str(pin.path)]) for pin in pins]
 
-    def remove_unneeded(self, pin: str | None = None) -> None:
-        """Remove the pins of this server that no job needs: those of a pin's run, or of all."""
+    def remove_unneeded(self, path: str | None = None) -> None:
+        """Remove the pins of this server that no job needs, in all runs or in that of a pin."""
         with self.lock:
             owner = str(self.store.identity)
-            for run in self._runs_inside() if pin is None else _runs_of([pin]):
-                for found in list_pins(run):
-                    is_own = found.is_ours and found.owner == owner
-                    if is_own and not self.store.pins.is_needed(str(found.path)):
-                        _remove(found)
+            for run in self._runs_inside() if path is None else _runs_of([path]):
+                for pin in list_pins(run):
+                    is_own = pin.is_ours and pin.owner == owner
+                    if is_own and not self.store.pins.is_needed(str(pin.path)):
+                        try:
+                            unpin(pin)
+                        except OSError as error:
+                            _log.warning("pin %s: cannot be removed: %s", pin.directory, error)
                 sweep(run, owner)
 
     def release(self, job: Job) -> None:
-        """Remove the pin of a job that has ended, if it is this server's and no job needs it."""
+        """Remove the pin of an ended job, if it is this server's and no other job needs it."""
         if job.pin is not None:
             self.remove_unneeded(job.pin)
 
     def list_changed(self, job: Job) -> Sequence[str]:
         """Return the files of a job's checkpoint that were rewritten since it was submitted.
 
-        Without a pin they may be gone, or there may be more; if no name is left, a training began
-        anew there, with another number of ranks.
+        Without a pin, files may be missing or new; if all names are new, another training with
+        another number of ranks has begun there.
         """
         with suppress(ExpiredError):
             if job.pin is not None:
@@ -137,16 +139,16 @@ class Pins:
 
     def _runs_inside(self) -> list[Path]:
         """Return the runs below the roots that may have pins: far fewer than jobs that wait."""
-        found = set(map(Path, self.store.pins.list_runs()))
+        runs = set(map(Path, self.store.pins.list_runs()))
         for root in self._roots_on_disk():
             for depth in _DEPTHS:
-                places = root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
-                found.update(place.parents[1] for place in places)
-        found.update(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
-        return sorted({run.resolve() for run in found if is_inside(run, self.roots)})
+                folders = root.glob(f"{depth}{STATE_FOLDER}/{PINS}")
+                runs.update(folder.parents[1] for folder in folders)
+        runs.update(_runs_of({pin for _, pin in self.store.pins.list_needed()}))
+        return sorted({run.resolve() for run in runs if is_inside(run, self.roots)})
 
     def find_empty_root(self, job: Job) -> Path | None:
-        """Return the root of a job's checkpoint if it has nothing: its disk may not be mounted."""
+        """Return the root of a job's checkpoint if it is empty: its disk may not be mounted."""
         for root in self._roots_on_disk():
             if Path(job.request.checkpoint).is_relative_to(root.resolve()):
                 with suppress(OSError):
@@ -159,29 +161,18 @@ class Pins:
 
 
 def _runs_of(pins: Iterable[str]) -> Iterator[Path]:
-    """Yield the runs of linked checkpoints."""
-    for found in (RunFolder.of_pin(Path(pin).parent) for pin in pins):
-        if found is not None:
-            yield found.path
+    for folder in (RunFolder.of_pin(Path(pin).parent) for pin in pins):
+        if folder is not None:
+            yield folder.path
 
 
-def _remove(pin: Pin) -> None:
-    try:
-        unpin(pin)
-    except OSError as error:
-        _log.warning("pin %s: cannot be removed: %s", pin.directory, error)
-
-
-def _is_of(pin: Path, checkpoint: Path, owner: str) -> bool:
+def _is_of(path: Path, checkpoint: Path, owner: str) -> bool:
     """Return whether a pin of this owner keeps the current files of a checkpoint."""
     try:
-        found = read_pin(pin)
+        pin = read_pin(path)
+        if (pin.checkpoint, pin.owner) != (checkpoint, owner) or pin.changed():
+            return False
+        folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+        return all((folder / name).stat().st_ino == was[0] for name, was in pin.files.items())
     except (UnshardError, OSError):
-        return False
-    if (found.checkpoint, found.owner) != (checkpoint, owner) or found.changed():
-        return False
-    place = checkpoint if checkpoint.is_dir() else checkpoint.parent
-    try:
-        return all((place / name).stat().st_ino == was[0] for name, was in found.files.items())
-    except OSError:
         return False

@@ -1,4 +1,4 @@
-"""Which checkpoints the server may read: those below its roots."""
+"""Checks that a checkpoint, and every file of it, is below the server's roots."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,7 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     the checkpoint by a link after this check, and no check can prevent that: roots are for
     directories whose writers may read everything that the server can read.
 
-    An address in an object store must be below a root that is one, too; nothing is asked of the
-    store for that.
+    An address in an object store must be below a root in that store; no request is sent.
 
     Raises:
         UsageError: the path is not absolute, or is not below a root.
@@ -44,9 +43,10 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
     except (OSError, RuntimeError) as error:
         raise not_accepted("checkpoint", path, expected="a path that can be followed") from error
     if any(resolved.is_relative_to(place) for place in places):
-        if named_average(resolved) is not None:  # no pin keeps steps from which it can be made
-            what, hint = "a checkpoint on a disk", "write the average with unshard average"
-            raise not_accepted("checkpoint", path, expected=what, hint=hint)
+        if named_average(resolved) is not None:  # no pin keeps the steps of an average
+            hint = "write the average with unshard average"
+            expected = "a checkpoint on a disk"
+            raise not_accepted("checkpoint", path, expected=expected, hint=hint)
         return resolved
     raise UsageError(
         "checkpoint: not under a directory that this server may read",
@@ -58,16 +58,17 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
 
 
 def _is_odd(path: str) -> bool:
-    """Return whether a path is too long, or has what only tricks need in an address."""
+    """Return whether a path is too long, or an address has parts that could leave a root."""
     is_trick = is_url(path) and (".." in path.split("/") or "%" in path or "\\" in path)
     return is_trick or len(path) > _LONGEST_PATH or not path.isprintable()
 
 
 def check_merged(checkpoint: Path, *, is_direct: bool) -> None:
-    """Raise if a checkpoint in an object store is meant for an evaluator that reads it itself."""
+    """Raise if a checkpoint in an object store is to be read by an evaluator itself."""
     if isinstance(checkpoint, RemotePath) and is_direct:
         raise UsageError(
-            "checkpoint: the profile merges nothing, and evaluators get no credentials of stores",
+            "checkpoint: the profile (weights: direct) cannot read object stores: evaluators get "
+            "no credentials of stores",
             expected="a checkpoint on a disk, or a profile with `weights: merged`",
             found=str(checkpoint),
         )
@@ -80,23 +81,23 @@ def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
     this check is not found: see `resolve_checkpoint`.
 
     Args:
-        checkpoint: a directory, or a file that is one.
+        checkpoint: a directory or a file.
         run: the directory above it that may contain its config and tokenizer.
         roots: the directories that may be read.
 
     Raises:
-        UsageError: names the first file that is not.
+        UsageError: names the first file that is elsewhere.
     """
     if isinstance(checkpoint, RemotePath):
         return
     places = [root.resolve() for root in roots]
     try:
         for file in _files(checkpoint, run):
-            found = file.resolve()
-            if not any(found.is_relative_to(place) for place in places):
+            target = file.resolve()
+            if not any(target.is_relative_to(place) for place in places):
                 raise UsageError(
                     f"{file}: leads out of the directories that this server may read",
-                    found=str(found),
+                    found=str(target),
                     hint="put the file itself there, or add its directory to the server's `roots`",
                 )
     except FileNotFoundError:
@@ -106,8 +107,8 @@ def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
 
 
 def _files(checkpoint: Path, run: Path) -> Iterator[Path]:
-    above = [one for one in checkpoint.parents if one.is_relative_to(run)]
-    for folder in (*above, *(one / "huggingface" for one in above)):
+    above = [parent for parent in checkpoint.parents if parent.is_relative_to(run)]
+    for folder in (*above, *(parent / "huggingface" for parent in above)):
         own = companions_in(folder)
         yield from own.files.values()
         if own.config is not None:
@@ -118,14 +119,12 @@ def _files(checkpoint: Path, run: Path) -> Iterator[Path]:
 
 
 def check_there(checkpoint: Path, *, is_step: bool) -> None:
-    """Raise if the checkpoint does not exist, unless a trainer may have removed it since.
+    """Raise if neither a checkpoint nor its run exists: a trainer may have removed a step since.
 
-    Args:
-        checkpoint: its path.
-        is_step: whether the client gave a step; otherwise the name of the directory may have one.
+    `is_step`: the client sent a step; otherwise it may be in the name of the directory.
 
     Raises:
-        UsageError: neither it nor its run exists, or the server may not read it.
+        UsageError: neither exists, or the server may not read it.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -143,15 +142,15 @@ def check_there(checkpoint: Path, *, is_step: bool) -> None:
         "the checkpoint does not exist, and neither does the directory of its run",
         expected="a checkpoint, or the directory of a run, as the server sees the path",
         found=str(checkpoint),
-        hint="check the path; where the server sees the disk under another name, give that name",
+        hint="check the path; if the server has the disk under another path, use that path",
     )
 
 
 def is_inside(run: Path, roots: Sequence[Path]) -> bool:
     """Return whether a run on a disk, and our files in it, links followed, are below a root."""
     places = [root.resolve() for root in roots if not isinstance(root, RemotePath)]
-    own = (run.resolve(), RunFolder(run).pins.resolve())
-    return all(any(one.is_relative_to(place) for place in places) for one in own)
+    paths = (run.resolve(), RunFolder(run).pins.resolve())
+    return all(any(path.is_relative_to(place) for place in places) for path in paths)
 
 
 def not_readable(error: PermissionError) -> UsageError:

@@ -47,7 +47,7 @@ from unshard.stores.remote_path import RemotePath, path_of
 
 _WORK_DIR = Path("unshard-eval")
 DATABASE = "jobs.sqlite"
-"""Of the jobs, in the work directory."""
+"""The database of jobs, in the work directory."""
 _GRACE_S = 3
 _THREADS = 12
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options of the command line; None and empty: as in the configuration."""
+    """The options of the command line; None and (): as in the configuration."""
 
     config: Path | None = None
     roots: tuple[Path, ...] = ()
@@ -69,48 +69,51 @@ class ServeOptions:
     root_path: str | None = None
 
 
-def configure(given: ServeOptions) -> ServerConfig:
+def configure(options: ServeOptions) -> ServerConfig:
     """Return the configuration of a server; by default, one that suits this machine.
 
     Raises:
         UsageError: a value cannot be used.
     """
-    stated: dict[str, object] = {}
-    if given.log_format is not None:
-        if given.log_format not in LOG_FORMATS:
-            known = ", ".join(LOG_FORMATS)
-            raise UsageError(f"--log-format {given.log_format}: unknown", expected=known)
-        stated["log_format"] = given.log_format
-    if given.root_path is not None:
-        if not is_root_path(given.root_path):
-            raise UsageError(f"--root-path {given.root_path}", expected=ROOT_PATH_EXPECTED)
-        stated["root_path"] = given.root_path
-    if given.gpus is not None:
-        stated["gpus"] = list(parse_gpus(given.gpus))
-    if given.config is None:
-        config = ServerConfig.model_validate(stated)
+    keys: dict[str, object] = {}
+    if options.log_format is not None:
+        if options.log_format not in LOG_FORMATS:
+            formats = ", ".join(LOG_FORMATS)
+            raise UsageError(f"--log-format {options.log_format}: unknown", expected=formats)
+        keys["log_format"] = options.log_format
+    if options.root_path is not None:
+        if not is_root_path(options.root_path):
+            raise UsageError(f"--root-path {options.root_path}", expected=ROOT_PATH_EXPECTED)
+        keys["root_path"] = options.root_path
+    if options.gpus is not None:
+        keys["gpus"] = list(parse_gpus(options.gpus))
+    if options.config is None:
+        config = ServerConfig.model_validate(keys)
     else:
-        config = read_server_yaml(given.config, stated)
-    roots = given.roots or config.roots or (Path.cwd(),)
-    work = given.work_dir or config.work_directory or _WORK_DIR
-    chosen = {
+        config = read_server_yaml(options.config, keys)
+    roots = options.roots or config.roots or (Path.cwd(),)
+    work = options.work_dir or config.work_directory or _WORK_DIR
+    update = {
         "roots": tuple(path_of(root).absolute() for root in roots),
-        "host": given.host or config.host,
-        "port": config.port if given.port is None else given.port,
-        "token_file": given.token_file or config.token_file,
+        "host": options.host or config.host,
+        "port": config.port if options.port is None else options.port,
+        "token_file": options.token_file or config.token_file,
         "work_directory": work.absolute(),
     }
-    return config.model_copy(update=chosen)
+    return config.model_copy(update=update)
 
 
 def make_service(config: ServerConfig) -> Service:
-    """Return what a server does: its jobs, and a scheduler that has not begun.
+    """Return a service whose scheduler has not been started.
 
     Raises:
-        UsageError: the work directory cannot be used, or its database not be brought up to date.
+        UsageError: the work directory cannot be used, or its database not be updated.
     """
     work = _make_private((config.work_directory or _WORK_DIR).absolute())
-    store = _open_store(work)
+    database = work / DATABASE
+    # A server of an earlier version may still be using a database that is to be updated.
+    with locked(work) if is_outdated(database) else nullcontext():
+        store = Store(database)
     pins = Pins(store, config.roots, config.pin_quota)
     unknown = UnknownTasks()
     settings = SchedulerSettings(
@@ -123,12 +126,12 @@ def make_service(config: ServerConfig) -> Service:
     )
     slots = slots_of(config)
     scheduler = Scheduler(store, slots, config.profiles, pins, settings)
-    health, finder = HealthCheck(work / DATABASE), RunFinder(store.runs, config.roots)
+    health, finder = HealthCheck(database), RunFinder(store.runs, config.roots)
     return Service(store, scheduler, config, pins, health, unknown, slots, finder, work)
 
 
 def _check_gpus(config: ServerConfig) -> None:
-    """Refuse GPUs that were given and that this machine does not have, where that is known.
+    """Refuse configured GPUs that this machine lacks, where that is known.
 
     Raises:
         UsageError: names them.
@@ -137,8 +140,7 @@ def _check_gpus(config: ServerConfig) -> None:
         return
     if (absent := list_absent(config.gpus)) is None:
         _log.warning(
-            "GPU %s: whether this machine has them is not known, without NVML (pynvml), nvidia-smi "
-            "and /proc/driver/nvidia",
+            "GPU %s: not checked, for lack of NVML (pynvml), nvidia-smi and /proc/driver/nvidia",
             ", ".join(config.gpus),
         )
     elif absent:
@@ -151,19 +153,12 @@ def _check_gpus(config: ServerConfig) -> None:
 
 def slots_of(config: ServerConfig) -> Slots:
     """Return the slots that jobs of a server may have."""
-    launched = {name: one.slots for name, one in config.profiles.items() if one.launch}
+    launched = {name: each.slots for name, each in config.profiles.items() if each.launch}
     return Slots(config.gpus, cpu=config.cpu_slots, launched=launched)
 
 
-def _open_store(work: Path) -> Store:
-    """Open the database; another server, of an earlier version, may be using one to be updated."""
-    database = work / DATABASE
-    with locked(work) if is_outdated(database) else nullcontext():
-        return Store(database)
-
-
 def _make_private(work: Path) -> Path:
-    """Make the work directory, which only this user can read, and return it."""
+    """Make the work directory readable by this user only, and return it."""
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = work.stat()
@@ -173,7 +168,7 @@ def _make_private(work: Path) -> Path:
         if status.st_mode & 0o077 and not is_ours:
             raise UsageError(
                 f"--work-dir {work} contains other files, and other users may read it",
-                expected="a directory of the server's own",
+                expected="a directory for this server alone",
             )
         work.chmod(0o700)
     except OSError as error:
@@ -193,30 +188,30 @@ def _listen(host: str, port: int) -> socket.socket:
             found=str(error),
             hint=hint if is_taken else "",
         ) from error
-    # asyncio does it only for sockets that name TCP, and an answer would wait 40 ms for its
-    # client's acknowledgement of the headers.
+    # asyncio sets it only for sockets with an explicit protocol; without it, an answer waits 40 ms
+    # for its client's acknowledgement of the headers.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     give_up_silent_readers(listening)
     return listening
 
 
-def serve(given: ServeOptions) -> None:
-    """Run a server until a signal stops it; running evaluators are left to the next one.
+def serve(options: ServeOptions) -> None:
+    """Run a server until a signal stops it; running evaluators are left to the next server.
 
-    After SIGUSR1 it is drained: it begins no more jobs, and ends when none runs any more.
+    After SIGUSR1 it is drained: it begins no more jobs, and ends when no job runs.
 
     Raises:
         UsageError: the configuration cannot be used, or another server uses the work directory.
     """
-    config = configure(given)
+    config = configure(options)
     is_json = config.log_format == "json"
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(message)s", as_json=is_json)
     raise_file_limit()
     _check_gpus(config)
-    networks = given.allow_unauthenticated
+    networks = options.allow_unauthenticated
     rules = rules_for(config.host, config.token_file, networks, config.root_path)
     service = make_service(config)
-    # First: a process that inherited the lock from a killed server has inherited its port, too.
+    # First: a process that inherited the lock from a killed server also inherited its port.
     service.scheduler.lock()
     with (
         closing(service.store),
@@ -227,7 +222,7 @@ def serve(given: ServeOptions) -> None:
         service.pins.remove_unneeded()
         _log_start(config, listening)
         signal.signal(signal.SIGTERM, _end)
-        # Not `service.drain`, which asks the database: the thread that was interrupted may use it.
+        # Not `service.drain`: the interrupted thread may be using the database.
         signal.signal(signal.SIGUSR1, lambda _number, _frame: service.scheduler.drain())
         server = _Server(
             service,
@@ -237,9 +232,9 @@ def serve(given: ServeOptions) -> None:
                 ws="none",
                 log_level="warning",
                 log_config=None if is_json else LOGGING_CONFIG,  # its own format
-                proxy_headers=False,  # any client could claim to be a proxy for another
+                proxy_headers=False,  # any client could claim to be a proxy
                 server_header=False,
-                timeout_graceful_shutdown=_GRACE_S,  # clients that follow events would stay forever
+                timeout_graceful_shutdown=_GRACE_S,  # clients that follow events never disconnect
             ),
         )
         try:
@@ -249,7 +244,7 @@ def serve(given: ServeOptions) -> None:
 
 
 def _log_start(config: ServerConfig, listening: socket.socket) -> None:
-    """Log where the server listens, what it has, and what is missing."""
+    """Log the address, the configuration, and missing evaluators."""
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
@@ -258,28 +253,28 @@ def _log_start(config: ServerConfig, listening: socket.socket) -> None:
     for root in config.roots:
         if not isinstance(root, RemotePath) and not root.is_dir():
             _log.warning("root %s: no such directory", root)
-    # In a thread: a slow disk must not keep the server from listening.
-    probed = (config.profiles, config.work_directory or _WORK_DIR)
-    threading.Thread(target=tell_missing, args=probed, name="probing", daemon=True).start()
+    # In a thread, so that a slow disk does not delay the server.
+    arguments = (config.profiles, config.work_directory or _WORK_DIR)
+    threading.Thread(target=tell_missing, args=arguments, name="probing", daemon=True).start()
     _log.info("listening on http://%s:%d", shown, port)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with fewer threads; a signal also ends the merges for clients."""
+    """uvicorn's server with fewer threads; a signal also ends the merges for clients."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen; few threads answer, because each needs the memory of its answer."""
+        """Begin to listen; threads are few because each holds its answer in memory."""
         to_thread.current_default_thread_limiter().total_tokens = _THREADS
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to end: also if the server is drained."""
+        """Return whether to end, which a drained server does."""
         if self._service.scheduler.is_drained and not self._service.stopping.is_set():
-            _log.info("drained: no job runs; those in the queue are left to the next server")
+            _log.info("drained: no job runs; queued jobs are left to the next server")
             self._service.stopping.set()
         return await super().on_tick(counter) or self._service.stopping.is_set()
 
@@ -290,5 +285,5 @@ class _Server(uvicorn.Server):
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """End in an orderly way: uvicorn raises the signal again when it has closed its connections."""
+    """Exit normally when uvicorn, after it has closed its connections, raises the signal again."""
     raise SystemExit(0)

@@ -1,9 +1,9 @@
-"""The server's log of jobs: a line for every step on a job's way, by which an operator follows it.
+"""One log line per change of a job's state.
 
     job 1a2b3c4d my-run/500: started: lm-eval on GPU 6, 7
 
-The id is the beginning of the job's own. What clients and evaluators wrote (names, errors) becomes
-one line without control characters, so that none of it can pass for another line of the log.
+The id is abbreviated. Text of clients and evaluators (names, errors) becomes one line without
+control characters, so that it cannot look like another line of the log.
 """
 
 import logging
@@ -28,36 +28,30 @@ def short_id(job_id: str) -> str:
     return job_id[:_SHORT]
 
 
-def tell(job: Job, what: str, *, outcome: str | None = None) -> None:
-    """Log a step on a job's way; `outcome` is how its attempt ended."""
-    message = "job %s %s: %s"
+def tell(job: Job, event: str, *, outcome: str | None = None) -> None:
+    """Log a change of a job; `outcome` is that of its attempt."""
     about = _about(job.request) | {"job": job.id, "attempt": job.attempts}
     if outcome is not None:
         about["outcome"] = outcome
-    extra = {"about": about}
-    _log.info(message, short_id(job.id), _where(job.request), one_line(what), extra=extra)
+    values = short_id(job.id), _where(job.request), one_line(event)
+    _log.info("job %s %s: %s", *values, extra={"about": about})
 
 
 def _about(request: Request) -> dict[str, str | int | None]:
-    """Return the fields that a log of JSON has about a request."""
-    return {
-        "run": request.run,
-        "step": request.step,
-        "weights": request.weights,
-        "profile": request.profile,
-        **({"user": request.user} if request.user else {}),
-    }
+    """Return the fields of a request in a JSON log."""
+    names = ("run", "step", "weights", "profile", *(["user"] if request.user else []))
+    return {name: getattr(request, name) for name in names}
 
 
 def tell_refusal(request: Request, why: str) -> None:
-    """Log that a submission was refused; it has no job to name."""
-    what = f"{request.profile}: {','.join(request.tasks)}"
+    """Log that a submission, which has no job, was refused."""
+    tasks = one_line(f"{request.profile}: {','.join(request.tasks)}")
     extra = {"about": _about(request)}
-    _log.info("refused %s (%s): %s", _where(request), one_line(what), one_line(why), extra=extra)
+    _log.info("refused %s (%s): %s", _where(request), tasks, one_line(why), extra=extra)
 
 
 def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
-    """Log how an attempt ended: `job` is as it began, `now` as it is recorded."""
+    """Log how an attempt of a job ended; `now` is the job afterwards."""
     is_done, number = isinstance(outcome, Scores), f"attempt {job.attempts}"
     how = "completed" if is_done else type(outcome).__name__.lower()
     match now.status, outcome:
@@ -77,13 +71,12 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
 
 
 def _where(request: Request) -> str:
-    """Return run and step; the last parts of the checkpoint's path where no run is known."""
-    place = request.checkpoint
-    if is_url(place):  # one that was refused may have credentials
-        place = without_password(place).partition("?")[0]
-    parts = PurePosixPath(place).parts[-2:]
+    """Return run and step, or without a run the last two parts of the checkpoint's path."""
     if not request.run:
-        return one_line("/".join(parts)) or "-"
+        path = request.checkpoint
+        if is_url(path):  # a refused address may have credentials
+            path = without_password(path).partition("?")[0]
+        return one_line("/".join(PurePosixPath(path).parts[-2:])) or "-"
     step = "-" if request.step is None else request.step
     weights = "" if request.weights == "model" else f" ({request.weights})"
     user = f" of {request.user}" if request.user else ""
@@ -91,7 +84,7 @@ def _where(request: Request) -> str:
 
 
 def _shown(metrics: Mapping[str, float]) -> str:
-    """Return the first numbers, and how many more there are."""
+    """Return the first numbers, and the number of others."""
     first = [f"{name} = {value:.6g}" for name, value in list(metrics.items())[:_NUMBERS]]
     more = len(metrics) - len(first)
     return ", ".join([*first, *([f"{more} more"] if more else [])])
