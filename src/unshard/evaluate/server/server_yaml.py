@@ -1,4 +1,4 @@
-"""The server's configuration: the keys of its YAML, and what is wrong with a file, in our words."""
+"""The server's configuration: the keys of its YAML, and our messages for pydantic's errors."""
 
 import re
 from collections.abc import Mapping
@@ -45,15 +45,15 @@ _GONE = {
     ("on_result", "url"): "post by a command ([curl, ...]), or follow GET /api/v1/events",
     ("on_result", "backoff"): "remove it: a command that fails is not run again",
 }
-"""Keys of earlier versions, and what to do without them."""
+"""Removed keys, and their replacements."""
 
 
 def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
-    """Return a count or a list of GPUs as names; None, which is refused, if one is not a name."""
+    """Return the names of a count or a list of GPUs; None, which is refused, for a bad name."""
     if type(value) is int and 0 <= value <= _MOST_GPUS:
         return first_gpus(value, what=f"{info.context}: gpus {value}")
     if isinstance(value, list):
-        are_names = all(type(one) in {int, str} for one in value)
+        are_names = all(type(name) in {int, str} for name in value)
         return as_gpus(map(str, value)) if are_names else None
     return value
 
@@ -63,7 +63,7 @@ def _without_limit_of_bytes(quota: object) -> object:
 
 
 def is_root_path(text: str) -> bool:
-    """Return whether a text can be the path of the server behind a proxy; an empty one is none."""
+    """Return whether a text can be the path of the server behind a proxy; "" means no path."""
     # `/view` and the like begin the server's own addresses, so one could not tell them apart.
     names = r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9_.~-]+)*"
     return re.fullmatch(rf"(?!/(?:view|api|health|queue|metrics)(?:/|$)){names}", text) is not None
@@ -76,19 +76,18 @@ def _or_default(value: object, info: ValidationInfo) -> object:
 def _fit(
     profiles: Mapping[str, Profile], info: ValidationInfo[Path | None]
 ) -> Mapping[str, Profile]:
-    """Return the profiles of a file as they fit the server: a GPU for those that do not choose."""
+    """Check the profiles of a file against the server; a profile without `gpus` gets one GPU."""
     if info.context is None or "gpus" not in info.data:
         return profiles
-    there, fitting = len(info.data["gpus"]), dict[str, Profile]()
+    available, fitting = len(info.data["gpus"]), dict[str, Profile]()
     for name, profile in profiles.items():
         where = f"{info.context}: profiles.{name} (kind {profile.kind})"
         profile.check(where)
-        least = 1 if profile.launch else min(1, there)
-        count = profile.gpus if "gpus" in profile.model_fields_set else least
-        if count > there and not profile.launch:
-            raise UsageError(
-                f"{where}: gpus cannot be read", expected=gpus_expected(there), found=shown(count)
-            )
+        default = 1 if profile.launch else min(1, available)
+        count = profile.gpus if "gpus" in profile.model_fields_set else default
+        if count > available and not profile.launch:
+            expected = gpus_expected(available)
+            raise UsageError(f"{where}: gpus cannot be read", expected=expected, found=shown(count))
         fitting[name] = profile.model_copy(update={"gpus": count})
     return fitting
 
@@ -146,10 +145,10 @@ class ServerConfig(BaseModel):
     """The evaluators, by the names that clients use."""
 
 
-def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> ServerConfig:
-    """Read a configuration file.
+def read_server_yaml(path: Path, options: Mapping[str, object] | None = None) -> ServerConfig:
+    """Read a configuration file; `options` replaces its values.
 
-    Relative paths start at the file's directory. `given` replaces values of the file.
+    Relative paths start at the file's directory.
 
     Raises:
         UsageError: the file cannot be read, or a key is unknown or has a wrong value.
@@ -159,18 +158,18 @@ def read_server_yaml(path: Path, given: Mapping[str, object] | None = None) -> S
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error)) from error
     document = {} if document is None else document
-    if given and isinstance(document, dict):
-        document = {**document, **given}
+    if options and isinstance(document, dict):
+        document = {**document, **options}
     try:
         return ServerConfig.model_validate(document, context=path)
     except ValidationError as error:
-        problems = [_problem(path, one) for one in error.errors(include_url=False)]
+        problems = [_problem(path, detail) for detail in error.errors(include_url=False)]
         raise_all(UsageError, f"{path} cannot be read", problems)
         raise
 
 
 def _problem(path: Path, problem: ErrorDetails) -> UsageError:
-    """Return what pydantic found, as an error that names the file and the key."""
+    """Return pydantic's error as one that names the file and the key."""
     keys = [str(key) for key in problem["loc"]]
     where, known = str(path), list(ServerConfig.model_fields)
     match keys:
@@ -201,8 +200,8 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
 
 
 def _unknown_key(where: str, section: str, key: str, known: list[str]) -> UsageError:
-    if gone := _GONE.get((section, key)):
-        return UsageError(f"{where}: {key!r} no longer exists", hint=gone)
+    if hint := _GONE.get((section, key)):
+        return UsageError(f"{where}: {key!r} no longer exists", hint=hint)
     close = get_close_matches(key, known, 1)
     return UsageError(
         f"{where} has the unknown key {key!r}",

@@ -1,4 +1,4 @@
-"""What the server does, whatever the protocol: take jobs, show them, cancel them, read logs."""
+"""The server's operations, for every protocol: take jobs, show them, cancel them, read logs."""
 
 import asyncio
 import json
@@ -56,18 +56,10 @@ _RETRIED = frozenset({Status.FAILED, Status.CANCELLED, Status.EXPIRED})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Service:
-    """Everything that the protocols need.
+    """The operations, and the objects that the protocols need.
 
     Attributes:
-        store: the jobs.
-        scheduler: runs them.
-        config: what may be run, and where checkpoints may be.
-        pins: what keeps checkpoints while their jobs wait.
-        health: whether an accepted job can be kept.
-        unknown: the tasks that an evaluator does not know.
-        slots: the GPUs.
-        finder: finds out which training run a request is of.
-        work_dir: of the database, the logs and the merged models.
+        work_dir: with the database, the logs and the merged models.
         merging: held during a merge for a client: one at a time.
         stopping: set when the server must end.
     """
@@ -86,61 +78,61 @@ class Service:
 
     @property
     def profiles(self) -> Mapping[str, Profile]:
-        """What may be run, by name."""
+        """The profiles, by name."""
         return self.config.profiles
 
     def submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
-        """Queue a job, or refuse it; the log says which. See `_submit`."""
+        """Queue a job, or refuse it, and log that. See `_submit`."""
         try:
             job, is_new = self._submit(request, pin)
         except UnshardError as error:
             tell_refusal(request, str(error))
             raise
-        what = f"{job.request.profile}: {','.join(job.request.tasks)} of {job.request.checkpoint}"
-        kept = "" if job.pin is not None or job.status.is_final else ", not pinned"
-        told = f"accepted: {what}" if is_new else f"submitted again: it is {job.status}"
-        tell(job, f"{told}{kept}")
+        tasks = f"{job.request.profile}: {','.join(job.request.tasks)} of {job.request.checkpoint}"
+        suffix = "" if job.pin is not None or job.status.is_final else ", not pinned"
+        event = f"accepted: {tasks}" if is_new else f"submitted again: it is {job.status}"
+        tell(job, f"{event}{suffix}")
         return job, is_new
 
     def _submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
         """Queue a job; return it, and whether it is new.
 
-        A checkpoint that its client has not pinned is pinned here, if that is possible. One that is
-        gone from its run's directory becomes a job that expires.
+        A checkpoint that its client has not pinned is pinned here, if that is possible. A missing
+        checkpoint of an existing run becomes a job that expires.
 
         Raises:
-            UnhealthyError: no job can be kept now.
+            UnhealthyError: no job can be stored now.
             UnshardError: the request is refused.
-            sqlite3.OperationalError: the database did not take it.
+            sqlite3.OperationalError: the database cannot be written.
         """
         self.health.check()
         name = resolve_name(self.profiles, request.profile)
         profile = profile_named(self.profiles, name)
         request = replace(request, profile=name)
-        known = {**self.profiles, request.profile: profile}
-        check_request(request, self.config.model_copy(update={"profiles": known}))
+        profiles = {**self.profiles, request.profile: profile}
+        check_request(request, self.config.model_copy(update={"profiles": profiles}))
         self.unknown.check(base_of(name), request.tasks)
-        found = resolve_checkpoint(request.checkpoint, self.config.roots)
-        placed = place(replace(request, checkpoint=str(found)))
+        resolved = resolve_checkpoint(request.checkpoint, self.config.roots)
+        placed = place(replace(request, checkpoint=str(resolved)))
         request, run = self.finder.add_run(placed), placed.folder
         checkpoint = resolve_checkpoint(request.checkpoint, self.config.roots)
         check_merged(checkpoint, is_direct=profile.weights == "direct")
-        given = None if pin is None else self.pins.find_client_pin(pin)
-        request = self._stamp(request, given)
+        client_pin = None if pin is None else self.pins.find_client_pin(pin)
+        request = self._stamp(request, client_pin)
         if is_done := self.store.status_of(request) is Status.COMPLETED:
-            given = None
-        elif given is not None:
-            check_links(Path(given), Path(given).parent, self.config.roots)
+            client_pin = None
+        elif client_pin is not None:
+            check_links(Path(client_pin), Path(client_pin).parent, self.config.roots)
         else:  # without the lock: it lists a directory, which may take long
             if pin is None:
                 check_there(checkpoint, is_step=request.step is not None)
             check_links(checkpoint, run, self.config.roots)
         with self.pins.lock:
-            kept = None if is_done else self._pin(request, run, given)
-            job, is_new = self._store(request, kept)
-            if kept is not None and job.pin != kept:
-                job = self._repin(job, kept)
-            # Older jobs whose files were written again in place could only fail, or have failed:
+            own_pin = None if is_done else self._pin(request, run, client_pin)
+            job, is_new = self._store(request, own_pin)
+            if own_pin is not None and job.pin != own_pin:
+                job = self._repin(job, own_pin)
+            # Older jobs whose files were rewritten in place can only fail, or have failed: hard
             # links do not protect against that.
             for other in self.store.alike(job.request):
                 if other.id != job.id and self.pins.list_changed(other):
@@ -152,11 +144,11 @@ class Service:
         return job, is_new
 
     def _abandon(self, job: Job, *, is_from_training: bool) -> None:
-        """Hide the results of the branch that training has left, if a job says that it has.
+        """Hide the results of the branch that training has left, if a job shows that it has.
 
-        Somebody may submit an old checkpoint that was copied, or a model that was made of one. So
-        it is believed of what a trainer or `watch` submits, which pin checkpoints, and of a
-        checkpoint that was submitted before and has been saved again since.
+        A user may submit a copy of an old checkpoint, or a model made of one. So only submissions
+        of trainers and `watch` count, which pin checkpoints, and checkpoints that have been saved
+        again since they were first submitted.
         """
         written_at, hiding = time_written(job.request.stamps), self.store.hiding
         hidden = hiding.hide_with_others(job)
@@ -168,9 +160,9 @@ class Service:
                 tell(other, f"hidden: {other.hidden}")
 
     def retry(self, job: Job) -> Job:
-        """Queue a job again that has ended; return it, or the one for what is there.
+        """Queue an ended job again; return it, or the job of the files that are there now.
 
-        One that is completed keeps its results: another job evaluates its checkpoint again.
+        A completed job keeps its results: another job evaluates its checkpoint again.
 
         Raises:
             UsageError: it has not ended.
@@ -189,14 +181,14 @@ class Service:
         return self.submit(job.request, job.pin if has_pin else None)[0]
 
     def see_run(self, directory: str) -> TrainingRun:
-        """Return the run of a directory, which may have been moved or adopted.
+        """Record the run of a directory, which may have been moved or adopted; return it.
 
         Raises:
-            UsageError: no run is known there, or it is outside the roots.
+            UsageError: it is not a known run, or outside the roots.
         """
         path = resolve_checkpoint(directory, self.config.roots)
         if not self.finder.is_known(path):
-            raise UsageError(f"{path}: no run is known there")
+            raise UsageError(f"{path}: not a known run")
         return self.finder.at(path)
 
     def drain(self, user: str = "") -> int:
@@ -205,13 +197,13 @@ class Service:
         Jobs are still accepted: they stay in the queue for the next server.
         """
         self.scheduler.drain()
-        running = len(self.store.running())
-        who, left = f" for {user}" if user else "", counted(running, "job")
-        _log.info("draining%s: %s to end, then the server ends", who, left)
-        return running
+        count = len(self.store.running())
+        suffix = f" for {user}" if user else ""
+        _log.info("draining%s: %s to end, then the server ends", suffix, counted(count, "job"))
+        return count
 
     def _store(self, request: Request, pin: str | None) -> tuple[Job, bool]:
-        """Queue a job; a pin of ours does not stay if that is not possible."""
+        """Queue a job; remove our pin if that is not possible."""
         try:
             return self.store.submit(request, pin=pin)
         except sqlite3.Error:
@@ -221,9 +213,9 @@ class Service:
             raise
 
     def _pin_of_job(self, request: Request) -> str | None:
-        """Return the pin of a request's job, if it has one that keeps the checkpoint.
+        """Return the pin of a request's waiting job, if it keeps the checkpoint.
 
-        Another pin, made and removed, would change the ctime of files that are being merged.
+        A second pin, made and removed, would change the ctime of files that are being merged.
         """
         for job in self.store.alike(request):
             if job.request.key == request.key and not job.status.is_final and self._is_kept(job):
@@ -234,39 +226,39 @@ class Service:
         return job.pin is not None and Path(job.pin).exists() and not self.pins.list_changed(job)
 
     def _repin(self, job: Job, pin: str) -> Job:
-        """Give a job the pin of its newer submission, if its own does not keep it any more."""
+        """Give a job the pin of its newer submission, if its own no longer keeps the files."""
         if job.status.is_final or self._is_kept(job):
             self.pins.remove_unneeded(pin)
             return job
         self.store.repin(job.id, pin)
         return replace(job, pin=pin)
 
-    def _stamp(self, request: Request, given: str | None) -> Request:
-        """Add the checkpoint's fingerprint; where it is gone, that of the last job like it."""
-        if stamps := read_stamps(path_of(given or request.checkpoint)):
+    def _stamp(self, request: Request, client_pin: str | None) -> Request:
+        """Add the checkpoint's fingerprint; if it is gone, that of the last job like it."""
+        if stamps := read_stamps(path_of(client_pin or request.checkpoint)):
             return replace(request, fingerprint=fingerprint(stamps), stamps=stamps)
         for job in self.store.alike(request):
-            known = job.request
-            return replace(request, fingerprint=known.fingerprint, stamps=known.stamps)
+            last = job.request
+            return replace(request, fingerprint=last.fingerprint, stamps=last.stamps)
         return request
 
-    def _pin(self, request: Request, run: Path, given: str | None) -> str | None:
-        """Return the pin of a checkpoint: its client's, or one of ours; None: not possible."""
+    def _pin(self, request: Request, run: Path, client_pin: str | None) -> str | None:
+        """Return the client's pin of a checkpoint, or else ours; None if neither is possible."""
         checkpoint = path_of(request.checkpoint)
         is_base = request.step == BASE_STEP and step_of(checkpoint.name) is None
         if is_base or isinstance(checkpoint, RemotePath):
             return None  # no trainer removes a base model
-        if given is not None:
-            if Path(given).exists():
-                return given
-            check_links(checkpoint, run, self.config.roots)  # the pin went since it was checked
+        if client_pin is not None:
+            if Path(client_pin).exists():
+                return client_pin
+            check_links(checkpoint, run, self.config.roots)  # the pin was removed since its check
         try:
             return self._pin_of_job(request) or self.pins.ensure_pin(checkpoint, request.step, run)
         except ExpiredError:
             return None
 
     def merge(self, checkpoint: str, weights: WeightsName) -> Path:
-        """Merge a checkpoint into `_unshard/merged` of its run; return where it is.
+        """Merge a checkpoint into `_unshard/merged` of its run; return the path of the model.
 
         Raises:
             UsageError: it, or a file of it, is outside the roots.
@@ -298,7 +290,7 @@ class Service:
     def results_file(self, job: Job) -> str | None:
         """Return a file of a job's results in the form of lmms-eval's; None if it has none.
 
-        What lm-eval and lmms-eval write has this form; for other programs one is written.
+        lmms-eval's own file has this form; for other programs one is written.
         """
         if job.status is not Status.COMPLETED or job.results is None:
             return None
@@ -315,32 +307,30 @@ class Service:
         return str(path)
 
     def sample_files(self, job: Job) -> list[str]:
-        """Return the files of a job's samples, as both evaluators call them, 1,000 at most."""
+        """Return the files of a job's samples, by both evaluators' pattern, 1,000 at most."""
         output = self.scheduler.directory_of(job) / "output"
         return sorted(map(str, islice(output.rglob("*samples_*.jsonl"), _MOST_FILES)))
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job: by its id, or by the first letters of it, at least four.
+        """Return a job by its id, or by at least the first four letters of the id.
 
         Raises:
-            UsageError: several ids begin like this.
+            UsageError: several ids begin with these letters.
         """
-        found = self.store.get(job_id)
-        if found is not None or not _SHORT_ID.fullmatch(job_id):
-            return found
+        job = self.store.get(job_id)
+        if job is not None or not _SHORT_ID.fullmatch(job_id):
+            return job
         ids = self.store.ids_like(job_id, _SHOWN_IDS)
         if len(ids) > 1:
             raise UsageError(
-                f"job {job_id}: several ids begin like this",
-                expected="more letters of the id",
-                found=", ".join(ids),
+                f"job {job_id}: ambiguous id", expected="more letters", found=", ".join(ids)
             )
         return self.store.get(ids[0]) if ids else None
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
-        """Return a part of the log of a job's last attempt, where the next begins, and if it ends.
+        """Return text of a job's last log from an offset in bytes, the next offset, and its end.
 
-        The offset counts bytes.
+        The last value is whether the log has ended.
         """
         file = self.scheduler.directory_of(job) / "log.txt"
         try:
@@ -351,10 +341,9 @@ class Service:
 
 
 def group_by_task(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return numbers as both evaluators write them, by task and "metric,filter"."""
-    found: dict[str, dict[str, float]] = {}
+    """Return numbers by task and "metric,filter", as both evaluators write them."""
+    by_task: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         task, _, metric = key.partition("/")
-        name, comma, chosen = metric.partition(",")
-        found.setdefault(task, {})[f"{name},{chosen if comma else 'none'}"] = value
-    return found
+        by_task.setdefault(task, {})[metric if "," in metric else f"{metric},none"] = value
+    return by_task

@@ -15,10 +15,10 @@ from unshard.evaluate.jobs import OPTIONS
 from unshard.evaluate.values import Scalar
 
 PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
-"""What a command may name in braces: what is evaluated, and the options that clients choose."""
+"""The placeholders of a command, in braces: fields of the request, and options of clients."""
 
 LAUNCH_PLACEHOLDERS = {"gpus", "job", "attempt", "run", "step"}
-"""What the arguments before a command may name in braces."""
+"""The placeholders of `launch`."""
 
 LONGEST_NAME = 200
 
@@ -28,22 +28,22 @@ _SEPARATORS = frozenset(",='\"`\\[]{}\n\r")
 
 
 def is_name(value: object, form: re.Pattern[str]) -> bool:
-    """Return whether a value is a text of this form, and not too long."""
+    """Return whether a value is a string of this form, and not too long."""
     return isinstance(value, str) and len(value) <= LONGEST_NAME and bool(form.fullmatch(value))
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name is what one of the shell patterns allows."""
+    """Return whether one of the shell patterns matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def has_separator(text: str) -> bool:
-    """Return whether the evaluators would not read a value back as it is."""
+    """Return whether the evaluators' parsers would change or split a value."""
     return not _SEPARATORS.isdisjoint(text) or text != text.strip()
 
 
 def join_arguments(arguments: Mapping[str, Scalar], *, what: str) -> str:
-    """Return `key=value,key=value`; `what` is how an error names the arguments.
+    """Return `key=value,key=value`; `what` is the subject of an error.
 
     Raises:
         UsageError: a key or value contains a comma, an equals sign, a quote, a bracket or a new
@@ -81,7 +81,7 @@ def parse_arguments(text: str, *, what: str) -> dict[str, Scalar]:
 
 
 def read_scalar(text: str) -> Scalar:
-    """Return a boolean or a finite number where a text is one."""
+    """Return a text as boolean or finite number, if it is one."""
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
     try:
@@ -96,7 +96,7 @@ def read_scalar(text: str) -> Scalar:
 
 
 def placeholders_in(command: Iterable[str]) -> set[str]:
-    """Return the names in braces, known ones or not; doubled braces are braces."""
+    """Return all names in braces; doubled braces are literal."""
     return {name for part in command for name in _PLACEHOLDER.findall(part) if name}
 
 
@@ -106,8 +106,5 @@ def has_lone_brace(argument: str) -> bool:
 
 
 def fill(argument: str, values: Mapping[str, str]) -> str:
-    """Return an argument of a command with values in the places of its placeholders."""
-    return _PLACEHOLDER.sub(
-        lambda found: values[found[1]] if found[1] else found[0][0],
-        argument,
-    )
+    """Replace the placeholders of an argument by values, and doubled braces by single ones."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]] if match[1] else match[0][0], argument)

@@ -1,7 +1,7 @@
-"""The types of the values in server.yaml, and the keys of its `on_result`.
+"""The types of values in server.yaml, and the keys of its `on_result`.
 
-When a file is read, it is pydantic's context: relative paths start at its directory, and programs
-must exist.
+The path of the file that is read is pydantic's context: relative paths start at its directory, and
+programs must exist.
 """
 
 import shutil
@@ -26,13 +26,13 @@ from unshard.stores.remote_path import is_url, path_of
 
 
 def drop_nulls(value: object) -> object:
-    """Leave out keys without a value, but for `keep_days`, where null means no limit."""
+    """Leave out keys without a value, except `keep_days`, where null means no limit."""
     if isinstance(value, BaseModel):
         return value
     if not isinstance(value, dict):
         raise expected("a mapping")
-    # Keys become texts, because YAML makes a boolean of a bare `on`.
-    return {str(key): one for key, one in value.items() if one is not None or key == "keep_days"}
+    # Keys become strings, because YAML makes a boolean of a bare `on`.
+    return {str(key): item for key, item in value.items() if item is not None or key == "keep_days"}
 
 
 def _list(value: object) -> object:
@@ -53,9 +53,9 @@ def _absolute_or_address(value: object, info: ValidationInfo[Path | None]) -> Pa
 
 
 def find_program(text: str, info: ValidationInfo[Path | None]) -> str:
-    """Return a program that exists, on this machine or, where a cluster runs it, on its nodes.
+    """Return a program, which must exist here unless a cluster runs it on its nodes.
 
-    A link is not resolved: it is what names an environment.
+    A link is not resolved, because its directory identifies an environment.
     """
     if info.context is None:
         return text
@@ -73,7 +73,7 @@ def _placed(command: tuple[str, ...], info: ValidationInfo[Path | None]) -> tupl
 
 
 def _as_text(value: object) -> object:
-    """Return a number as text; not a boolean, because YAML makes one of yes, no, on and off."""
+    """Return a number as text; a boolean is refused, because YAML makes it of yes, no, on, off."""
     return str(value) if type(value) in {int, float} else value
 
 
@@ -118,7 +118,7 @@ PlacedCommand = Annotated[Texts, expects("a list of arguments"), AfterValidator(
 
 
 class OnResult(BaseModel):
-    """A command; a list is short for a mapping with the command alone."""
+    """A command; a list is short for a mapping with only `command`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

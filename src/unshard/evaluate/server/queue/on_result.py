@@ -1,4 +1,4 @@
-"""`on_result`: the operator's command, run once for each job that is completed or has failed.
+"""Runs `on_result`, the operator's command, once for each job that is completed or has failed.
 
 A thread follows the events of the database. No job waits for the command, or fails because of it.
 """
@@ -27,7 +27,7 @@ from unshard.evaluate.server.telling import short_id
 
 _POLL_S = 0.25
 _MARGIN_S = 5.0  # to end a command that takes too long
-_SHOWN = 300  # bytes of the end of what a command prints
+_SHOWN = 300  # bytes of the end of a command's output
 _REQUEST = ("run", "step", "weights", "profile", "tasks", "checkpoint")
 _ENDS = {Status.COMPLETED, Status.FAILED}
 _FINE = "exit code 0"
@@ -35,27 +35,27 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def running_on_result(store: Store, told: OnResult | None, work_dir: Path) -> Iterator[None]:
-    """Run the command for each job that ends meanwhile; at the end take `timeout` for the rest."""
-    if told is None:
+def running_on_result(store: Store, hook: OnResult | None, work_dir: Path) -> Iterator[None]:
+    """Run the command for each job that ends in a `with` block; wait `timeout` for the last."""
+    if hook is None:
         yield
         return
-    follower = _ResultHook(store, told, work_dir)
-    thread = threading.Thread(target=follower.run, name="on_result", daemon=True)
+    runner = _ResultHook(store, hook, work_dir)
+    thread = threading.Thread(target=runner.run, name="on_result", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        follower.deadline = time.monotonic() + told.timeout
-        follower.stopping.set()
-        thread.join(told.timeout + _MARGIN_S)
+        runner.deadline = time.monotonic() + hook.timeout
+        runner.stopping.set()
+        thread.join(hook.timeout + _MARGIN_S)
 
 
 class _ResultHook:
     """Runs the command for the ends of jobs, one after the other, until a deadline."""
 
-    def __init__(self, store: Store, told: OnResult, work_dir: Path) -> None:
-        self._store, self._told, self._work_dir = store, told, work_dir
+    def __init__(self, store: Store, hook: OnResult, work_dir: Path) -> None:
+        self._store, self._hook, self._work_dir = store, hook, work_dir
         self._since = last_event(store.connection)
         self.deadline = float("inf")
         self.stopping = threading.Event()
@@ -69,46 +69,45 @@ class _ResultHook:
                 for event in self._store.events(self._since):
                     self._since = event.number
                     job = self._store.get(event.job_id) if event.status in _ENDS else None
-                    # Later events of the same status say that its results were hidden, or shown.
+                    # Later events of this status are of results that were hidden or shown.
                     if job is not None and event.at == job.completed_at:
-                        self._tell(job, event)
+                        self._run_for(job, event)
             except Exception:  # noqa: BLE001  such as a database that does not answer
                 _log.exception("on_result")
 
-    def _tell(self, job: Job, event: JobEvent) -> None:
-        limit_s = min(self._told.timeout, self.deadline - time.monotonic())
+    def _run_for(self, job: Job, event: JobEvent) -> None:
+        limit_s = min(self._hook.timeout, self.deadline - time.monotonic())
         if limit_s <= 0:
             _log.error("job %s: on_result is not run: the server stops", short_id(job.id))
             return
-        program = self._told.command[0]
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as printed:
+        program = self._hook.command[0]
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
             stdin.write(json.dumps(_body(job, event)).encode())
             stdin.seek(0)
-            ended = self._run(stdin, printed, limit_s)
-            printed.seek(max(0, printed.seek(0, os.SEEK_END) - _SHOWN))
-            shown = printed.read().decode(errors="replace")
+            ended = self._run(stdin, stdout, limit_s)
+            stdout.seek(max(0, stdout.seek(0, os.SEEK_END) - _SHOWN))
+            output = stdout.read().decode(errors="replace")
         if ended == _FINE:
             _log.info("job %s: on_result: %s", short_id(job.id), program)
         else:
-            text = one_line(f"{program}: {ended}: {shown}")
+            text = one_line(f"{program}: {ended}: {output}")
             _log.error("job %s: on_result failed: %s", short_id(job.id), text)
 
-    def _run(self, stdin: IO[bytes], printed: IO[bytes], limit_s: float) -> str:
+    def _run(self, stdin: IO[bytes], stdout: IO[bytes], limit_s: float) -> str:
         """Run the command in a process group, which ends with it; return how it ended."""
-        command, place = self._told.command, str(self._work_dir)
-        own = self._told.environment
-        environment = evaluator_environment(own, program=command[0], gpus=(), directory=place)
+        command, own, directory = self._hook.command, self._hook.environment, str(self._work_dir)
+        environment = evaluator_environment(own, program=command[0], gpus=(), directory=directory)
         try:
             process = subprocess.Popen(  # noqa: S603
                 command,
                 stdin=stdin,
-                stdout=printed,
+                stdout=stdout,
                 stderr=subprocess.STDOUT,
-                cwd=place,
+                cwd=directory,
                 env=environment,
                 start_new_session=True,
             )
-            group = identify(process.pid, gpus=(), directory=place)
+            group = identify(process.pid, gpus=(), directory=directory)
             try:
                 return f"exit code {process.wait(limit_s)}"
             finally:

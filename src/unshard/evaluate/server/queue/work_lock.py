@@ -18,10 +18,10 @@ _INHERITED_S, _PAUSE_S = 30.0, 0.05
 
 
 def lock(work_dir: Path) -> int:
-    """Lock a directory against other servers; return the descriptor that does.
+    """Lock a directory against other servers; return the descriptor of the lock.
 
-    A process that a killed server was about to start has inherited its lock, and the port that it
-    listened on, until it runs its own program.
+    A child that a killed server had forked holds the inherited lock, and the port, until it calls
+    exec. So a lock whose owner is dead is waited for.
 
     Raises:
         UsageError: another server uses it.
@@ -32,7 +32,7 @@ def lock(work_dir: Path) -> int:
     while (fd := lock_file(path)) is None:
         if _has_living_owner(path) or time.monotonic() > deadline:
             raise UsageError(
-                f"{work_dir}: another server is using it", hint="give another directory"
+                f"{work_dir}: another server is using it", hint="choose another directory"
             )
         time.sleep(_PAUSE_S)
     owner = identify(os.getpid(), gpus=(), directory="")
@@ -44,11 +44,7 @@ def lock(work_dir: Path) -> int:
 
 @contextmanager
 def locked(work_dir: Path) -> Iterator[None]:
-    """Lock a directory as long as this lasts.
-
-    Raises:
-        UsageError: another server uses it.
-    """
+    """Lock a directory in a `with` block, as `lock` does."""
     fd = lock(work_dir)
     try:
         yield
@@ -57,7 +53,7 @@ def locked(work_dir: Path) -> Iterator[None]:
 
 
 def _has_living_owner(path: Path) -> bool:
-    """Return whether the server that wrote a lock file is alive, or may be."""
+    """Return whether the server that wrote a lock file is alive; True if it cannot be read."""
     try:
         return is_alive(Process(**json.loads(path.read_bytes())))
     except (OSError, ValueError, TypeError):
