@@ -7,9 +7,9 @@ import signal
 import socket
 import threading
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import uvicorn
 from anyio import to_thread
@@ -53,8 +53,7 @@ _THREADS = 12
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(NamedTuple):
     """The options of the command line; None and (): as in the configuration."""
 
     config: Path | None = None

@@ -58,10 +58,6 @@ def _gpu_names(value: object, info: ValidationInfo[Path | None]) -> object:
     return value
 
 
-def _without_limit_of_bytes(quota: object) -> object:
-    return {"bytes": None, **quota} if isinstance(quota, dict) else quota
-
-
 def is_root_path(text: str) -> bool:
     """Return whether a text can be the path of the server behind a proxy; "" means no path."""
     # `/view` and the like begin the server's own addresses, so one could not tell them apart.
@@ -120,7 +116,9 @@ class ServerConfig(BaseModel):
     each user; readable by its owner alone."""
     work_directory: Place | None = None
     """The database, logs, results and merged models."""
-    pin_quota: Annotated[Quota, BeforeValidator(_without_limit_of_bytes)] = Quota(bytes=None)
+    pin_quota: Annotated[
+        Quota, BeforeValidator(lambda it: {"bytes": None, **it} if isinstance(it, dict) else it)
+    ] = Quota(bytes=None)
     """How much of a run the server's own pins may keep: `count`, `bytes`; null for no limit."""
     keep_days: Annotated[int, whole(1)] | None = 30
     """Days for which the directory of an ended job is kept, with its log; None: forever."""

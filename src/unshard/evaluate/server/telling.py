@@ -7,7 +7,7 @@ control characters, so that it cannot look like another line of the log.
 """
 
 import logging
-from collections.abc import Mapping
+from itertools import islice
 from pathlib import PurePosixPath
 
 from unshard.evaluate.credentials import without_password
@@ -56,7 +56,9 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     how = "completed" if is_done else type(outcome).__name__.lower()
     match now.status, outcome:
         case Status.COMPLETED, Scores(metrics):
-            tell(job, f"evaluated: {_shown(metrics)}", outcome=how)
+            shown = [f"{name} = {value:.6g}" for name, value in islice(metrics.items(), _NUMBERS)]
+            more = [f"{len(metrics) - _NUMBERS} more"] if len(metrics) > _NUMBERS else []
+            tell(job, f"evaluated: {', '.join([*shown, *more])}", outcome=how)
         case Status.QUEUED, Failed(why):
             tell(job, f"retried: {number} failed: {why}", outcome=how)
         case Status.QUEUED, Postponed(why) | OutOfMemory(why):
@@ -81,10 +83,3 @@ def _where(request: Request) -> str:
     weights = "" if request.weights == "model" else f" ({request.weights})"
     user = f" of {request.user}" if request.user else ""
     return one_line(f"{request.run}/{step}{weights}{user}")
-
-
-def _shown(metrics: Mapping[str, float]) -> str:
-    """Return the first numbers, and the number of others."""
-    first = [f"{name} = {value:.6g}" for name, value in list(metrics.items())[:_NUMBERS]]
-    more = len(metrics) - len(first)
-    return ", ".join([*first, *([f"{more} more"] if more else [])])

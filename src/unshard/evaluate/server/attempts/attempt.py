@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
+from typing import NamedTuple
 
 from unshard.errors import StoreError, UnshardError
 from unshard.evaluate.jobs import Job, Phase
@@ -63,8 +64,7 @@ _LOOK_S = 3.0
 _VISIBLE_S = 60.0  # a network file system may show files of another machine later
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """Times for every attempt: for processes to end when asked to, and between two polls."""
 
     grace_s: float = 10.0

@@ -85,10 +85,6 @@ def _is_model_config(path: Path) -> bool:
     return True
 
 
-def _are_folders(paths: tuple[Path, ...]) -> bool:
-    return all(path.is_dir() for path in paths)
-
-
 Bare = Annotated[str, Field(strict=True, pattern=r"^[^\x00]*[^\x00\s][^\x00]*$")]
 NonEmptyText = Annotated[Bare, expects("a string that is not empty")]
 Texts = Annotated[tuple[Bare, ...], BeforeValidator(_list), expects("a list of strings")]
@@ -98,7 +94,9 @@ Root = Annotated[
     Path, BeforeValidator(_absolute_or_address), expects("a directory, or s3://bucket/folder")
 ]
 Roots = Annotated[tuple[Root, ...], BeforeValidator(_list), expects("a list of strings")]
-Folders = Annotated[Places, expects("directories that exist", _are_folders)]
+Folders = Annotated[
+    Places, expects("directories that exist", lambda paths: all(map(Path.is_dir, paths)))
+]
 Environment = Annotated[
     Mapping[
         Annotated[str, Field(strict=True, pattern=r"^[^=\x00]+$")],

@@ -8,17 +8,12 @@ with all files of a merged model except its weights, and with the path of the ch
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from unshard.errors import UnshardError
 from unshard.fronts import Command
-
-if TYPE_CHECKING:
-    from lm_eval.api.model import LM
-    from lm_eval.models.huggingface import HFLM
 
 MODEL_TYPE = "unshard"
 """lm-eval's name for the type of model."""
@@ -58,37 +53,25 @@ def main() -> None:
     """Run lm-eval's command line with the type of model `MODEL_TYPE`."""
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
 
-    register_model(MODEL_TYPE)(_model_type())
+    @register_model(MODEL_TYPE)
+    class Unmerged(HFLM):  # type: ignore[misc]  # lm_eval has no types
+        """lm-eval's own type "hf", whose model is loaded from shards."""
+
+        def _create_model(self, pretrained: str, **options: object) -> None:
+            chosen = self.AUTO_MODEL_CLASS
+            self.AUTO_MODEL_CLASS = _Shards(pretrained, chosen, chosen.from_pretrained)
+            try:
+                super()._create_model(pretrained, **options)
+            finally:
+                self.AUTO_MODEL_CLASS = chosen  # lm-eval compares it later
+
     try:
         cli_evaluate()
     except UnshardError as error:
         error.front = Command({})
         sys.exit(str(error))
-
-
-def _model_type() -> "type[LM]":
-    from lm_eval.models.huggingface import HFLM
-
-    class Unmerged(HFLM):  # type: ignore[misc]  # lm_eval has no types
-        """lm-eval's own type "hf", whose model is loaded from shards."""
-
-        def _create_model(self, pretrained: str, **options: object) -> None:
-            with _loading_shards(self, pretrained):
-                super()._create_model(pretrained, **options)
-
-    return Unmerged
-
-
-@contextmanager
-def _loading_shards(model: "HFLM", directory: str) -> Iterator[None]:
-    """Make lm-eval load the model of a directory from shards in a `with` block."""
-    chosen = model.AUTO_MODEL_CLASS
-    model.AUTO_MODEL_CLASS = _Shards(directory, chosen, chosen.from_pretrained)
-    try:
-        yield
-    finally:
-        model.AUTO_MODEL_CLASS = chosen  # lm-eval compares it later
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -60,8 +60,7 @@ class EvalInput:
         return self.profile.kind if self.profile.modules else self.request.profile
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFacts:
+class TaskFacts(NamedTuple):
     """Facts that an evaluator reports about a task; None: it does not report it.
 
     Attributes:
@@ -95,8 +94,7 @@ class Scores:
     evaluator: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WarmEngine:
+class WarmEngine(NamedTuple):
     """A process that loads one checkpoint after another, and is kept between a profile's jobs.
 
     Attributes:

@@ -11,10 +11,9 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _EVERY_S = 3.0
 _NOTHING_S = 60.0  # until a missing driver is looked for again
@@ -30,8 +29,7 @@ _DRIVERS = Path("/proc/driver/nvidia/gpus")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """A GPU: its number and id, the bytes in use, and the bytes that listed processes use."""
 
     number: str

@@ -12,8 +12,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import unshard
 from unshard.evaluate.process import Process
@@ -41,8 +42,7 @@ _SECRET = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
+class Child(NamedTuple):
     """A supervisor that waits for its order on stdin, and leads a process group."""
 
     process: Process

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -29,8 +29,7 @@ _PAUSE_S = 0.02
 _ROUNDS = 500
 
 
-@dataclass(frozen=True, slots=True)
-class _ProcessInfo:
+class _ProcessInfo(NamedTuple):
     """One process; `started` as in `Process`."""
 
     pid: int

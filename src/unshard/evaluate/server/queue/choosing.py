@@ -7,13 +7,12 @@ that a cluster schedules, have slots of their own, and wait for no other jobs.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from unshard.evaluate.server.gpus import CPU
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedJob:
+class QueuedJob(NamedTuple):
     """A queued job that is due.
 
     Attributes:
@@ -30,8 +29,7 @@ class QueuedJob:
     pool: str = CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """The slots that jobs may have now, or soon.
 
     Attributes:
@@ -53,8 +51,7 @@ class Free:
         return job.gpus <= self.gpus + self.lent or (job.profile, job.gpus) in self.engines
 
 
-@dataclass(frozen=True, slots=True)
-class NextJob:
+class NextJob(NamedTuple):
     """The job that begins next, and the ids of jobs before it that wait for GPUs."""
 
     job: QueuedJob

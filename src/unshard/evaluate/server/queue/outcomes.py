@@ -91,15 +91,12 @@ class Outcomes:
         except sqlite3.Error:
             return None
 
-    def requeue(self, job_id: str, why: str) -> None:
-        """Record that an attempt was lost."""
-        self._persist(lambda: self.store.requeue(job_id, why))
-        self._persist(lambda: self.release_pin(job_id))
-        self.tell(job_id, f"queued again: {why}")
-
-    def record_death(self, job_id: str, why: str) -> None:
-        """Record that an attempt ended together with its server, before it had a process."""
-        self._persist(lambda: self._postpone(job_id, Cause.DIED, why))
+    def requeue(self, job_id: str, why: str, *, is_dead: bool = False) -> None:
+        """Record that an attempt was lost, or that it ended together with its server."""
+        if is_dead:
+            self._persist(lambda: self._postpone(job_id, Cause.DIED, why))
+        else:
+            self._persist(lambda: self.store.requeue(job_id, why))
         self._persist(lambda: self.release_pin(job_id))
         self.tell(job_id, f"queued again: {why}")
 

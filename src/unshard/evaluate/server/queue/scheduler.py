@@ -322,7 +322,7 @@ class Scheduler:
         """Adopt an attempt of an earlier server, or end its processes."""
         process = job.process
         if process is None:
-            self._outcomes.record_death(job.id, "the server ended while it merged")
+            self._outcomes.requeue(job.id, "the server ended while it merged", is_dead=True)
             return
         has_slots = self._slots.adopt(process.gpus)
         try:

@@ -30,8 +30,7 @@ class RunSummary:
     step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(NamedTuple):
     """A job with GPUs; it may be cancelled, with its processes still being ended."""
 
     job_id: str
@@ -41,8 +40,7 @@ class Holder:
     gpus: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EndedAttempt:
+class EndedAttempt(NamedTuple):
     """An attempt that has ended; `is_first`: the first since its job was last submitted."""
 
     job_id: str
@@ -180,7 +178,7 @@ def list_attempts(connection: sqlite3.Connection, since: float) -> list[EndedAtt
         " JOIN jobs ON jobs.id = attempts.job_id WHERE ended_at >= ?",
         (since,),
     )
-    return [EndedAttempt(**dict(row)) for row in rows]
+    return list(map(EndedAttempt._make, rows))
 
 
 def count_phases(connection: sqlite3.Connection) -> dict[Phase, int]:

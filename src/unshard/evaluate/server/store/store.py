@@ -78,9 +78,6 @@ class Store:
         """A random number that distinguishes this database from others."""
         return int(self._rows("PRAGMA application_id")[0][0])
 
-    def _jobs(self, rest: str, *values: str | float | None) -> Iterator[Job]:
-        return read_jobs(self._connections.own, rest, values)
-
     def submit(self, request: Request, *, pin: str | None) -> tuple[Job, bool]:
         """Queue a request; return its job, and whether it is new.
 
@@ -297,7 +294,8 @@ class Store:
     def running(self) -> list[Job]:
         """Return every job with an open attempt, cancelled ones included."""
         # The plus keeps SQLite from walking through all jobs in the order of their numbers.
-        return list(self._jobs("WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"))
+        where = "WHERE open.job_id IS NOT NULL ORDER BY +jobs.number"
+        return list(read_jobs(self.connection, where, ()))
 
     def status_of(self, request: Request) -> Status | None:
         """Return the status of the job of a request, if there is one."""
@@ -309,7 +307,8 @@ class Store:
 
         The checkpoint's path is compared as well, because a run may have been moved.
         """
-        jobs = self._jobs("WHERE jobs.alike = ? ORDER BY jobs.number DESC", request.alike)
+        where = "WHERE jobs.alike = ? ORDER BY jobs.number DESC"
+        jobs = read_jobs(self.connection, where, [request.alike])
         return [job for job in jobs if job.request.checkpoint == request.checkpoint]
 
     def get(self, job_id: str) -> Job | None:
@@ -332,7 +331,7 @@ class Store:
             where += " AND jobs.number < (SELECT number FROM jobs WHERE id = ?)"
             values.append(before)
         rest = f"WHERE {where} ORDER BY jobs.number DESC LIMIT COALESCE(?, -1)"
-        return self._jobs(rest, *values, filters.limit)
+        return read_jobs(self.connection, rest, [*values, filters.limit])
 
     def position(self, job_id: str) -> int | None:
         """Return a queued job's place in the queue, 1 for the next; None if it is not queued."""

@@ -17,8 +17,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -206,7 +206,14 @@ class _EngineFactory:
         elif chosen != self._options:
             raise ReplaceError(f"the engine was started with {self._options}, not with {chosen}")
         else:
-            _swap_in(self._engine, checkpoint, own)
+            from unshard.plugins.vllm import reload
+
+            try:
+                compared = reload(self._engine, checkpoint, **own)
+            except Exception as error:
+                why = f"the engine does not have the weights of {checkpoint}"
+                raise ReplaceError(why) from error
+            sys.stdout.write(f"the engine has the weights of {checkpoint}: {compared}\n")
         return self._engine
 
 
@@ -225,16 +232,6 @@ def _start(checkpoint: str, own: "EngineKeywords", options: Mapping[str, object]
     return engine
 
 
-def _swap_in(engine: "Engine", checkpoint: str, own: "EngineKeywords") -> None:
-    from unshard.plugins.vllm import reload
-
-    try:
-        compared = reload(engine, checkpoint, **own)
-    except Exception as error:
-        raise ReplaceError(f"the engine does not have the weights of {checkpoint}") from error
-    sys.stdout.write(f"the engine has the weights of {checkpoint}: {compared}\n")
-
-
 def _run_lm_eval() -> Evaluate:
     factory = _EngineFactory()
 
@@ -243,24 +240,16 @@ def _run_lm_eval() -> Evaluate:
         from lm_eval.models import vllm_causallms
 
         vllm_causallms.LLM = factory
-        with _arguments(["lm_eval", *arguments]):
-            try:
-                cli_evaluate()
-            except UnshardError as error:
-                error.front = Command({})
-                sys.exit(str(error))
+        own, sys.argv = sys.argv, ["lm_eval", *arguments]
+        try:
+            cli_evaluate()
+        except UnshardError as error:
+            error.front = Command({})
+            sys.exit(str(error))
+        finally:
+            sys.argv = own
 
     return evaluate
-
-
-@contextmanager
-def _arguments(arguments: list[str]) -> Iterator[None]:
-    """Replace the command line of this process in a `with` block."""
-    own, sys.argv = sys.argv, arguments
-    try:
-        yield
-    finally:
-        sys.argv = own
 
 
 if __name__ == "__main__":
