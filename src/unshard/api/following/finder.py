@@ -26,9 +26,9 @@ from unshard.errors import (
     UnshardError,
     UsageError,
 )
+from unshard.read.finding.diagnosis import no_such
 from unshard.read.finding.discover import all_steps, discover, step_folders, step_numbers
 from unshard.read.finding.marks import MARKS, half_saved, unfinished_lmms
-from unshard.read.finding.diagnosis import no_such
 from unshard.read.finding.versions import Stamps, fingerprint, stamps_of
 from unshard.read.format import Choice, Location
 from unshard.stores.objects import listed

@@ -140,7 +140,9 @@ class RunFinder:
             self._runs.call(run_id, name)
         return run
 
-    def _is_same(self, recorded: TrainingRun, identity: RunIdentity | None, *, is_open: bool) -> bool:
+    def _is_same(
+        self, recorded: TrainingRun, identity: RunIdentity | None, *, is_open: bool
+    ) -> bool:
         """Return whether a directory without an own id is the run that is recorded there.
 
         It is not if it had that run's id, or is a copy of it: another directory has replaced it.
