@@ -55,7 +55,7 @@ def interrupted(store: Store, checkpoint: Path, folder: str) -> set[str]:
     store.fault = refusing(name_of(FILES))
     with pytest.raises(StoreError) as caught:
         merge(checkpoint, folder)
-    left = f"what is finished is kept in s3://{BUCKET}/{folder}; the same merge with resume=True"
+    left = f"finished files are kept in s3://{BUCKET}/{folder}; rerun with resume=True"
     assert left in caught.value.hint
     store.forget_requests()
     return set(store.files(folder))
@@ -154,7 +154,7 @@ def test_other_options_begin_anew(store: Store, checkpoint: Path) -> None:
 def test_what_no_merge_wrote_is_not_removed(store: Store, checkpoint: Path) -> None:
     left = interrupted(store, checkpoint, "strange")
     store.s3.put_object(Bucket=BUCKET, Key="strange/notes.txt", Body=b"mine")
-    with pytest.raises(OutputError, match=r"not as it was written: notes\.txt"):
+    with pytest.raises(OutputError, match=r"since it was written: notes\.txt"):
         merge(checkpoint, "strange")
     assert store.files("strange")["notes.txt"] == b"mine"
     assert left - set(store.files("strange")) <= {CLAIM_NAME}
@@ -170,7 +170,7 @@ def test_a_merge_that_was_taken_over_stops_and_removes_nothing(
         if isinstance(event, Stage) and event.name == stage:
             merge(checkpoint, folder)
 
-    with pytest.raises(OutputError, match="is not as it was written"):
+    with pytest.raises(OutputError, match="changed by another process since it was written"):
         merge(checkpoint, folder, take_over)
     assert store.files(folder) == truth
 

@@ -179,7 +179,8 @@ def test_a_process_that_was_only_suspended_finds_its_claim_taken(
     last = first.end()
     assert first.process.returncode == bool(options)
     if options:
-        error = f"BusyError: {PLACE}/{folder}: is not as it was written: {CLAIM_NAME}"
+        changed = f"changed by another process since it was written: {CLAIM_NAME}"
+        error = f"BusyError: {PLACE}/{folder}: {changed}"
         assert error in first.says()
     else:
         assert last == "report True"

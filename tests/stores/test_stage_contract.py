@@ -16,14 +16,14 @@ from unshard.progress import Chosen, Event, Warned, ignore
 from unshard.stores.remote_path import RemotePath, look_again, path_of
 from unshard.write.bucket.stage import BucketStage
 from unshard.write.record import add_companions
-from unshard.write.stage import Finished, Overflows, Stage, Uploads, Work, Written
+from unshard.write.stage import Finished, OutputStage, Overflows, Uploads, WorkDigests, Written
 from unshard.write.staging.stage import Staging
 
 FILES = 3
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 SMALL = {"config.json": b"{}", "tokenizer.json": b"[]", "lora_adapter/adapter_config.json": b"{}"}
 RECORD = b'{"unshard": "1", "output": {"files": {"%s": 1}}}\n'
-WORK = Work("sources", "plan")
+WORK = WorkDigests("sources", "plan")
 TWO = Resources(2, 64_000_000)
 
 _numbers = count()
@@ -55,7 +55,7 @@ def names_of(plan: Plan) -> list[str]:
     return [file.filename for file in plan.layout.files]
 
 
-def stage_at(place: Path, plan: Plan, *, resume: bool = False) -> Stage:
+def stage_at(place: Path, plan: Plan, *, resume: bool = False) -> OutputStage:
     names = (*names_of(plan), *SMALL)
     if isinstance(place, RemotePath):
         return BucketStage(place, names=names, resume=resume)
@@ -130,9 +130,11 @@ def test_without_a_commit_nothing_remains(
     assert not place.parent.exists()
 
 
-@pytest.mark.parametrize("work", [WORK, Work("others", "plan"), Work("sources", "another")])
+@pytest.mark.parametrize(
+    "work", [WORK, WorkDigests("others", "plan"), WorkDigests("sources", "another")]
+)
 def test_what_is_finished_is_not_made_again_if_the_work_is_the_same(
-    place: Path, plan: Plan, tmp_path: Path, work: Work
+    place: Path, plan: Plan, tmp_path: Path, work: WorkDigests
 ) -> None:
     """Also a file in a folder; what is not finished, or not of this work, is removed."""
     with pytest.raises(CorruptError), stage_at(place, plan, resume=True) as stage:
@@ -160,7 +162,7 @@ def test_what_is_finished_is_not_made_again_if_the_work_is_the_same(
     assert made == ([1, 2] if is_same else [0, 1, 2, 3])
     told = [one for one in events if isinstance(one, Chosen | Warned)]
     resumed = Chosen("resuming: 2 of 4 files were finished by an earlier merge")
-    assert told == [resumed] if is_same else "begins anew" in str(told)
+    assert told == [resumed] if is_same else "starts over" in str(told)
     found = found_at(place)
     del found["unshard.json"]
     assert found == {**merged(plan, tmp_path), **SMALL}

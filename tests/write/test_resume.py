@@ -274,7 +274,7 @@ def test_a_finished_file_that_was_damaged_is_written_again(
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     events: list[Event] = []
     merge(checkpoint, tmp_path / "out", events.append, resume=True)
-    what = "1 finished file was changed since, and is made again"
+    what = "1 finished file was changed since, and is written again"
     assert Warned(what) in events
     after = statuses(tmp_path / "out", set(before))
     assert {one for one in before if after[one] == before[one]} == set(before) - {name}
@@ -309,8 +309,8 @@ def test_an_end_by_a_signal_or_an_error_leaves_what_is_finished(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     ends = {
-        "signal": (KeyboardInterrupt(), r"^interrupted: what is finished is kept in .*--resume"),
-        "error": (OSError(28, "No space left on device"), r"free some space[\s\S]*is kept in"),
+        "signal": (KeyboardInterrupt(), r"^interrupted: finished files are kept in .*--resume"),
+        "error": (OSError(28, "No space left on device"), r"free some space[\s\S]*are kept in"),
         "wrong output": (unshard.OutputError("it differs"), "it differs"),
     }
     raised, said = ends[end]

@@ -97,8 +97,8 @@ def change_config(directory: Path, **fields: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"architectures": ["NoSuchModel"]}, "names no model class"),
-        ({"architectures": ["AutoConfig"]}, "names no model class"),
+        ({"architectures": ["NoSuchModel"]}, "has no model class"),
+        ({"architectures": ["AutoConfig"]}, "has no model class"),
         ({"architectures": None}, "no architectures"),
         ({"model_type": "no-such-type", "architectures": ["X"]}, "does not load it"),
         ({"hidden_size": "many"}, "does not load it"),

@@ -37,7 +37,7 @@ from unshard.stores.remote_path import RemotePath
 from unshard.write.companions import state_file_names
 from unshard.write.record import add_checksums, describe_made, has_sizes, is_made_by
 from unshard.write.report import Report, peak_memory
-from unshard.write.stage import BusyError, Stage, named_overflows, scratch_directory
+from unshard.write.stage import BusyError, OutputStage, named_overflows, scratch_directory
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 
@@ -61,7 +61,7 @@ class Made(NamedTuple):
     reused: bool = False
 
 
-def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
+def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> OutputStage:
     """Return the stage for an output on a disk or in a store.
 
     Raises:
@@ -99,7 +99,7 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Stage:
 
 def make_output(
     prepared: Prepared,
-    stage: Stage,
+    stage: OutputStage,
     options: MergeOptions,
     listener: Listener,
     change: Callable[[Prepared, Path], Prepared] | None = None,
@@ -164,7 +164,7 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
             return make_output(prepared, stage, options, listener)
 
 
-def refuse_other(stage: Stage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
+def refuse_other(stage: OutputStage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
     """Raise an OutputError that describes the existing output, if it may not be replaced."""
     try:
         stage.check()

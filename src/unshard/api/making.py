@@ -42,7 +42,7 @@ from unshard.write.companions import (
 )
 from unshard.write.execute import are_equal
 from unshard.write.record import record_json
-from unshard.write.stage import Work
+from unshard.write.stage import WorkDigests
 from unshard.write.verification.output import verify_light, without_checksums
 
 _log = logging.getLogger(__name__)
@@ -191,12 +191,12 @@ def decompressed(
     return replace(again, files=files, fingerprint=fingerprint_of(prepared))
 
 
-def work_of(prepared: Prepared) -> Work:
+def work_of(prepared: Prepared) -> WorkDigests:
     """Return the identity of a merge, by which it can be resumed.
 
     Call it before decompression, which changes the names of source files but is deterministic.
     """
-    return Work(prepared.sources.digest(), f"{digest_of(prepared.plan)} {__version__}")
+    return WorkDigests(prepared.sources.digest(), f"{digest_of(prepared.plan)} {__version__}")
 
 
 def fingerprint_of(prepared: Prepared) -> str:

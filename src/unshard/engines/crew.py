@@ -10,7 +10,7 @@ from unshard.engines.threads import Resources, find_differences, raise_differenc
 from unshard.plan.operations import Plan
 from unshard.progress import Listener
 from unshard.tensors.catalog import Catalog
-from unshard.write.stage import Engine, Finished, Overflows, Uploads, Written
+from unshard.write.stage import Finished, MergeEngine, Overflows, Uploads, Written
 
 if TYPE_CHECKING:
     from unshard.engines.compare import Pairs
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from unshard.write.verification.measure import Measures
 
 
-class Crew(Engine, Protocol):
+class Crew(MergeEngine, Protocol):
     """An engine that can also read again what it has made, and compare, as a `compare.Measurer`."""
 
     @property

@@ -15,7 +15,7 @@ from unshard.errors import UnshardError, UsageError
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.selection import Selection
 from unshard.write.verification.load import (
-    Found,
+    LoadingInfo,
     loading_of,
     named_class,
     need_transformers,
@@ -146,7 +146,7 @@ def load_pretrained(
     tensors: Mapping[str, object],
     config: "PreTrainedConfig",
     options: Options,
-) -> "tuple[PreTrainedModel, Found]":
+) -> "tuple[PreTrainedModel, LoadingInfo]":
     """Let transformers load tensors into a model; return it, and the differences that it reports.
 
     Args:
@@ -162,7 +162,7 @@ def load_pretrained(
         "ignore_mismatched_sizes": True,  # `refuse_differences` names them with all others
     }
     loaded = loader.from_pretrained(None, **{**options, **ours})
-    model, found = cast("tuple[PreTrainedModel, Found]", loaded)
+    model, found = cast("tuple[PreTrainedModel, LoadingInfo]", loaded)
     if options.get("ignore_mismatched_sizes") is True:
         found = {**found, "mismatched_keys": ()}
     return model, found
@@ -244,7 +244,7 @@ def _make_config(
 
 
 def refuse_differences(
-    model: "PreTrainedModel", found: Found, *, allow_missing: bool, allow_unexpected: bool
+    model: "PreTrainedModel", found: LoadingInfo, *, allow_missing: bool, allow_unexpected: bool
 ) -> None:
     """Compare the names and shapes that were loaded with those of the model.
 

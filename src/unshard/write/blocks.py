@@ -1,9 +1,9 @@
-"""The arithmetic of block FP8: a matrix as 8-bit floats, and a float32 scale for each block.
+"""The arithmetic of block FP8: a matrix of 8-bit floats, and a float32 scale for each block.
 
-A block has 128 x 128 elements; at the edges, only those that the matrix has. Its scale is the
-largest size in it, or else 1e-12, divided by 448; its elements are value / scale, clamped to 448
-and rounded to nearest even. Source: slime's tools/convert_hf_to_fp8.py, which writes as DeepSeek
-published its models; prime-rl's differs in the scale of blocks that are zero.
+A block has up to 128 x 128 elements, fewer at the edges. Its scale is its largest absolute value,
+at least 1e-12, divided by 448; its elements are value / scale, clamped to 448 and rounded to
+nearest even. Source: slime's tools/convert_hf_to_fp8.py, which uses the format of DeepSeek's
+published models; prime-rl's differs in the scale of blocks of zeros.
 """
 
 from functools import cache
@@ -17,21 +17,21 @@ from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 
 _LARGEST = 448.0
-_PART = 64 * 1024  # elements whose places in a table are in memory at the same time, 8 bytes each
+_PART = 64 * 1024  # elements per table lookup, which needs 8 bytes of index for each
 
 Float32s = NDArray[np.float32]
 
 
 def block_scales(values: Float32s, least: float) -> Float32s:
-    """Return the scale of every block of a matrix; not finite where a value is not.
+    """Return the scale of every block of a matrix; it is not finite if a value of the block is not.
 
-    `least` is what the largest size in a block counts for at least.
+    `least` is the lower bound of a block's largest absolute value.
     """
     starts = [range(0, size, BLOCK) for size in values.shape]
     largest = np.empty(tuple(map(len, starts)), np.float32)
     for row, start in enumerate(starts[0]):
         strip = values[start : start + BLOCK]
-        sizes = np.maximum(strip.max(axis=0), -strip.min(axis=0))  # a NaN stays one
+        sizes = np.maximum(strip.max(axis=0), -strip.min(axis=0))  # NaN propagates
         np.maximum.reduceat(sizes, starts[1], out=largest[row])
     np.maximum(largest, np.float32(least), out=largest)
     largest /= np.float32(_LARGEST)
@@ -39,7 +39,7 @@ def block_scales(values: Float32s, least: float) -> Float32s:
 
 
 def quantized(values: Float32s, scales: Float32s) -> Elements:
-    """Return finite values as 8-bit floats, raw bits; `values` are lost."""
+    """Return finite values as 8-bit floats, raw bits; overwrites `values`."""
     for row, factors in enumerate(scales):
         strip = values[row * BLOCK : (row + 1) * BLOCK]
         strip /= np.repeat(factors, BLOCK)[: strip.shape[1]]
@@ -48,10 +48,10 @@ def quantized(values: Float32s, scales: Float32s) -> Elements:
 
 
 def _rounded(values: Float32s) -> Elements:
-    """Return values of at most 448 rounded to float8_e4m3fn, raw bits, to nearest even.
+    """Round values of at most 448 to float8_e4m3fn, to nearest even; return raw bits.
 
-    A table has the result for the upper 16 bits of every float32, of which the last one is set if
-    any lower bit is: rounding needs to know no more. ml_dtypes has the same results, and takes five
+    A table has the result for the upper 16 bits of a float32, whose lowest bit is set if any of the
+    other 16 bits is: rounding depends on nothing else. ml_dtypes returns the same, but takes five
     times as long.
     """
     table, out = _rounding_table(), np.empty(len(values), np.uint8)
@@ -73,15 +73,15 @@ def _rounding_table() -> NDArray[np.uint8]:
 
 
 def dequantized(
-    elements: Elements, scales: Float32s, box: Box, met: Box, block: tuple[int, int]
+    elements: Elements, scales: Float32s, box: Box, blocks: Box, block: tuple[int, int]
 ) -> Float32s:
     """Return element * scale of its block, in float32.
 
     Args:
         elements: a box of a matrix, 8-bit floats.
-        scales: those of the blocks that the box meets.
-        box: where it is in the matrix.
-        met: the numbers of these blocks; see `meeting`.
+        scales: the scales of the blocks that overlap the box.
+        box: the location of `elements` in the matrix.
+        blocks: the numbers of these blocks; see `meeting`.
         block: rows and columns of a block.
     """
     table = np.arange(1 << 8, dtype=np.uint8).view(elements.dtype).astype(np.float32)
@@ -89,8 +89,8 @@ def dequantized(
     for start in range(0, len(flat), _PART):
         table.take(flat[start : start + _PART], mode="clip", out=out[start : start + _PART])
     values = out.reshape(elements.shape)
-    first, end = box.offsets[1] - met.offsets[1] * block[1], box.sizes[1]
-    for number, factors in enumerate(scales, start=met.offsets[0]):
+    first, end = box.offsets[1] - blocks.offsets[1] * block[1], box.sizes[1]
+    for number, factors in enumerate(scales, start=blocks.offsets[0]):
         top = max(0, number * block[0] - box.offsets[0])
         bottom = (number + 1) * block[0] - box.offsets[0]
         values[top:bottom] *= np.repeat(factors, block[1])[first : first + end]
@@ -98,14 +98,14 @@ def dequantized(
 
 
 def meeting(box: Box, block: tuple[int, int]) -> Box:
-    """Return the numbers of the blocks that a box of a matrix meets."""
+    """Return the numbers of the blocks that overlap a box of a matrix."""
     first = tuple(at // size for at, size in zip(box.offsets, block, strict=True))
     ends = (-(-end // size) for end, size in zip(box.ends, block, strict=True))
     return Box(first, tuple(end - at for end, at in zip(ends, first, strict=True)))
 
 
 def of_blocks(box: Box, shape: tuple[int, ...]) -> Box:
-    """Return the box of a matrix of this shape that consists of blocks; `box` has their numbers."""
+    """Return the box that some blocks cover in a matrix; `box` has their numbers."""
     first = tuple(at * BLOCK for at in box.offsets)
     ends = (min(end * BLOCK, size) for end, size in zip(box.ends, shape, strict=True))
     return Box(first, tuple(end - at for end, at in zip(ends, first, strict=True)))

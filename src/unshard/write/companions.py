@@ -1,4 +1,4 @@
-"""Write the files next to the weights: config, tokenizer and the like, training state, adapter."""
+"""The files next to the weights: config, tokenizer and the like, training state, adapter config."""
 
 import json
 import re
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ADAPTER_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 PIPELINE_ADAPTER = "pytorch_lora_weights.safetensors"
-"""What pipelines of diffusers load an adapter from."""
+"""The file from which pipelines of diffusers load an adapter."""
 EXTRA_STATE_NAME = "extra_state_merged.pt"
 SCHEDULER_NAME = "lr_scheduler_state.json"
 OPTIMIZER_NAME = "optimizer.json"
@@ -45,7 +45,7 @@ _PLAIN: Mapping[str, object] = {
 
 
 def companion_files(companions: Companions, config: ModelConfig | None) -> dict[str, bytes | Path]:
-    """Return config.json, and every other companion as the file to copy, by name."""
+    """Return the content of config.json and the paths of all other companions, by name."""
     files: dict[str, bytes | Path] = {}
     if config is not None:
         text = json.dumps(config.fields, indent=2, ensure_ascii=False) + "\n"
@@ -57,7 +57,7 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
     """Write new files into a directory, by name: bytes, or a file to copy.
 
     Raises:
-        OutputError: there is a file of that name, as of another one where case is ignored.
+        OutputError: a file of that name exists, perhaps in other letter case.
     """
     for name, source in files.items():
         target = directory / name
@@ -65,8 +65,8 @@ def write_files(files: Mapping[str, bytes | Path], directory: Path) -> None:
         try:
             copy = target.open("xb")
         except FileExistsError as error:
-            there = {one.name.casefold(): one.name for one in target.parent.iterdir()}
-            other = there.get(target.name.casefold(), "another")
+            existing = {path.name.casefold(): path.name for path in target.parent.iterdir()}
+            other = existing.get(target.name.casefold(), "another")
             raise OutputError(
                 f"{target}: is the same file as {other} there",
                 found="a file system that ignores the case of names",
@@ -88,14 +88,14 @@ def is_state_file(name: str) -> bool:
 
 
 def state_file_names(state: TrainingState) -> tuple[str, ...]:
-    """Return the names of the files that a training state takes."""
+    """Return the names of the files of a training state."""
     if not state.values:
         return ()
     return (EXTRA_STATE_NAME,) if _scheduler(state) is None else (EXTRA_STATE_NAME, SCHEDULER_NAME)
 
 
 def write_training_state(state: TrainingState, directory: Path) -> None:
-    """Write `extra_state_merged.pt` and, for people, `lr_scheduler_state.json`."""
+    """Write `extra_state_merged.pt` and, in readable form, `lr_scheduler_state.json`."""
     names = state_file_names(state)
     if EXTRA_STATE_NAME in names:
         write_torch_file(directory / EXTRA_STATE_NAME, dict(state.values))
@@ -105,26 +105,28 @@ def write_training_state(state: TrainingState, directory: Path) -> None:
 
 
 def _scheduler(state: TrainingState) -> Plain:
-    """Return the state of the scheduler, or of all where there are several; None without one."""
+    """Return the state of the scheduler or schedulers; None if there is none."""
     return state.values.get("lr_schedulers", state.values.get("lr_scheduler"))
 
 
 def optimizer_fields(state: "OptimizerState") -> dict[str, Plain]:
-    """Return what an optimizer's state has besides its tensors, as JSON.
+    """Return the JSON fields of an optimizer's state, without its tensors.
 
-    `step` is that of all parameters; where they differ it is null, and `steps` has each.
+    `step` applies to all parameters; if their steps differ, it is null and `steps` lists them.
     """
     steps = {*state.steps.values()}
-    each = plain_json(dict(state.steps))
+    step: dict[str, Plain] = {"step": min(steps, default=None)}
+    if len(steps) > 1:
+        step = {"step": None, "steps": plain_json(dict(state.steps))}
     values = {
-        name: plain_json({key: one for key, one in own.items() if key != "step"})
-        for name, own in state.values.items()
+        name: plain_json({key: value for key, value in fields.items() if key != "step"})
+        for name, fields in state.values.items()
     }
-    groups = [{**one.values, "params": [*one.params]} for one in state.groups]
+    groups = [{**group.values, "params": [*group.params]} for group in state.groups]
     return {
-        **({"step": None, "steps": each} if len(steps) > 1 else {"step": min(steps, default=None)}),
+        **step,
         "param_groups": plain_json(groups),
-        "values": {name: own for name, own in values.items() if own},
+        "values": {name: fields for name, fields in values.items() if fields},
         "names": state.names,
     }
 
@@ -135,7 +137,7 @@ def optimizer_json(state: "OptimizerState") -> bytes:
 
 
 def plain_json(value: Plain) -> Plain:  # noqa: PLR0911 (a case each)
-    """Return a value as JSON; as text what JSON does not have: inf, bytes, tensors, other keys."""
+    """Return a value as JSON; inf, bytes, tensors and keys that are not strings become text."""
     match value:
         case SavedTensor(shape=(), source=bytes() as data) if (
             value.dtype.kind is not DTypeKind.COMPLEX
@@ -165,9 +167,8 @@ def adapter_config_json(
 ) -> bytes:
     """Return a complete adapter_config.json, which PEFT needs to load an adapter.
 
-    Fields of the training run's own file stay; fields that it lacks follow from the tensors. The
-    user's alpha and base override both; the model's config may name the model's origin and its
-    task.
+    Fields of the run's own file stay; missing fields follow from the tensors, and origin and task
+    perhaps from the model's config. The user's alpha and base override both.
 
     Raises:
         UsageError: the user's alpha is not a positive number.
@@ -177,26 +178,26 @@ def adapter_config_json(
     from unshard.convert.lora.fuse import known_alpha
 
     config = config or AdapterConfig()
-    known = known_alpha(config, alpha)
+    lora_alpha = known_alpha(config, alpha)
     config = completed(split, config, () if base is None else base.files)
-    written = config.fields if "peft_type" in config.fields else {}
+    saved = config.fields if "peft_type" in config.fields else {}
     targets, task = config.target_modules or (), _task(config, model_config)
     fields: dict[str, object] = {
         **_PLAIN,
-        **written,
+        **saved,
         "alpha_pattern": dict(config.alpha_pattern),
-        "auto_mapping": written.get("auto_mapping") or _class(model_config, base, task),
+        "auto_mapping": saved.get("auto_mapping") or _class(model_config, base, task),
         "base_model_name_or_path": _origin(config, model_config, base),
         "fan_in_fan_out": config.fan_in_fan_out,
         "inference_mode": True,
-        "lora_alpha": int(known) if known.is_integer() else known,
+        "lora_alpha": int(lora_alpha) if lora_alpha.is_integer() else lora_alpha,
         "modules_to_save": list(config.modules_to_save) or None,
         "r": config.rank,
         "rank_pattern": dict(config.rank_pattern),
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "task_type": task,
     }
-    if config.target_parameters:  # older versions of PEFT do not know the field
+    if config.target_parameters:  # older versions of PEFT reject the field
         fields["target_parameters"] = list(config.target_parameters)
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
@@ -205,9 +206,9 @@ def _origin(
     config: AdapterConfig, model_config: Mapping[str, object] | None, base: "Base | None"
 ) -> str | None:
     """Return the name or path of the model that was trained, if it is given or recorded."""
-    if base is not None:  # whoever loads the adapter may be in another directory
-        place = Path(base.name)
-        return str(place.absolute()) if place.is_dir() else base.name
+    if base is not None:
+        path = Path(base.name)  # absolute, because the adapter is loaded from other directories
+        return str(path.absolute()) if path.is_dir() else base.name
     if config.base_model_name_or_path:
         return config.base_model_name_or_path
     name = (model_config or {}).get("_name_or_path")
@@ -217,16 +218,17 @@ def _origin(
 def _class(
     model_config: Mapping[str, object] | None, base: "Base | None", task: str | None
 ) -> dict[str, str] | None:
-    """Return the class that AutoPeftModel makes the base with, which PEFT states without a task."""
+    """Return AutoPeftModel's class of the base model, which PEFT records if there is no task."""
+    if base is None or task is not None:
+        return None
     match model_config or {}:
         case {"architectures": [str(name)], **others} if "auto_map" not in others:
-            found = {"base_model_class": name, "parent_library": "transformers"}
-            return None if base is None or task is not None else found
+            return {"base_model_class": name, "parent_library": "transformers"}
     return None
 
 
 def _task(config: AdapterConfig, model_config: Mapping[str, object] | None) -> str | None:
-    """Return PEFT's name of the task; None where other heads than a causal model's are possible."""
+    """Return PEFT's name of the task; None unless it is recorded or the model is causal."""
     if config.task_type:
         return config.task_type
     classes = (model_config or {}).get("architectures")

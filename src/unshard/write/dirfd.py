@@ -1,7 +1,7 @@
-"""Steps on files beneath a directory that is held open; no link is followed.
+"""File operations relative to an open directory; links are not followed.
 
-Even if another process renames or replaces directories in the meantime, these steps stay inside it.
-Staging and recovery work this way, and so does everything in a run's `_unshard`.
+They stay inside that directory even if another process renames or replaces directories meanwhile.
+Staging, recovery, and everything in a run's `_unshard` use them.
 """
 
 import ctypes
@@ -30,11 +30,11 @@ _held: WeakSet[FileIO | ExitStack] = WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close() for lock in list(_held)])
 
 Identity = tuple[int, int, int]
-"""What distinguishes a file from a later one of its name: inode, bytes, modification time in ns."""
+"""Inode, bytes, and modification time in ns: they tell a file from a later file of its name."""
 
 
 def check_path(path: str) -> tuple[str, ...]:
-    """Return the names that a relative path consists of; ValueError if one is not a plain name."""
+    """Split a relative path into names; ValueError if one is not a plain name."""
     names = tuple(path.split("/"))
     if any(name in {"", ".", ".."} or "\0" in name for name in names):
         raise ValueError(f"{path!r} is not a path inside a directory")
@@ -42,11 +42,11 @@ def check_path(path: str) -> tuple[str, ...]:
 
 
 def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int:
-    """Open a directory inside another, one name after the other; `make` makes those missing.
+    """Open a directory inside another, name by name; with `make`, create missing directories.
 
     Raises:
-        OSError: one is missing (ENOENT), or is a link or something else (ELOOP); `filename` is the
-            path from `within` to it.
+        OSError: a name is missing (ENOENT), or is not a directory (ELOOP); `filename` is its path
+            from `within`.
     """
     fd, passed = os.dup(within), PurePosixPath()
     try:
@@ -61,7 +61,7 @@ def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int
             fd = inner
     except OSError as error:
         os.close(fd)
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # which one depends on the system
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):  # for a link, this depends on the system
             why = "not a directory; links are not followed here"
             raise OSError(errno.ELOOP, why, str(passed)) from error
         error.filename = str(passed)
@@ -74,7 +74,7 @@ def open_inside(names: Sequence[str], *, within: int, make: bool = False) -> int
 
 @contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Yield a descriptor, and close it in the end."""
+    """Yield a descriptor, and close it afterwards."""
     try:
         yield fd
     finally:
@@ -88,14 +88,14 @@ def opened(*names: str, within: int, make: bool = False) -> AbstractContextManag
 
 @contextmanager
 def folder_of(path: str, *, within: int, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield the directory that holds a path, as `open_inside` opens it, and the last name."""
+    """Yield the descriptor of a path's parent, as `open_inside` opens it, and the last name."""
     *folders, name = check_path(path)
     with opened(*folders, within=within, make=make) as fd:
         yield fd, name
 
 
 def status_of(path: str, *, within: int) -> os.stat_result | None:
-    """Return the status of a file, or of the link itself; None where there is nothing."""
+    """Return the status of a file, or of the link itself; None if it does not exist."""
     try:
         with folder_of(path, within=within) as (folder, name):
             return os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -106,19 +106,19 @@ def status_of(path: str, *, within: int) -> os.stat_result | None:
 
 
 def identity(status: os.stat_result) -> Identity:
-    """Return what changes if a file is replaced, or rewritten in place."""
+    """Return a value that changes when a file is replaced or rewritten."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> int:
-    """Open a regular file by its path, or by its name in `within`; `flags` are those of open(2).
+    """Open a regular file by its path, or by its name in `within`, with the flags of open(2).
 
     Raises:
-        OSError: it is missing, a link, a pipe, or anything else that is not a regular file.
+        OSError: it is missing, or is not a regular file (a link, a pipe).
     """
     if within is not None:
         (path,) = check_path(str(path))
-    # Without O_NONBLOCK opening a pipe would wait for its other end.
+    # Without O_NONBLOCK, opening a pipe would wait for its other end.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o666, dir_fd=within)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -128,9 +128,9 @@ def open_regular(path: Path | str, flags: int, *, within: int | None = None) -> 
 
 
 def try_lock(fd: int) -> bool:
-    """Lock an open file or directory; return False if another process has locked it.
+    """Lock an open file or directory; return False if another process holds the lock.
 
-    The lock is released when the file is closed, however its process ends.
+    The kernel releases it when the file is closed or the process ends, however it ends.
 
     Raises:
         OSError: the file system has no locks.
@@ -143,9 +143,9 @@ def try_lock(fd: int) -> bool:
 
 
 def hold(lock: _Lock) -> _Lock:
-    """Return a file to lock, or what closes one, which every fork of this process closes at once.
+    """Close a file to lock, or the stack that closes it, in every fork of this process; return it.
 
-    A fork inherits locks, and would go on holding those of a parent that is killed.
+    A fork inherits locks, and would still hold them after its parent was killed.
     """
     _held.add(lock)
     return lock
@@ -153,9 +153,9 @@ def hold(lock: _Lock) -> _Lock:
 
 @contextmanager
 def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
-    """Yield a new file that takes its name, also from an earlier one, when it is complete.
+    """Yield a new file, renamed to `name` when it is complete; replaces an earlier file.
 
-    A durable one is flushed to disk before. If it cannot be written, nothing is left of it.
+    With `durable`, flush it to disk before. On an error, remove it.
     """
     draft = f".{name}-{secrets.token_hex(4)}.partial"
     fd = open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, within=within)
@@ -173,7 +173,7 @@ def whole_file(name: str, *, within: int, durable: bool) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file durably in one step: readers find all of it, or what was there before."""
+    """Write a file durably and atomically: readers find the old or the new content."""
     with (
         closing(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder,
         whole_file(path.name, within=folder, durable=True) as file,
@@ -190,16 +190,17 @@ def sync(path: Path) -> None:
 def sync_tree(root: Path) -> None:
     """Flush every file and directory below `root`, and `root`, to disk."""
     for folder, _, names in os.walk(root, topdown=False):
-        paths = [Path(folder, name) for name in names]
-        for path in (*(one for one in paths if not one.is_symlink()), Path(folder)):
-            sync(path)
+        for path in (Path(folder, name) for name in names):
+            if not path.is_symlink():
+                sync(path)
+        sync(Path(folder))
 
 
 def exchange(first: int, first_name: str, second: int, second_name: str) -> bool:
-    """Swap two directories in one atomic step; return False where the system cannot.
+    """Swap two directories atomically; return False if the system cannot.
 
-    Each is named by the descriptor of the directory that holds it, and its name there.
-    Sources: renameat2(2) with RENAME_EXCHANGE on Linux, renameatx_np(2) with RENAME_SWAP on macOS.
+    Each is given by its parent's descriptor and its name. Sources: renameat2(2) with
+    RENAME_EXCHANGE on Linux, renameatx_np(2) with RENAME_SWAP on macOS.
     """
     paths = first, os.fsencode(first_name), second, os.fsencode(second_name)
     library = ctypes.CDLL(None, use_errno=True)
@@ -219,12 +220,12 @@ def exchange(first: int, first_name: str, second: int, second_name: str) -> bool
 
 
 def read_file(name: str, *, within: int) -> bytes:
-    """Return what a regular file of at most 64 MiB contains."""
+    """Return the content of a regular file of at most 64 MiB."""
     return read_with_status(name, within=within)[0]
 
 
 def read_with_status(name: str, *, within: int) -> tuple[bytes, os.stat_result]:
-    """Return what a regular file of at most 64 MiB contains, and its status."""
+    """Return the content of a regular file of at most 64 MiB, and its status."""
     with os.fdopen(open_regular(name, os.O_RDONLY, within=within), "rb") as stream:
         status = os.fstat(stream.fileno())
         if status.st_size > _LONGEST:
@@ -233,15 +234,15 @@ def read_with_status(name: str, *, within: int) -> tuple[bytes, os.stat_result]:
 
 
 def names_in(directory: int) -> list[str]:
-    """Return the names in a directory, in order."""
+    """Return the sorted names in a directory."""
     return sorted(os.listdir(directory))
 
 
 def walk(directory: int, before: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield every path in a directory, sorted, and whether it is a directory, which comes first."""
-    with os.scandir(directory) as entries:
-        found = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-    for name, is_folder in found:
+    """Yield every path below a directory, sorted, parents first, and whether it is a directory."""
+    with os.scandir(directory) as scan:
+        entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan)
+    for name, is_folder in entries:
         path = str(PurePosixPath(before, name))
         yield path, is_folder
         if is_folder:
@@ -250,7 +251,7 @@ def walk(directory: int, before: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def remove(name: str, *, within: int) -> None:
-    """Remove a file, or a directory with all it contains; OSError if something is left."""
+    """Remove a file, or a directory with its content; OSError if something is left."""
     status = status_of(name, within=within)
     if status is None:
         return

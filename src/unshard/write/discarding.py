@@ -1,4 +1,4 @@
-"""Remove an output of a merge whole, if nothing that others wrote is in it."""
+"""Remove the output of a merge, if all of it was written by unshard."""
 
 import os
 from contextlib import ExitStack
@@ -21,14 +21,15 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def discard(output: Path) -> None:
-    """Remove an output; from a disk in one step, and what a killed process leaves, the next one.
+    """Remove an output.
 
-    From a store its config goes first, so that no reader takes what is left for a model, and the
-    record last.
+    On a disk it is first renamed into a staging directory, so that the next run removes the rest if
+    this process is killed. In a store the config goes first, so that no reader regards the rest as
+    a model, and the record last.
 
     Raises:
-        OutputError: it has files that unshard did not write, or that were changed since, or is a
-            link; all of it is left.
+        OutputError: it is a link, or has files that unshard did not write, or that were changed
+            since; nothing is removed.
         OSError, StoreError: it cannot be removed.
     """
     if isinstance(output, RemotePath):
@@ -46,41 +47,48 @@ def _discard_directory(output: Path) -> None:
         name = staging_name(parent, None)
         with uninterrupted():
             os.mkdir(name, 0o700, dir_fd=parent)
-            made = held.enter_context(opened(name, within=parent))
-            place = StagingDirectory(output.parent / name, parent, made)
-            file = held.enter_context(claim(place, Owner()))
-            os.rename(output.name, OUTPUT, src_dir_fd=parent, dst_dir_fd=made)
-            remove_staging(place, file)
+            fd = held.enter_context(opened(name, within=parent))
+            staging = StagingDirectory(output.parent / name, parent, fd)
+            file = held.enter_context(claim(staging, Owner()))
+            os.rename(output.name, OUTPUT, src_dir_fd=parent, dst_dir_fd=fd)
+            remove_staging(staging, file)
 
 
 def _others(output: int) -> list[str]:
-    """Return what an output has that is not as unshard wrote it; its record was written last."""
-    found = list(walk(output))
-    files = [path for path, is_folder in found if not is_folder]
+    """Return the paths in an output that unshard did not write, or that changed after its record.
+
+    The record is written last, so a file with a later time was changed.
+    """
+    paths = list(walk(output))
+    files = [path for path, is_folder in paths if not is_folder]
     status = status_of(RECORD_NAME, within=output)
     written = 0 if status is None else status.st_mtime_ns
-    times = {path: status_of(path, within=output) for path in files}
-    later = [path for path, one in times.items() if one is None or one.st_mtime_ns > written]
+    statuses = {path: status_of(path, within=output) for path in files}
+    later = [path for path, at in statuses.items() if at is None or at.st_mtime_ns > written]
     empty = [
-        path
-        for path, is_folder in found
-        if is_folder and not any(one.startswith(f"{path}/") for one in files)
+        folder
+        for folder, is_folder in paths
+        if is_folder and not any(path.startswith(f"{folder}/") for path in files)
     ]
     return [*find_strangers(output, files), *later, *empty]
 
 
 def _discard_objects(output: RemotePath) -> None:
-    found = listed(output.bucket, output.key)
-    record = parse_record((output / RECORD_NAME).read_bytes()) if RECORD_NAME in found else None
-    sizes = {name: one.size for name, one in found.items()}
-    _refuse(output, [one for one in sizes if record is None or not record.lists(one, sizes[one])])
-    for name in sorted(found, key=lambda name: (name == RECORD_NAME, not is_last(name))):
+    objects = listed(output.bucket, output.key)
+    record = parse_record((output / RECORD_NAME).read_bytes()) if RECORD_NAME in objects else None
+    strangers = [
+        name
+        for name, stored in objects.items()
+        if record is None or not record.lists(name, stored.size)
+    ]
+    _refuse(output, strangers)
+    for name in sorted(objects, key=lambda name: (name == RECORD_NAME, not is_last(name))):
         remove(output.bucket, f"{output.key}/{name}")
 
 
 def _refuse(output: Path, strangers: list[str]) -> None:
     if strangers:
         raise OutputError(
-            f"{output} is not removed: unshard did not write all of it, or it was changed since: "
+            f"{output} is not removed: some files were not written by unshard, or changed since: "
             f"{some_of(sorted({*strangers}))}"
         )

@@ -1,7 +1,7 @@
-"""Do one unit of a plan's work: move bytes from source files to output files.
+"""Execute a unit of a plan: move bytes from source files to output files.
 
-Same-dtype runs are copied by the kernel where it can (`copy_file_range`); everything else goes
-through one tile of memory. Knows byte ranges and boxes, not names, recipes or formats.
+The kernel copies runs whose dtype does not change, where it can (`copy_file_range`); everything
+else goes through a tile of memory. Byte ranges and boxes only: no names, recipes or formats.
 """
 
 import errno
@@ -43,19 +43,18 @@ if TYPE_CHECKING:
 
 _BLOCK = 1024 * 1024
 _DOWNLOAD = 16 * 1024 * 1024
-_FUSE_COLUMNS = 512  # of one product; the last bit of a sum can depend on it
+_FUSE_COLUMNS = 512  # columns per product; fixed, because the last bit of a sum depends on it
 _NO_KERNEL_COPY = frozenset(
-    # EIO: of source or target; reading and writing separately shows of which
+    # EIO: reading and writing separately shows whether the source or the target failed
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EIO}
 )
 
 
 class Executor:
-    """Does units of work, one at a time; one executor per thread.
+    """Executes units, one at a time; one executor per thread.
 
-    The output files exist, at full size. At most `open_files` descriptors stay open, at least 2;
-    `buffer_bytes` are for copies that the kernel cannot make.
-
+    The output files exist, at full size. At most `open_files` (at least 2) descriptors stay open;
+    `buffer_bytes` bounds the buffer of copies that the kernel cannot make.
     """
 
     def __init__(self, outputs: tuple[Path, ...], *, open_files: int, buffer_bytes: int) -> None:
@@ -67,7 +66,7 @@ class Executor:
         self._block = min(buffer_bytes, _BLOCK)
         self._kernel_copies = hasattr(os, "copy_file_range")
         self._writeback = Writeback()
-        self._ongoing: Ongoing | None = None  # from a bucket
+        self._ongoing: Ongoing | None = None  # downloads from a bucket
         self._written = -1
 
     def close(self) -> None:
@@ -83,15 +82,15 @@ class Executor:
             self._targets.close()
 
     def take_overflows(self) -> Counter[tuple[int, int]]:
-        """Return how many finite values became infinite since the last call: in float16 or a sum.
+        """Return how many finite values became infinite since the last call, in float16 or a sum.
 
-        They are counted by output file, and the byte where their tensor begins there.
+        The keys are the output file and the byte where the tensor begins there.
         """
-        taken, self._overflows = self._overflows, Counter()
-        return taken
+        overflows, self._overflows = self._overflows, Counter()
+        return overflows
 
     def do(self, unit: Unit) -> int:
-        """Do a unit; return its bytes. Those from a bucket are written when `finish` returns.
+        """Execute a unit; return its bytes. Bytes from a bucket are written by `finish` at last.
 
         Raises:
             CorruptError: a source file ends early or is gone.
@@ -120,7 +119,7 @@ class Executor:
         return self._ongoing is not None and self._ongoing.is_busy
 
     def finish(self) -> None:
-        """Wait until all bytes are written: those from a bucket may not be when `do` returns.
+        """Wait until all bytes are written; `do` does not wait for bytes from a bucket.
 
         Raises:
             CorruptError, StoreError, OSError: as by `do`.
@@ -129,7 +128,7 @@ class Executor:
             self._ongoing.finish()
 
     def _target(self, file: int) -> int:
-        """Return the descriptor of an output file; no other one is being written."""
+        """Return the descriptor of an output file, after all others are written."""
         if file != self._written:
             self.finish()
             self._written = file
@@ -144,7 +143,7 @@ class Executor:
                     raise
                 self._kernel_copies = False
                 break
-            # End of file, or a file system that copies nothing: `read_exactly` finds out which.
+            # End of file, or a file system that copies nothing; `read_exactly` distinguishes them.
             if count == 0:
                 break
             start, at, length = start + count, at + count, length - count
@@ -168,9 +167,9 @@ class Executor:
 
 
 def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield where in the output file the row-major bytes of a tile go, in as few runs as possible.
+    """Yield the offsets in the output file of a tile's row-major bytes, in as few runs as possible.
 
-    `tile` is its box in the tensor, and `target` where the tensor goes.
+    `tile` is a box of the tensor, `target` the tensor's location.
     """
     itemsize = len(data) // tile.volume
     steps = row_major_strides(target.shape)
@@ -185,13 +184,13 @@ def tile_runs(tile: Box, target: Target, data: memoryview) -> Iterator[tuple[int
 
 
 def make_tile(tile: Tile, files: OpenFiles, memory: Elements | None = None) -> Elements:
-    """Return a tile's elements, as they are to be written.
+    """Return the elements of a tile, as they will be written.
 
-    Stored elements go into `memory`, bytes with room for them: new pages take longer than reading.
+    Stored elements go into `memory` if they fit: touching new pages takes longer than reading.
 
     Raises:
         CorruptError: a source file ends early or is gone.
-        ConversionError: a value that is quantised is not finite.
+        ConversionError: a value to quantise is not finite.
     """
     match tile.operation:
         case Gather(_, source):
@@ -229,16 +228,16 @@ def _mean(
     terms: Sequence[tuple[float, StoredTensor]], box: Box, files: OpenFiles
 ) -> NDArray[np.float32]:
     """Return a box of (sum of weight * term) / (sum of weights)."""
-    total = np.zeros(box.sizes, np.float32)  # as numpy's mean: -0.0 + -0.0 is 0.0
+    total = np.zeros(box.sizes, np.float32)  # like numpy's mean: -0.0 + -0.0 is 0.0
     as_float32: Any = {"dtype": np.float32, "casting": "unsafe"}
     with np.errstate(all="ignore"):
         for weight, source in terms:
             dtype = numpy_dtype(source.dtype)
-            for place, values in box_blocks(total, box, source.chunks, dtype, files):
-                term = values  # numpy converts a few thousand at a time
+            for part, values in box_blocks(total, box, source.chunks, dtype, files):
+                term = values  # numpy converts them in small blocks, without a float32 copy
                 if weight != 1:
                     term = np.multiply(values, np.float32(weight), **as_float32)
-                np.add(place, term, out=place, **as_float32)
+                np.add(part, term, out=part, **as_float32)
         total /= np.float32(sum(weight for weight, _ in terms))
     return total
 
@@ -246,7 +245,7 @@ def _mean(
 def _make_blocks(
     operation: Quantize | FindScales | Dequantize, box: Box, files: OpenFiles
 ) -> Elements:
-    """Return a box of a tensor that is made to or from block FP8."""
+    """Return a box of a tensor that is converted to or from block FP8."""
     from unshard.write.blocks import dequantized, meeting, of_blocks, quantized
 
     match operation:
@@ -258,17 +257,17 @@ def _make_blocks(
         case Dequantize(_, weight, scales, block, to):
             elements = np.empty(box.sizes, raw_dtype(weight.dtype))
             fill_box(elements, box, weight.chunks, elements.dtype, files)
-            met = meeting(box, block)
-            factors = _float32(scales, met, files)
+            blocks = meeting(box, block)
+            factors = _float32(scales, blocks, files)
             values = elements.view(numpy_dtype(weight.dtype))
             with np.errstate(all="ignore"):
-                return _rounded(dequantized(values, factors, box, met, block), to)
+                return _rounded(dequantized(values, factors, box, blocks, block), to)
 
 
 def _quantisable(
     operation: Quantize | FindScales, box: Box, files: OpenFiles
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return whole blocks of a matrix that is quantised, and the scale of each."""
+    """Return whole blocks of a matrix to quantise, and the scale of each."""
     from unshard.write.blocks import block_scales, of_blocks
 
     values = make_tile(Tile(operation.values, box), files).view(np.float32)
@@ -284,13 +283,18 @@ def _quantisable(
 
 
 def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
-    """Return how many values of a tile were finite before they became float16; `out` is the tile.
+    """Return how many values of a tile, `out`, became infinite when they were cast to float16.
 
-    Of a sum, those are counted that are not finite though all its terms are.
+    In an average, count the values that are not finite although all their terms are.
     """
     operation = tile.operation
     if isinstance(operation, Reduce):
-        return 0 if _are_finite(out) else _count_lost(operation, tile.box, out, files)
+        if _are_finite(out):
+            return 0
+        lost = ~np.isfinite(out)
+        for _, source in operation.terms:
+            lost &= np.isfinite(_float32(source, tile.box, files))
+        return int(lost.sum())
     if out.dtype != np.float16 or isinstance(operation, Quantize | FindScales):
         return 0
     infinite = int(np.isinf(out).sum())
@@ -298,34 +302,28 @@ def count_overflows(tile: Tile, out: Elements, files: OpenFiles) -> int:
         return 0
     is_float64 = isinstance(operation, Cast) and operation.source.dtype.itemsize == 8
     wide = BY_NAME["float64" if is_float64 else "float32"]
-    same = (
+    wider = (
         Cast(operation.target, operation.source, wide)
         if isinstance(operation, Gather)
         else operation._replace(to=wide)
     )
-    before = make_tile(tile._replace(operation=same), files)
+    before = make_tile(tile._replace(operation=wider), files)
     return infinite - int(np.isinf(before).sum())
 
 
 def _are_finite(values: Elements) -> bool:
-    """Return whether no value is infinite or NaN: as integers, these are the largest of each sign.
+    """Return whether no value is infinite or NaN.
 
-    For bfloat16 that takes a tenth of the time of `numpy.isfinite`.
+    These are the largest integers of each sign. Comparing integers takes a tenth of the time of
+    `numpy.isfinite` for bfloat16.
     """
     signed, unsigned = f"i{values.itemsize}", f"u{values.itemsize}"
     least, negative = np.array([np.inf, -np.inf], values.dtype).view(unsigned).tolist()
     return bool(values.view(signed).max() < least and values.view(unsigned).max() < negative)
 
 
-def _count_lost(mean: Reduce, box: Box, out: Elements, files: OpenFiles) -> int:
-    lost = ~np.isfinite(out)
-    for _, source in mean.terms:
-        lost &= np.isfinite(_float32(source, box, files))
-    return int(lost.sum())
-
-
 def are_equal(pair: Pair, files: OpenFiles) -> bool:
-    """Return whether both tensors of a pair have the same bits; stop at the first difference."""
+    """Return whether both tensors of a pair have the same bits, up to the first difference."""
     return all(
         make_tile(ours, files).tobytes() == make_tile(theirs, files).tobytes()
         for ours, theirs in pair_tiles(pair)
@@ -333,10 +331,10 @@ def are_equal(pair: Pair, files: OpenFiles) -> bool:
 
 
 def _rounded(computed: NDArray[np.float32], to: DType) -> Elements:
-    """Return computed values as they are written; every NaN is numpy's own.
+    """Return computed values in their output dtype, with every NaN replaced by numpy's.
 
-    Of two NaNs that are added, the processor keeps the sign and payload of either, as the loop was
-    compiled for that place in the array: the bytes would depend on the size of the tiles.
+    The sum of two NaNs has the sign and payload of either, depending on how the loop was compiled
+    for that position in the array, so the bytes would depend on the size of the tiles.
     """
     if np.isnan(computed.max(initial=-np.inf)):
         np.copyto(computed, np.nan, where=np.isnan(computed))
@@ -351,7 +349,7 @@ def _float32(source: StoredTensor, box: Box, files: OpenFiles) -> NDArray[np.flo
 
 
 def _downloads(source: RemoteFile, copy: CopyRange, target: int) -> Iterator[Callable[[], None]]:
-    """Yield what writes the blocks of a copy from a bucket: its runs follow one another there."""
+    """Yield tasks that download and write a copy, whose runs are adjacent in the bucket's file."""
 
     def get(first: int) -> None:
         def write(at: int, block: memoryview) -> None:

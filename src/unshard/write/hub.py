@@ -1,7 +1,6 @@
-"""Push a model to the Hugging Face Hub: a finished output, or files that are written nowhere.
+"""Push a model to the Hugging Face Hub: a finished output, or file objects without a local copy.
 
-Knows repositories and their files. What is pushed is only read, and is called pushed when the hub
-confirms every file of the commit.
+The files are only read. A push has succeeded when the hub confirms every file of the commit.
 """
 
 import json
@@ -28,21 +27,21 @@ CARD_NAME = "README.md"
 _REASONS = {
     401: "the token is not valid",
     403: "the token may not write there",
-    404: "there is no such repository, or the token may not see it",
+    404: "the repository does not exist, or the token has no access",
 }
 
 
 def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
-    """Check before anything is done whether an output can be pushed.
+    """Check whether an output can be pushed, before any work is done.
 
     Args:
         repo: "NAME" or "OWNER/NAME".
-        may_ask: ask the hub whether it accepts the token, and whether that may write there; else
-            only the name is checked.
-        is_option: the repository was given by --push-to-hub, which may be left out.
+        may_ask: ask the hub whether the token is valid and may write there; else check only the
+            name.
+        is_option: the user named the repository with --push-to-hub, which is optional.
 
     Raises:
-        UsageError: no repository can have this name.
+        UsageError: the name is invalid.
         OutputError: there is no token, it may not write there, or the hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
@@ -50,7 +49,7 @@ def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented
 
     subject = f"⟦--push-to-hub {repo}⟧" if is_option else repo or "the repository"
-    later = "; or leave ⟦--push-to-hub⟧ out, and push the output later" if is_option else ""
+    later = "; or leave out ⟦--push-to-hub⟧, and push the output later" if is_option else ""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -71,35 +70,35 @@ def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
         ) from error
     problem = _refusal(owner, repo)
     if problem is not None:
-        raise OutputError(f"{subject}: {problem}", hint=f"give a token that may write there{later}")
+        raise OutputError(f"{subject}: {problem}", hint=f"use a token with write access{later}")
 
 
 def _refusal(owner: Mapping[str, object], repo: str) -> str | None:
-    """Return why the owner of a token may not write to a repository, if the hub reports it."""
+    """Return why a token (of `owner`) may not write to a repository, if the hub reports it."""
     role = _fields(_fields(owner, "auth"), "accessToken").get("role")
     if role == "read":
         return "the token may only read"
-    listed = owner.get("orgs")
-    orgs = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    names = [str(one.get("name")) for one in (owner, *orgs)]
+    orgs = owner.get("orgs")
+    accounts = [owner, *orgs] if isinstance(orgs, list) else [owner]
+    names = [str(account.get("name")) for account in accounts if isinstance(account, Mapping)]
     namespace = repo.rpartition("/")[0]
     if not namespace or namespace in names or role == "fineGrained":
         return None
-    return f"{namespace} is not among the names that the token belongs to: {', '.join(names)}"
+    return f"the token belongs to {', '.join(names)}, not to {namespace}"
 
 
 def push(directory: Path, repo: str, names: Collection[str], *, private: bool, bars: bool) -> str:
-    """Upload files of a finished output to a repository, which is made if need be; return its URL.
+    """Upload files of a finished output to a repository; return its URL.
 
-    `repo` may be REPO@BRANCH; the branch is made if need be, too.
+    The repository, and the branch of REPO@BRANCH, are created if they do not exist.
 
-    Other weight and index files in the repository are removed, as `--overwrite` does on disk:
-    otherwise transformers might load the old ones. A model card in the directory goes along;
-    where neither it nor the repository has one, one is made. An existing public repository is
-    refused if it should be private.
+    Other weight and index files in the repository are removed, as with `--overwrite` on disk:
+    otherwise transformers might load them. A model card in the directory is uploaded too; if
+    neither the directory nor the repository has one, it is generated. An existing public repository
+    is refused with `private`.
 
     Raises:
-        OutputError: the upload failed; the output on disk is complete all the same.
+        OutputError: the upload failed; the output on disk is complete.
     """
     paths = {name: directory / name for name in (*names, CARD_NAME)}
     files = {name: path for name, path in paths.items() if path.is_file()}
@@ -108,7 +107,7 @@ def push(directory: Path, repo: str, names: Collection[str], *, private: bool, b
     again = f"`hf upload {name} {shlex.quote(str(directory))} .{only}"
     again += f" --revision {branch}" if branch else ""
     again += " --private`" if private else "`"
-    with _pushing(repo, f"the output itself, complete, in {directory}", again, bars=bars):
+    with _pushing(repo, f"the complete output in {directory}", again, bars=bars):
         return _upload(files, repo, private=private)
 
 
@@ -120,24 +119,24 @@ def push_files(
     check: Callable[[], None],
     listener: Listener,
 ) -> str:
-    """Upload files as `push` does, straight from file objects; return the repository's URL.
+    """Upload files as `push` does, from file objects; return the repository's URL.
 
-    Every file is read twice, for its checksum and for the upload, in blocks; Git LFS is used,
-    because Xet takes no file objects. Small files are in memory.
+    Every file is read twice in blocks, for its checksum and for the upload. Git LFS is used,
+    because Xet accepts no file objects.
 
     Args:
         files: by their names in the repository.
         repo: as for `push`.
         private: as for `push`.
-        check: called when all is uploaded; what it raises leaves the repository as it is.
+        check: called after the upload; if it raises, the repository does not change.
         listener: gets the stages.
 
     Raises:
         OutputError: the upload failed.
-        UnshardError: what reading the files, or `check`, raised.
+        UnshardError: reading the files, or `check`, raised it.
     """
     found = "nothing was written on this machine, and the repository's files are as before"
-    # It warns that Xet takes no file objects: of that, users need not know.
+    # huggingface_hub warns that Xet accepts no file objects, which is irrelevant to users.
     logger = logging.getLogger("huggingface_hub._commit_api")
     with _pushing(repo, found, "push it again", bars=False), _at_level(logger, logging.ERROR):
         return _upload(files, repo, private=private, check=check, listener=listener)
@@ -145,16 +144,14 @@ def push_files(
 
 @contextmanager
 def _pushing(repo: str, found: str, again: str, *, bars: bool) -> Iterator[None]:
-    """Turn what fails into an error that reports what is left, and how to try again."""
+    """Turn a failure into an OutputError with the remaining state and the way to retry."""
     try:
         with _progress_bars(shown=bars):
             yield
     except Exception as error:
-        at: BaseException | None = error
-        while at is not None:  # a source that cannot be read is not the hub's fault
-            if isinstance(at, UnshardError):
-                raise at from None
-            at = at.__cause__
+        for cause in _causes(error):  # a source that cannot be read is not the hub's fault
+            if isinstance(cause, UnshardError):
+                raise cause from None
         before = error.hint if isinstance(error, _NotPushed) else ""
         raise OutputError(
             f"{repo}: was not pushed to the hub: {_reason(error)}",
@@ -163,8 +160,14 @@ def _pushing(repo: str, found: str, again: str, *, bars: bool) -> Iterator[None]
         ) from error
 
 
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 class _NotPushed(Exception):  # noqa: N818 (never leaves this module)
-    """Why nothing was pushed, what to do before trying again, and what is left, if not as usual."""
+    """The reason, a step before retrying, and the remaining state, if it is not the usual one."""
 
     def __init__(self, reason: str, hint: str = "", found: str = "") -> None:
         super().__init__(reason)
@@ -186,31 +189,31 @@ def _upload(
         raise _NotPushed("there is no token", "`hf auth login`, or set HF_TOKEN, then: ")
     api, (name, _, branch) = HfApi(), repo.partition("@")
     revision = branch or None
-    made = api.create_repo(name, private=private or None, exist_ok=True)
-    place = made.repo_id
-    if private and not api.repo_info(place).private:
+    url = api.create_repo(name, private=private or None, exist_ok=True)
+    repo_id = url.repo_id
+    if private and not api.repo_info(repo_id).private:
         raise _NotPushed("the repository exists already and is public", "make it private, then: ")
     if revision is not None:
-        api.create_branch(place, branch=revision, exist_ok=True)
-    there = api.list_repo_files(place, revision=revision)
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    existing = api.list_repo_files(repo_id, revision=revision)
     size = sum(map(_size, files.values()))
     listener(Stage("hashing", size))
     additions = [CommitOperationAdd(name, source) for name, source in files.items()]  # type: ignore[arg-type]  # any BufferedIOBase
-    if CARD_NAME not in {*files, *there}:
-        card = _make_card(_read(files[RECORD_NAME]), place)
+    if CARD_NAME not in {*files, *existing}:
+        card = _make_card(_read(files[RECORD_NAME]), repo_id)
         additions.append(CommitOperationAdd(CARD_NAME, card.encode()))
     listener(Stage("uploading", size))
-    api.preupload_lfs_files(place, additions, revision=revision, free_memory=False)
+    api.preupload_lfs_files(repo_id, additions, revision=revision, free_memory=False)
     check()
-    stale = [name for name in there if is_weight_file(name) and name not in files]
+    stale = [name for name in existing if is_weight_file(name) and name not in files]
     commit = api.create_commit(
-        place,
+        repo_id,
         [*additions, *map(CommitOperationDelete, stale)],
         commit_message="Upload model merged by unshard",
         revision=revision,
     )
-    _confirm(api, place, additions, commit.oid)
-    return str(made)
+    _confirm(api, repo_id, additions, commit.oid)
+    return str(url)
 
 
 def _size(source: Path | BufferedIOBase) -> int:
@@ -232,16 +235,16 @@ def _read(source: Path | BufferedIOBase) -> bytes:
 def _confirm(
     api: "HfApi", repo: str, additions: "Collection[CommitOperationAdd]", revision: str
 ) -> None:
-    """Check that a commit has every file as it was sent: size, and of large files the sha256."""
-    names = [one.path_in_repo for one in additions]
-    found = {one.path: one for one in api.get_paths_info(repo, names, revision=revision)}
+    """Check that a commit has every file as it was sent: size, and sha256 if it is in LFS."""
+    names = [addition.path_in_repo for addition in additions]
+    infos = {info.path: info for info in api.get_paths_info(repo, names, revision=revision)}
     wrong = []
-    for one in additions:
-        there, sent = found.get(one.path_in_repo), one.upload_info
-        lfs = getattr(there, "lfs", None)
-        same = getattr(there, "size", None) == sent.size
-        if not same or (lfs is not None and lfs.sha256 != sent.sha256.hex()):
-            wrong.append(one.path_in_repo)
+    for addition in additions:
+        info, sent = infos.get(addition.path_in_repo), addition.upload_info
+        lfs = getattr(info, "lfs", None)
+        is_same_size = getattr(info, "size", None) == sent.size
+        if not is_same_size or (lfs is not None and lfs.sha256 != sent.sha256.hex()):
+            wrong.append(addition.path_in_repo)
     if wrong:
         raise _NotPushed(
             f"the hub's commit {revision} does not have these files as they were sent: "
@@ -280,14 +283,12 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return in one line why the hub refused or was not reached; a cause may have the status."""
+    """Return in one line why the hub refused or was not reached, with the HTTP status, if any."""
     text = " ".join(str(error).split()) or type(error).__name__
-    at: BaseException | None = error
-    while at is not None:
-        status = getattr(getattr(at, "response", None), "status_code", None)
+    for cause in _causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
         if status is not None:
             return f"{_REASONS.get(status, 'the hub failed')} (HTTP {status}): {text}"
-        at = at.__cause__
     return text
 
 
@@ -295,17 +296,17 @@ def _make_card(record: bytes, repo: str) -> str:
     """Return the card of a repository from the content of `unshard.json`."""
     fields = json.loads(record)
     base = _fields(fields, "options").get("base")
-    known = base if isinstance(base, str) and "/" in base else None  # else a directory's name
-    return model_card(fields, title=repo.rpartition("/")[2], base_model=known)
+    base_model = base if isinstance(base, str) and "/" in base else None  # else a local name
+    return model_card(fields, title=repo.rpartition("/")[2], base_model=base_model)
 
 
 def model_card(record: Mapping[str, object], *, title: str, base_model: str | None = None) -> str:
-    """Return a model card that lists what the weights were made from.
+    """Return a model card with the origin of the weights.
 
     Args:
         record: the fields of `unshard.json`.
-        title: of the page.
-        base_model: hub id of the model that was trained, where it is known.
+        title: the title of the page.
+        base_model: hub id of the model that was trained, if known.
     """
     source, options, output = (_fields(record, key) for key in ("source", "options", "output"))
     facts = {
@@ -321,12 +322,17 @@ def model_card(record: Mapping[str, object], *, title: str, base_model: str | No
         "unshard": record.get("unshard"),
     }
     base = [] if base_model is None else [f"base_model: {json.dumps(base_model)}"]
-    rows = (f"| {name} | {_cell(value)} |" for name, value in facts.items() if value)
+    texts = {
+        name: f"{value:,}" if isinstance(value, int) else " ".join(str(value).split())
+        for name, value in facts.items()
+        if value
+    }
+    rows = ["| {} | {} |".format(name, text.replace("|", "\\|")) for name, text in texts.items()]
     return "\n".join(
         [
             *("---", "library_name: transformers", *base, "tags:", "- unshard", "---", ""),
             *(f"# {title}", "", "Merged by unshard from a sharded training checkpoint.", ""),
-            *("| what | value |", "|---|---|", *rows, ""),
+            *("| field | value |", "|---|---|", *rows, ""),
         ]
     )
 
@@ -334,9 +340,3 @@ def model_card(record: Mapping[str, object], *, title: str, base_model: str | No
 def _fields(record: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = record.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _cell(value: object) -> str:
-    """Return a value as one cell of a Markdown table."""
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    return " ".join(text.split()).replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""`unshard.json`: what was made from what, and which files of an output are weights.
+"""`unshard.json`: the sources, options and files of an output.
 
-No times, hosts or absolute paths: the same merge of the same files writes the same record. A file
-that was saved again, with the same bytes too, is another one for its fingerprint.
+It has no times, hosts or absolute paths, so the same merge of the same files writes the same
+record. Its fingerprint differs if a source file was saved again, even with the same bytes.
 """
 
 import json
@@ -29,32 +29,32 @@ _WEIGHTS = re.compile(
 
 
 def is_weight_file(name: str) -> bool:
-    """Return whether a file is a weight or index file by the names Hugging Face gives them."""
+    """Return whether a file has one of Hugging Face's names of weight or index files."""
     return _WEIGHTS.fullmatch(name) is not None
 
 
 def is_loaded(name: str) -> bool:
     """Return whether transformers would load a file instead of an output, or together with it.
 
-    transformers takes `model.safetensors` before an index and before `pytorch_model.bin`; with an
-    `adapter_config.json` it loads the adapter, on the base model named there. Source:
-    `_get_resolved_checkpoint_files` and `AutoModel.from_pretrained` of transformers 5.23.
+    transformers prefers `model.safetensors` to an index and to `pytorch_model.bin`; with an
+    `adapter_config.json` it also loads the adapter. Source: `_get_resolved_checkpoint_files` and
+    `AutoModel.from_pretrained` of transformers 5.23.
     """
     return is_weight_file(name) or name in (ADAPTER_CONFIG_NAME, MODULES, PIPELINE_INDEX)
 
 
 def is_last(name: str) -> bool:
-    """Return whether a reader takes a directory with this file for a complete model."""
+    """Return whether readers regard a directory with this file as a complete model."""
     return name == RECORD_NAME or name.rpartition("/")[2] in ("config.json", ADAPTER_CONFIG_NAME)
 
 
 class OutputRecord(NamedTuple):
-    """The files that were written to a directory, by its record.
+    """The files that a record lists.
 
     Attributes:
-        sizes: bytes of every file, by its path; of an older record, of the weight files only.
+        sizes: bytes of every file, by its path; in an older record, only weight files.
         state: names of the files of scheduler and random state.
-        is_older: it was written by a version that did not list companions.
+        is_older: the version that wrote it did not list companions.
     """
 
     sizes: Mapping[str, int]
@@ -62,7 +62,7 @@ class OutputRecord(NamedTuple):
     is_older: bool
 
     def lists(self, path: str, size: int) -> bool:
-        """Return whether a file of this size was written there by unshard."""
+        """Return whether unshard wrote this file, of this size."""
         if path == RECORD_NAME:
             return True
         if self.is_older and (path in INDEX_NAMES or not is_weight_file(path)):
@@ -71,7 +71,7 @@ class OutputRecord(NamedTuple):
 
 
 def read_record(directory: int) -> OutputRecord | None:
-    """Return the record in an open directory; None without one that unshard wrote."""
+    """Return the record in an open directory; None if unshard wrote none there."""
     try:
         return parse_record(read_file(RECORD_NAME, within=directory))
     except OSError:
@@ -79,30 +79,30 @@ def read_record(directory: int) -> OutputRecord | None:
 
 
 def parse_record(record: bytes) -> OutputRecord | None:
-    """Return what a record lists; None if unshard did not write it."""
+    """Return the parsed record; None if unshard did not write it."""
     try:
-        whole = json.loads(record)
-        version, output = whole["unshard"], whole["output"]
+        fields = json.loads(record)
+        version, output = fields["unshard"], fields["output"]
         companions, state = output.get("companions"), output.get("training_state", [])
         sizes = {**output["files"], **(companions or {})}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(version, str) or not isinstance(state, list):
         return None
-    known = {path: size for path, size in sizes.items() if isinstance(size, int)}
+    valid = {path: size for path, size in sizes.items() if isinstance(size, int)}
     names = tuple(name for name in state if isinstance(name, str))
-    return OutputRecord(known, names, companions is None)
+    return OutputRecord(valid, names, companions is None)
 
 
 def add_companions(record: bytes, sizes: Mapping[str, int]) -> bytes:
-    """Return a record that also lists the files that are not weights, with their sizes in bytes."""
+    """Return a record that also lists the files that are not weights, with sizes in bytes."""
     fields = json.loads(record)
     fields["output"]["companions"] = dict(sizes)
     return _bytes(fields)
 
 
 def add_checksums(record: bytes, checksums: Mapping[str, str]) -> bytes:
-    """Return a record that also has the SHA-256 of each tensor, as the answers of engines do."""
+    """Return a record that also has the SHA-256 of each tensor, like the answers of engines."""
     return _bytes({**json.loads(record), "checksums": dict(checksums)})
 
 
@@ -118,12 +118,12 @@ def record_json(
     options: Mapping[str, object],
     output: Mapping[str, object],
 ) -> bytes:
-    """Return the record's bytes; `output` is what else to record of the output."""
-    sources = [_source(one) for one in checkpoints]
-    several = [{"weight": weight, **one} for weight, one in zip(weights, sources, strict=True)]
+    """Return the record's bytes; `output` has more fields about the output."""
+    sources = [_source(checkpoint) for checkpoint in checkpoints]
+    terms = [{"weight": weight, **fields} for weight, fields in zip(weights, sources, strict=True)]
     record: dict[str, object] = {
         "unshard": __version__,
-        **({"source": sources[0]} if len(sources) == 1 else {"average_of": several}),
+        **({"source": sources[0]} if len(sources) == 1 else {"average_of": terms}),
         "options": dict(options),
         "output": {
             "files": {file.filename: file.size for file in layout.files},
@@ -133,7 +133,9 @@ def record_json(
             **output,
         },
         "skipped": {
-            skipped.fqn: skipped.reason for one in checkpoints for skipped in one.catalog.skipped
+            skipped.fqn: skipped.reason
+            for checkpoint in checkpoints
+            for skipped in checkpoint.catalog.skipped
         },
     }
     return _bytes(record)
@@ -144,16 +146,18 @@ def _bytes(record: Mapping[str, object]) -> bytes:
 
 
 def is_made_by(output: Path, fingerprint: str) -> bool:
-    """Return whether an output is whole, is loaded alone, and its record has this fingerprint."""
+    """Return whether an output is complete, has no other weights, and has this fingerprint."""
     if isinstance(output, RemotePath):
         output.bucket.forget()
     match _record_in(output):
-        case {"output": {"fingerprint": found, "files": dict(files), "companions": dict(others)}}:
+        case {
+            "output": {"fingerprint": recorded, "files": dict(files), "companions": dict(others)}
+        }:
             sizes = {**files, **others}
             # In place, a checkpoint's own config of an adapter stays, and is not listed.
             names = {*sizes, *([ADAPTER_CONFIG_NAME] if ADAPTER_NAME in sizes else [])}
-            if found == fingerprint and has_sizes(output, sizes):
-                return names.issuperset(one.name for one in output.iterdir() if is_loaded(one.name))
+            if recorded == fingerprint and has_sizes(output, sizes):
+                return names.issuperset(filter(is_loaded, (path.name for path in output.iterdir())))
     return False
 
 
@@ -168,23 +172,23 @@ def has_sizes(output: Path, sizes: Mapping[str, int]) -> bool:
 def describe_made(
     output: Path, locations: Sequence[Location], options: Mapping[str, object]
 ) -> str:
-    """Return what an output was made of that `is_made_by` refuses; "" if no record tells."""
+    """Describe the sources of an output that `is_made_by` refuses; "" without a record."""
     match _record_in(output):
         case {"source": dict(source), "options": dict(recorded)}:
             sources = [source]
-        case {"average_of": list(several), "options": dict(recorded)}:
-            sources = [one for one in several if isinstance(one, dict)]
+        case {"average_of": list(terms), "options": dict(recorded)}:
+            sources = [source for source in terms if isinstance(source, dict)]
         case _:
             return ""
     wanted = list(map(_names_of, locations))
-    if [{key: one.get(key) for key in wanted[0]} for one in sources] != wanted:
-        texts = (f"{one.get('name')} ({one.get('role') or 'model'})" for one in sources)
-        return f"an output made from {', '.join(texts)}"
+    if [{key: source.get(key) for key in wanted[0]} for source in sources] != wanted:
+        names = (f"{source.get('name')} ({source.get('role') or 'model'})" for source in sources)
+        return f"an output made from {', '.join(names)}"
     if recorded != json.loads(json.dumps(dict(options))):
         return f"an output made with other options: {json.dumps(recorded)}"
     return (
-        "an output that is not whole, has other weights next to it, or was made before the "
-        "checkpoint, its config or tokenizer was saved again, or with other options"
+        "an output that is incomplete, has other weights next to it, was made with other options, "
+        "or before the checkpoint, its config or tokenizer was saved again"
     )
 
 
@@ -209,14 +213,14 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
     catalog, location = checkpoint.catalog, checkpoint.location
     passed = checkpoint.passed_over
     sizes = {}
-    entries = (one for table in checkpoint.catalogs for one in table.tensors.values())
-    for path in sorted({path for one in entries for path in one.chunks.paths}):
-        places = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
-        if places and path in checkpoint.states:  # otherwise it has decompressed items
-            sizes[str(path.relative_to(places[0]))] = checkpoint.states[path].size
+    entries = (entry for table in checkpoint.catalogs for entry in table.tensors.values())
+    for path in sorted({path for entry in entries for path in entry.chunks.paths}):
+        roots = [p for p in (*location.roots, location.step_dir) if path.is_relative_to(p)]
+        if roots and path in checkpoint.states:  # otherwise a temporary file, decompressed
+            sizes[str(path.relative_to(roots[0]))] = checkpoint.states[path].size
     return {
         **_names_of(location),
-        **({"passed_over": [one._asdict() for one in passed]} if passed else {}),
+        **({"passed_over": [step._asdict() for step in passed]} if passed else {}),
         "format": catalog.format,
         "writer": catalog.writer,
         "world_size": catalog.world_size,

@@ -1,4 +1,4 @@
-"""What a merge made, as one object for people, JSON and callers."""
+"""The report of a merge, for the terminal, JSON and Python callers."""
 
 import resource
 import sys
@@ -13,39 +13,39 @@ from unshard.tensors.catalog import Skipped
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What a merge wrote, or with `dry_run` would write.
+    """The output of a merge, planned with `dry_run`, otherwise written.
 
     Attributes:
-        output: the directory; empty if nothing was written here, as by `push`.
-        source: the directory of the weights; of several that were averaged, the last.
-        sources: all of them.
-        step, world_size: of the checkpoint, or of the last.
-        passed_over: steps of the run that are not complete and were passed over.
+        output: the directory; empty if nothing was written locally, as by `push`.
+        source: the directory of the weights; in an average, of the last checkpoint.
+        sources: the directories of all checkpoints.
+        step, world_size: of the checkpoint; in an average, of the last.
+        passed_over: incomplete steps of the run that were skipped.
         files: bytes of every weight file, by name.
         companions: names of the other files.
-        tensors, parameters: how many.
+        tensors, parameters: their numbers.
         dtypes: dtypes written, with tensor counts.
         operations: number of operations of the plan, by kind.
         bytes_read, bytes_written: of weights.
-        bytes_copied: how many of the written ones an object store copied itself: they did not pass
-            through this machine.
+        bytes_copied: bytes that an object store copied itself, so that they did not pass through
+            this machine; included in `bytes_written`.
         memory_bytes: bound on the buffers.
-        seconds: how long it took; peak_memory_bytes: of this process so far.
+        seconds: duration; peak_memory_bytes: of this process so far.
         dry_run: nothing was written.
-        loadable: whether a library finds what it needs next to the weights: the config.json of a
-            library that is known to load the output, or, for an adapter alone, an
-            adapter_config.json. False: these are weights, not a model.
-        library: the one that the config is for ("transformers", "diffusers", "peft", "timm", …);
-            empty if nothing says.
-        names_checked: what the names of the tensors were checked against: "config", "base", or
-            "none"; in the last case a missing tensor was not noticed.
+        loadable: whether a library can load the output: it has the config.json of a library that
+            is known to load it or, for an adapter alone, an adapter_config.json. False: the output
+            is only weights.
+        library: the library of the config ("transformers", "diffusers", "peft", "timm", …); empty
+            if unknown.
+        names_checked: the reference for the names of the tensors: "config", "base", or "none"; with
+            "none", a missing tensor was not noticed.
         changed_from_base: how many tensors differ from the base model's, and how many were
             compared; None if its weights are not available.
-        url: of the repository on the hub, if it was pushed to one.
-        notes: what a user should know, with options as `unshard merge` has them.
+        url: of the repository on the hub, if the output was pushed.
+        notes: warnings for the user, with the options of `unshard merge`.
         skipped: values of the checkpoint that were left out.
-        reused: the output was there already, or another process made it meanwhile: nothing was
-            read or written here.
+        reused: the output existed already, or another process wrote it meanwhile; this process
+            neither read nor wrote anything.
     """
 
     output: str
@@ -78,16 +78,16 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user should know, with options as Python has them."""
+        """Warnings for the user, with Python's keywords as options."""
         return tuple(reword_warning(note, PYTHON) for note in self.notes)
 
     def __repr__(self) -> str:
-        """Return one line: what was made, where, from how many ranks and checkpoints."""
-        made = "would save" if self.dry_run else "used" if self.reused else "saved"
+        """Return a line with the output, its size, and the numbers of ranks and checkpoints."""
+        verb = "would save" if self.dry_run else "used" if self.reused else "saved"
         tensors = counted(self.tensors, "tensor")
         several = f"{len(self.sources)} checkpoints, " if len(self.sources) > 1 else ""
         return (
-            f"<Report: {made} {tensors} in {counted(len(self.files), 'file')} "
+            f"<Report: {verb} {tensors} in {counted(len(self.files), 'file')} "
             f"({self.bytes_written:,} bytes) to {self.output or self.url!r}, from {several}"
             f"{counted(self.world_size, 'rank')}, {counted(len(self.notes), 'warning')}>"
         )
@@ -95,7 +95,7 @@ class Report:
 
 def peak_memory() -> int:
     """Return this process's peak resident memory, bytes."""
-    try:  # getrusage alone would count what the parent held when it forked this process
+    try:  # getrusage would include the parent's memory at the time of the fork
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     except (OSError, IndexError):

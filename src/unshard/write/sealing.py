@@ -1,4 +1,4 @@
-"""Give a file of a rank its checksums, when all its data is there."""
+"""Write the checksums of a rank's file, after all its data."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,13 @@ from unshard.containers.torch_files.zip_layout import ZipLayout
 from unshard.write.dirfd import closing
 
 _BLOCK = 256 * 1024
-"""It stays in the processor's cache, and its memory is not fresh: both are several times faster."""
+"""Small enough for the processor's cache, and reused: several times faster than fresh pages."""
 
 
-def seal(path: Path, made: ZipLayout | DcpFile) -> None:
-    """Write the CRC-32 of every storage into a file, which is read once from the page cache."""
+def seal(path: Path, layout: ZipLayout | DcpFile) -> None:
+    """Write the CRC-32 of every storage into a file, which is read once, from the page cache."""
     with opened(path) as file:
-        crcs = [crc_of(file, start, size, block=_BLOCK) for start, size in made.storages]
+        crcs = [crc_of(file, start, size, block=_BLOCK) for start, size in layout.storages]
     with closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as fd:
-        for at, piece in made.fixed(crcs):
+        for at, piece in layout.fixed(crcs):
             os.pwrite(fd, piece, at)

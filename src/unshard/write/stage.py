@@ -1,6 +1,6 @@
-"""A stage: where an output is made, on a disk or in a store, until it is complete.
+"""A stage: the place on a disk or in a store where an output is written until it is complete.
 
-Both kinds have one contract, `Stage`, and are used by one flow. `Engine` is what moves the bytes.
+Both kinds implement `OutputStage`. A `MergeEngine` moves the bytes.
 """
 
 import os
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
     from unshard.stores.objects import Stored
 
 Overflows = Counter[tuple[int, int]]
-"""How many finite values became infinite, by output file and the byte where a tensor begins."""
+"""Number of finite values that became infinite, by output file and first byte of the tensor."""
 
 Counts = Counter[int]
-"""The same of one file, by the byte of the file where a tensor begins."""
+"""The overflows of one file, by the first byte of the tensor."""
 
 Finished = Callable[[int, Overflows], None]
-"""Called by a worker when an output file has all its bytes: its number, its `Overflows`."""
+"""Called by a worker when an output file has all its bytes, with its number and `Overflows`."""
 
 
 class BusyError(OutputError):
-    """Another process is making this output now."""
+    """Another process is writing this output."""
 
 
 SUSPECT = OutputError | ChangedError
-"""Errors after which nothing is kept for `--resume`: what is finished may be wrong."""
+"""Errors after which nothing is kept for `--resume`, because finished files may be wrong."""
 
 
-class Work(NamedTuple):
-    """What a merge does: two with equal work write the same bytes.
+class WorkDigests(NamedTuple):
+    """Identity of a merge: merges with equal digests write the same bytes.
 
     Attributes:
         sources: digest of the source files: paths, inodes, sizes, times.
-        plan: digest of the operations and of the headers.
+        plan: digest of the operations and the headers.
     """
 
     sources: str
@@ -53,12 +53,12 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class Written:
-    """How files of weights were written.
+    """Statistics of written weight files.
 
     Attributes:
-        overflows: how many finite values became infinite.
-        copied: how many bytes the store copied itself.
-        refused: why the store did not copy, where it failed to.
+        overflows: the finite values that became infinite.
+        copied: bytes that the store copied itself.
+        refused: why the store failed to copy; "" if it did not.
     """
 
     overflows: Overflows = field(default_factory=Overflows)
@@ -66,60 +66,60 @@ class Written:
     refused: str = ""
 
     def add(self, other: "Written") -> None:
-        """Add other files."""
+        """Add the statistics of other files."""
         self.overflows.update(other.overflows)
         self.copied += other.copied
         self.refused = self.refused or other.refused
 
 
 class Uploads(Protocol):
-    """The stage of a store, as engines use it."""
+    """The stage in a store, for engines."""
 
     @property
     def target(self) -> RemotePath:
-        """Where the output goes."""
+        """The address of the output."""
 
     @property
     def written(self) -> "Mapping[str, Stored | None]":
-        """What was written, by name; None is what may be there."""
+        """The objects written so far, by name; None: the object may exist."""
 
     def upload(
         self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
     ) -> None:
-        """Write a file from its blocks; what they raise is raised."""
+        """Write a file from its blocks; their errors propagate."""
 
     def can_copy(self, source: Path, /) -> bool:
         """Return whether `compose` can copy from a source file."""
 
     def compose(self, name: str, size: int, send: "Callable[[Composition], None]", /) -> None:
-        """Write a file from the parts that `send` adds; what it raises is raised."""
+        """Write a file from the parts that `send` adds; its errors propagate."""
 
     def wrote(self, name: str, stored: "Stored | None") -> None:
-        """Take note of a file that another process has written, or None: that it may write."""
+        """Record a file that another process has written; None: it may have written it."""
 
     def abort_uploads(self, names: list[str], /) -> bool:
-        """Abort what lost processes have begun to upload; return whether nothing is left of it."""
+        """Abort the unfinished uploads of lost processes; return whether none is left."""
 
 
-class Engine(Protocol):
-    """Makes files of weights."""
+class MergeEngine(Protocol):
+    """Writes weight files."""
 
     @property
     def listener(self) -> Listener:
-        """Is told of the progress."""
+        """Receives the progress."""
 
     def make(self, plan: Plan, directory: Path, finished: Finished) -> Overflows:
-        """Make the files of a plan in a directory."""
+        """Write the files of a plan into a directory."""
 
     def upload(self, plan: Plan, stage: Uploads, finished: Finished) -> Written:
         """Make the files of a plan in memory, and upload them."""
 
 
-class Stage(Protocol):
-    """A place in which an output is made. Left without a commit, nothing of it remains."""
+class OutputStage(Protocol):
+    """The place of an unfinished output. If it is left without a commit, nothing remains."""
 
     def check(self) -> object:
-        """Check, and change nothing, that the output may be made there.
+        """Check that the output may be written; change nothing.
 
         Raises:
             OutputError: it may not.
@@ -128,17 +128,17 @@ class Stage(Protocol):
     def turn(
         self, is_made: Callable[[], bool], listener: Listener, /
     ) -> AbstractContextManager[None]:
-        """Wait until this process may enter the stage, or the output is made.
+        """Wait until this process may enter the stage, or the output exists.
 
-        As long as the context lasts, no other process that asked for its turn enters a stage of
-        this target. A place that cannot promise that raises a `BusyError` when it is entered.
+        During the context, no other process that waits for its turn enters a stage of this target.
+        A place that cannot guarantee this raises a `BusyError` when it is entered.
 
         Args:
-            is_made: whether the output is there; it is asked again and again.
-            listener: is told, once, which process is waited for.
+            is_made: whether the output exists; called repeatedly.
+            listener: receives, once, which process is waited for.
 
         Raises:
-            OutputError: nothing can be made there.
+            OutputError: nothing can be written there.
         """
 
     def __enter__(self) -> Self: ...
@@ -147,43 +147,43 @@ class Stage(Protocol):
 
     @property
     def scratch(self) -> Path:
-        """A directory on this machine for temporary files; it is removed with the stage."""
+        """A local directory for temporary files; it is removed with the stage."""
 
-    def write(self, plan: Plan, engine: Engine, work: Work) -> Written:
-        """Make the files of weights that no earlier process has finished, and record each."""
+    def write(self, plan: Plan, engine: MergeEngine, work: WorkDigests) -> Written:
+        """Write the weight files that no earlier process has finished, and record each."""
 
     def add(self, files: Mapping[str, bytes | Path]) -> None:
         """Add small files, by their paths in the output: their bytes, or a file to copy.
 
         Raises:
-            OutputError: there is a file of such a name.
+            OutputError: a file of that name exists.
         """
 
     def readable(self) -> Path:
-        """Return where the output can be read before the commit."""
+        """Return the path from which the output can be read before the commit."""
 
     def commit(self, record: bytes, *, replaced: Sequence[str] = ()) -> list[str]:
         """Complete the output, with its record as the last file; return notes.
 
         Raises:
-            OutputError: others have written there.
+            OutputError: another process has written there.
         """
 
 
 class FinishedFiles(Protocol):
-    """The record of what is finished of an output."""
+    """The record of the finished files of an output."""
 
     @property
     def known(self) -> Mapping[str, Counts]:
-        """What became infinite in each file that an earlier process has finished, by name."""
+        """The overflows of each file that an earlier process has finished, by name."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """Why files that were finished are made again; empty if none is."""
+        """Why finished files are written again; empty if none is."""
 
 
 def unfinished(plan: Plan, record: FinishedFiles, listener: Listener) -> Plan:
-    """Return what is left of a plan to be made, and tell the listener what is not."""
+    """Return the plan of the files that are not finished, and report both to the listener."""
     for note in record.notes:
         listener(Warned(note))
     if not record.known:
@@ -196,7 +196,7 @@ def unfinished(plan: Plan, record: FinishedFiles, listener: Listener) -> Plan:
 
 
 def earlier_overflows(plan: Plan, record: FinishedFiles) -> Overflows:
-    """Return what became infinite in the files that were finished before."""
+    """Return the overflows of the files that were finished before."""
     return Overflows(
         {
             (number, start): count
@@ -222,13 +222,13 @@ def counts_in(overflows: Overflows) -> Counts:
 
 
 def scratch_directory(stack: ExitStack) -> Path:
-    """Make a temporary directory, which the stack removes."""
+    """Create a temporary directory, which the stack removes."""
     import tempfile
 
     scratch, owner = Path(tempfile.mkdtemp(prefix="_unshard-")), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a fork of this process must not remove what this one reads
+        if os.getpid() == owner:  # a fork must not remove the files of its parent
             shutil.rmtree(scratch, ignore_errors=True)
 
     stack.callback(remove)

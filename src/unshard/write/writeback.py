@@ -1,16 +1,16 @@
-"""Let files go to disk while they are written, so that the flush at the end finds little to do."""
+"""Start writing dirty pages to disk early, so that the final flush has little to do."""
 
 import ctypes
 import sys
 
 _LEAST = 1024 * 1024
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux: begin to write dirty pages; wait for none
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE of Linux: start writing dirty pages, without waiting
 
 
 class Writeback:
-    """Makes the system begin to write what was written last. For one thread.
+    """Starts the writeback of recently written bytes. For one thread.
 
-    Linux itself begins late: after 10 % of the memory was made dirty, or 30 seconds.
+    Linux itself starts late: when 10 % of memory is dirty, or after 30 seconds.
     """
 
     def __init__(self) -> None:
@@ -18,17 +18,17 @@ class Writeback:
         self._file, self._begin, self._end = -1, 0, 0
 
     def wrote(self, file: int, fd: int, start: int, size: int) -> None:
-        """Take note that `size` bytes from `start` on were written to `fd`, which is file `file`.
+        """Record that `size` bytes at `start` were written to `fd`, which is file `file`.
 
-        Adjacent bytes are gathered to a megabyte or more; scattered ones are left to the flush at
-        the end, because writing them one by one would be slower.
+        Adjacent bytes are gathered to a megabyte or more. Scattered bytes are left to the final
+        flush, because writing them one by one would be slower.
         """
         if (file, start) != (self._file, self._end):
             self._file, self._begin = file, start
         self._end = start + size
         if self._end - self._begin >= _LEAST:
             if self._sync is not None:
-                # The result is ignored: whatever cannot be written is an error of that flush.
+                # The result is ignored: the final flush reports any error.
                 self._sync(fd, self._begin, self._end - self._begin, _WRITE)
             self._begin = self._end
 

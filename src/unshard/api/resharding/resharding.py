@@ -34,7 +34,7 @@ from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
 from unshard.stores.remote_path import RemotePath
 from unshard.write.sealing import seal
-from unshard.write.stage import Work
+from unshard.write.stage import WorkDigests
 from unshard.write.staging.stage import Staging
 from unshard.write.staging.targets import refuse_sources
 from unshard.write.verification.output import without_checksums
@@ -192,7 +192,7 @@ def _write(  # noqa: PLR0917 (what is read, and what is made of it)
     sources = Sources((*writing.ema, source))
     notes += without_checksums(sources.catalogs, options.verify)
     with engine_for(None, options.resources, listener) as engine, stage:
-        work = Work("", digest_of(plan))  # nobody goes on with it
+        work = WorkDigests("", digest_of(plan))  # nobody goes on with it
         with sources.steady():
             stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
             stage.add(dict(others.files(stage.scratch)))

@@ -1,1 +1,1 @@
-"""A place in an object store, and an output that is written there directly."""
+"""Outputs that are written directly into an object store."""

@@ -1,11 +1,12 @@
-"""The claim of a place in a store: an object that only one process can create, or take over.
+"""The claim on a place in a store: an object that only one process can create or take over.
 
-A store has no locks that end with a process. A process that must know whether it still
-holds a place reads the claim, and compares its id with that of the claim that it wrote.
+A store has no locks that end with a process. To check whether it still holds a place, a process
+reads the claim and compares its id with its own.
 
-While a merge runs, a thread rewrites its claim every `BEAT_S`. A claim that does not change is that
-of a killed process. No clocks are compared: a waiting process adds up how long it slept, so that
-one that was suspended itself does not take over at once. The next conditional write decides.
+While a merge runs, a thread rewrites its claim every `BEAT_S`; a claim that does not change belongs
+to a killed process. Clocks are not compared. A waiting process adds up the time that it slept, so
+that it does not take over at once after it was suspended itself; the next conditional write
+decides.
 """
 
 import json
@@ -34,23 +35,19 @@ CLAIM_NAME = "_unshard-partial.json"
 """The object that claims a place until the output there is complete."""
 
 BEAT_S = 20.0
-"""How often a claim is rewritten, seconds."""
+"""Seconds between two rewrites of a claim."""
 
 _SILENT_BEATS = 6
 _NO_BEATS = (
-    "its claim does not show whether that merge still runs: if it was killed, interrupt this one, "
-    "and repeat it with ⟦--resume⟧ instead of ⟦--reuse⟧"
+    "its claim does not show whether that merge still runs; if it was killed, interrupt this one, "
+    "and rerun it with ⟦--resume⟧ instead of ⟦--reuse⟧"
 )
 
 _log = logging.getLogger(__name__)
 
 
 class Claim:
-    """The claim of this process on a place; it says since when, and by which version.
-
-    Args:
-        target: the place.
-    """
+    """The claim of this process on a target."""
 
     def __init__(self, target: RemotePath) -> None:
         self._target, self._bucket = target, target.bucket
@@ -61,9 +58,9 @@ class Claim:
         self._thread: threading.Thread | None = None
 
     def make(self, *, instead_of: str | None = None) -> None:
-        """Write the claim, where there is none, or instead of the one with an entity tag.
+        """Write the claim if there is none, or replace the claim with an entity tag.
 
-        It is rewritten every `BEAT_S` from now on, until `end`.
+        From then on it is rewritten every `BEAT_S`, until `end`.
 
         Raises:
             BusyError: another process was faster.
@@ -76,7 +73,7 @@ class Claim:
         self._thread.start()
 
     def end(self, *, give_up: bool = False) -> None:
-        """Return when the claim is not being rewritten, and will not be: it may be removed then.
+        """Stop rewriting the claim, so that it may be removed.
 
         With `give_up` it stays, but another process may take it over at once.
         """
@@ -91,9 +88,9 @@ class Claim:
             self._beat(BEAT_S)
 
     def _beat(self, beats: float) -> None:
-        """Rewrite the claim, unless it is another's: the merge finds that out by its own checks."""
+        """Rewrite the claim, or stop if another process has it: the merge's own checks notice."""
         try:
-            fields, etag = self._found()
+            fields, etag = self._read()
             if fields.get("id") == self._fields["id"]:
                 self._put(beats, etag)
             else:
@@ -108,16 +105,16 @@ class Claim:
         return create(self._bucket, self.key(CLAIM_NAME), data, instead_of=instead_of) is not None
 
     def is_held(self) -> bool:
-        """Return whether the claim that the store has is this one.
+        """Return whether the store has this claim.
 
         Raises:
-            StoreError: it cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or does not allow it.
         """
-        fields, _ = self._found()
+        fields, _ = self._read()
         return fields.get("id") == self._fields["id"]
 
     def check(self) -> None:
-        """Check that the claim is still held, in the process that made it: no node of Ray does.
+        """Check that the claim is still held; only in the process that wrote it, not on Ray nodes.
 
         Raises:
             BusyError: another merge has taken over.
@@ -127,34 +124,34 @@ class Claim:
             raise self.lost([CLAIM_NAME])
 
     def while_held(self, blocks: Iterator[bytearray]) -> Iterator[bytearray]:
-        """Yield the blocks of an object; if the claim was lost, `check` aborts the upload."""
+        """Yield the blocks of an object; the final `check` aborts the upload of a lost claim."""
         yield from blocks
-        submit(self.check).result()  # this thread is obstore's, which takes no request from it
+        submit(self.check).result()  # obstore accepts no request from this thread, its own
 
-    def _found(self) -> tuple[dict[str, object], str | None]:
-        """Return fields and entity tag of the claim that the store has now; neither without one."""
+    def _read(self) -> tuple[dict[str, object], str | None]:
+        """Return fields and entity tag of the claim in the store; ({}, None) if there is none."""
         key, fields, etag = self.key(CLAIM_NAME), dict[str, object](), None
         with refusing(f"{self._bucket.url}/{key}"), suppress(FileNotFoundError, CorruptError):
-            answer = self._bucket.store.get(key)  # no listing: it may be rewritten in between
+            answer = self._bucket.store.get(key)  # in one request: it may be rewritten any time
             etag = answer.meta["e_tag"] or ""
             fields = parsed_object(bytes(answer.bytes()), CLAIM_NAME)
         return fields, etag
 
     def wait(self, is_made: Callable[[], bool], listener: Listener) -> str | None:
-        """Wait for the process that has a claim there, as `Stage.turn` does.
+        """Wait for the process that holds the claim, like `OutputStage.turn`.
 
         Returns:
-            The entity tag of the claim of a process that was killed; None if there is no claim, or
-            the output is made.
+            The entity tag of a killed process's claim; None if there is no claim, or the output
+            exists.
 
         Raises:
             StoreError: the store cannot be reached, or does not allow it.
         """
-        fields, etag = self._found()
+        fields, etag = self._read()
         if etag is not None:
             begun = str(fields.get("begun", "an unknown time"))[:40]
             listener(Chosen(f"waiting for a merge into {self._target} that began at {begun}"))
-            if "beats" not in fields:  # of an older version, whose merge may still run
+            if "beats" not in fields:  # an older version wrote it, and may still run
                 listener(Warned(Text(f"{self._target}/{CLAIM_NAME}: {_NO_BEATS}")))
         silent, pause = 0.0, BEAT_S / 10
         while etag is not None:
@@ -164,38 +161,38 @@ class Claim:
             if is_made():
                 break
             time.sleep(pause)
-            before, (fields, etag) = fields, self._found()
+            before, (fields, etag) = fields, self._read()
             silent = silent + pause if fields == before else 0.0
             pause = min(pause * 1.2, BEAT_S / 4)
         return None
 
     def taken(self) -> BusyError:
-        """Return the error that another process has claimed the place, and when."""
+        """Return the error that another process has claimed the target."""
         fields = dict[str, object]()
         with suppress(UnshardError):
-            fields, _ = self._found()
+            fields, _ = self._read()
         begun = str(fields.get("begun", "an unknown time"))[:40]
         return BusyError(
             f"{self._target}: a merge into it began at {begun}, and is not complete",
-            hint="wait for it, by ⟦--reuse⟧; or, if it was killed, go on with it by ⟦--resume⟧, "
+            hint="wait for it with ⟦--reuse⟧; or, if it was killed, continue it with ⟦--resume⟧, "
             "remove everything there, or give another output",
         )
 
     def lost(self, names: Collection[str]) -> OutputError:
-        """Return the error that others have written objects there, perhaps the same output."""
+        """Return the error that other processes have written objects there."""
         is_busy = {CLAIM_NAME, FINISHED_NAME, RECORD_NAME}.intersection(names)
         kind = BusyError if is_busy else OutputError
         return kind(
-            f"{self._target}: is not as it was written: {', '.join(names)}",
-            hint="another process writes there: give another output",
+            f"{self._target}: changed by another process since it was written: {', '.join(names)}",
+            hint="give another output",
         )
 
     def key(self, name: str) -> str:
-        """Return the key of an object in the place."""
+        """Return the key of an object in the target."""
         return f"{self._target.key}/{name}".lstrip("/")
 
     def read(self, name: str) -> bytes:
-        """Return an object in the place, as it is now."""
+        """Return the current content of an object in the target."""
         self._bucket.forget()
         data: bytes = (self._target / name).read_bytes()
         return data

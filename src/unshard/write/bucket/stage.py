@@ -1,13 +1,13 @@
-"""An output in an object store: written there directly, and complete only when it says so.
+"""An output that is written directly into an object store, and is complete with its last file.
 
-A store cannot rename what was written. So a merge first claims the place, by an object that only
-one process can create; it writes the weights, then everything else, and last the files by which a
-reader takes a directory for a model: config.json and the like, and the record `unshard.json`. What
-fails removes what it wrote, and the claim. A process that is killed leaves both, and no config.
+A store cannot rename objects. So a merge first claims the place with an object that only one
+process can create. It writes the weights, then everything else, and last the files by which readers
+recognise a model: config.json and the like, and the record `unshard.json`. A merge that fails
+removes its objects and the claim. A process that is killed leaves both, but no config.
 
-With `--resume` each finished file of weights is recorded, and a later merge takes the claim over
-(with `--reuse`, that of a killed merge alone); it removes what is not finished. A merge whose claim
-was taken over stops, and removes nothing.
+With `--resume` each finished weight file is recorded, and a later merge takes over the claim (with
+`--reuse`, only a killed merge's claim) and removes unfinished files. A merge that has lost its
+claim stops, and removes nothing.
 """
 
 import logging
@@ -34,32 +34,31 @@ from unshard.write.record import add_companions, is_last, listed_weights
 from unshard.write.stage import (
     SUSPECT,
     Counts,
-    Engine,
+    MergeEngine,
     Overflows,
-    Work,
+    WorkDigests,
     Written,
     counts_in,
     earlier_overflows,
     scratch_directory,
     unfinished,
 )
-from unshard.write.staging.stage import say_what_is_left
+from unshard.write.staging.stage import note_resumable
 
 _SMALL = 8 << 20
-_NO_OVERWRITE = "no store exchanges two outputs in one step, so nothing there is overwritten: "
+_NO_OVERWRITE = "a store cannot swap two outputs atomically, so nothing there is overwritten: "
 
 _log = logging.getLogger(__name__)
 
 
 class BucketStage:
-    """Writes an output into a store. Left without a commit, nothing of it remains.
+    """Writes an output into a store. If it is left without a commit, nothing remains.
 
     Args:
-        target: where the output goes; nothing may be there.
-        overwrite: whether the user asked for an output to be replaced; no store can do that.
-        names: the paths that the output will have.
-        resume: whether to take over what an interrupted merge left, and to leave what is finished
-            after an error.
+        target: the address of the output, which must not exist.
+        overwrite: whether the user asked to replace an output, which no store can do.
+        names: the paths of the output's files.
+        resume: whether to continue an interrupted merge, and to keep finished files after an error.
 
     Raises:
         BusyError: on entering: another process writes there.
@@ -82,25 +81,26 @@ class BucketStage:
         self._written: dict[str, Stored | None] = {}
         self._resume = resume
         self._has_waited = False
-        self._over: str | None = None  # the claim of a killed process, which was waited for
-        self._has_taken_over, self._found = False, dict[str, Stored]()  # an interrupted merge's
+        self._dead_claim: str | None = None  # entity tag of a killed process's claim
+        self._has_taken_over = False
+        self._left_objects = dict[str, Stored]()  # of the interrupted merge
         self._ledger: BucketLedger | None = None
         self._last: dict[str, bytes] = {}
         self._temporary = ExitStack()
         self._is_complete = False
 
     def check(self) -> None:
-        """Check that there is nothing at the target; write nothing.
+        """Check that the target does not exist; write nothing.
 
         Raises:
-            OutputError: there is.
+            OutputError: it exists.
         """
-        found = listed(self._bucket, self.target.key)
-        if CLAIM_NAME in found and RECORD_NAME not in found:
+        objects = listed(self._bucket, self.target.key)
+        if CLAIM_NAME in objects and RECORD_NAME not in objects:
             if self._resume:
                 return
             raise self._claim.taken()
-        if found:
+        if objects:
             hint = "give another output, or remove everything there first"
             if self._overwrite:
                 hint = f"{_NO_OVERWRITE}{hint}"
@@ -108,8 +108,11 @@ class BucketStage:
 
     @contextmanager
     def turn(self, is_made: Callable[[], bool], listener: Listener) -> Iterator[None]:
-        """Wait for a process that writes there; see `Stage.turn`. No other claim is taken over."""
-        self._over, self._has_waited = self._claim.wait(is_made, listener), True
+        """Wait for a process that writes there; see `OutputStage.turn`.
+
+        Afterwards only the claim of a killed process can be taken over.
+        """
+        self._dead_claim, self._has_waited = self._claim.wait(is_made, listener), True
         yield
 
     def __enter__(self) -> Self:
@@ -121,8 +124,8 @@ class BucketStage:
             with uninterrupted():
                 self._claim.make()
                 self._written[CLAIM_NAME] = None
-            self._check_written()  # perhaps another process has just written there
-            return self  # noqa: TRY300 (a signal just before it is caught, too)
+            self._check_written()  # another process may have written there before the claim
+            return self  # noqa: TRY300 (inside, so that a signal just before it is caught)
         except BaseException as error:
             if CLAIM_NAME in self._written:
                 self._clean_up(error)
@@ -137,28 +140,28 @@ class BucketStage:
             error.args = (f"interrupted, but only after {self.target} was complete",)
 
     def _take_over(self) -> bool:
-        """Make the claim of an interrupted merge this one's; return whether there was one."""
-        found = listed(self._bucket, self.target.key)
-        claim = found.pop(CLAIM_NAME, None)
+        """Take over the claim of an interrupted merge; return whether there was one."""
+        objects = listed(self._bucket, self.target.key)
+        claim = objects.pop(CLAIM_NAME, None)
         if claim is None:
             return False
-        if RECORD_NAME in found:  # it was killed when all was written
-            left = [*found.keys() & {FINISHED_NAME}, CLAIM_NAME]
+        if RECORD_NAME in objects:  # it was killed after the output was complete
+            left = [*objects.keys() & {FINISHED_NAME}, CLAIM_NAME]
             self._written |= dict.fromkeys(left)
             self._remove(left)
             return False
-        self._claim.make(instead_of=self._over if self._has_waited else claim.etag)
+        self._claim.make(instead_of=self._dead_claim if self._has_waited else claim.etag)
         self._written[CLAIM_NAME] = None
-        self._has_taken_over, self._found = True, found
+        self._has_taken_over, self._left_objects = True, objects
         return True
 
     @cached_property
     def scratch(self) -> Path:
-        """A temporary directory on this machine, until the stage is left."""
+        """A local temporary directory, until the stage is left."""
         return scratch_directory(self._temporary)
 
-    def write(self, plan: Plan, engine: Engine, work: Work) -> Written:
-        """Upload the files of weights that no earlier process has finished; see `Stage.write`."""
+    def write(self, plan: Plan, engine: MergeEngine, work: WorkDigests) -> Written:
+        """Upload the weight files that are not finished yet; see `OutputStage.write`."""
         ledger, files = self._open_ledger(work), plan.layout.files
         left = unfinished(plan, ledger, engine.listener)
         engine.listener(Progress("uploading", left.bytes_written))
@@ -170,29 +173,32 @@ class BucketStage:
         written.overflows += earlier_overflows(plan, ledger)
         return written
 
-    def _open_ledger(self, work: Work) -> BucketLedger:
-        """Open the record of what is finished, and remove everything else that a merge left."""
-        found, self._found = self._found, {}
-        written = found.pop(FINISHED_NAME, None)
-        data = b"" if written is None else self._claim.read(FINISHED_NAME)
-        ledger = open_bucket_ledger(work, data, found)
-        if strange := sorted(found.keys() - self._names):
+    def _open_ledger(self, work: WorkDigests) -> BucketLedger:
+        """Open the record of finished files, and remove all other objects of the earlier merge."""
+        objects, self._left_objects = self._left_objects, {}
+        record = objects.pop(FINISHED_NAME, None)
+        data = b"" if record is None else self._claim.read(FINISHED_NAME)
+        ledger = open_bucket_ledger(work, data, objects)
+        if strange := sorted(objects.keys() - self._names):
             raise self._claim.lost(strange)
-        if written is not None:
-            self._written[FINISHED_NAME] = written
-        rest = [name for name in found if name not in ledger.known]
+        if record is not None:
+            self._written[FINISHED_NAME] = record
+        rest = [name for name in objects if name not in ledger.known]
         rest.sort(key=is_last, reverse=True)  # no reader may find a config without its model
         self._written |= dict.fromkeys(rest) | dict(ledger.files)
         if left := self._remove(rest):
             raise OutputError(f"{self.target}: cannot be removed: {', '.join(left)}")
         if self._has_taken_over and not self.abort_uploads(self._names):
-            what = f"{self.target}: parts of what the other merge was uploading may be left"
-            _log.warning("%s, which are paid for; a rule of the bucket can remove them", what)
+            _log.warning(
+                "%s: parts of the other merge's uploads may be left, which cost money; a lifecycle "
+                "rule of the bucket can remove them",
+                self.target,
+            )
         self._ledger = ledger
         return ledger
 
     def _record(self, name: str, counts: Counts) -> None:
-        """Record a file as finished, if the merge can be resumed; for any thread.
+        """Record a finished file, if the merge can be resumed; for any thread.
 
         Raises:
             OutputError: another merge has taken over.
@@ -213,34 +219,34 @@ class BucketStage:
     def upload(
         self, name: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
     ) -> None:
-        """Write a file in parts, as `stores.objects.upload` does; for any thread.
+        """Write a file in parts, with `stores.objects.upload`; for any thread.
 
         Raises:
             BusyError: another merge has taken over; its file is not replaced.
             StoreError: the store cannot be reached, or does not allow it.
         """
-        self._written[name] = None  # whatever happens now, it may be there
+        self._written[name] = None  # it may exist from now on, even after an error
         claim, limits = self._claim, {"part_bytes": part_bytes, "at_once": at_once}
         blocks = claim.while_held(blocks)
         self._written[name] = upload(self._bucket, claim.key(name), blocks, **limits)
 
     @property
     def written(self) -> Mapping[str, Stored | None]:
-        """What this stage has written, by name; None is what may be there."""
+        """The objects written so far, by name; None: the object may exist."""
         return self._written
 
     def wrote(self, name: str, stored: Stored | None) -> None:
-        """Take note of a file that another process has written, or None: that it may write."""
+        """Record a file that another process has written; None: it may have written it."""
         self._written[name] = stored
         if stored is not None:
             self._claim.check()
 
     def can_copy(self, source: Path) -> bool:
-        """Return whether the store copies from a file of the checkpoint itself, for `compose`."""
+        """Return whether the store can copy from a file of the checkpoint, for `compose`."""
         return self._copier is not None and self._copier.can_copy(source)
 
     def compose(self, name: str, size: int, send: Callable[[Composition], None]) -> None:
-        """Write a file from parts, as `Copier.compose` does; for any thread.
+        """Write a file from parts, with `Copier.compose`; for any thread.
 
         Raises:
             BusyError: as for `upload`.
@@ -249,19 +255,20 @@ class BucketStage:
         if self._copier is None:
             raise TypeError("the store cannot copy")
 
-        def held(composition: Composition) -> None:
+        def send_and_check(composition: Composition) -> None:
             send(composition)
             self._claim.check()
 
-        self._written[name] = None  # whatever happens now, it may be there
-        self._written[name] = self._copier.compose(self._bucket, self._claim.key(name), size, held)
+        self._written[name] = None  # it may exist from now on, even after an error
+        key = self._claim.key(name)
+        self._written[name] = self._copier.compose(self._bucket, key, size, send_and_check)
 
     def abort_uploads(self, names: Collection[str]) -> bool:
-        """Abort what processes that are gone had begun to upload in parts; for any thread.
+        """Abort multipart uploads of lost processes; for any thread.
 
-        Return whether nothing of it is left: S3 can do that, if boto3 is installed and it is
-        allowed; Azure drops parts by itself, when the blob is put or after a week. Where another
-        merge has taken over, uploads are its own, and are left.
+        Return whether none is left. S3 can do it with boto3 and permission; Azure drops parts when
+        the blob is put, or after a week. If another merge has taken over, the uploads are its own
+        and stay.
         """
         if self._copier is None:
             return self._bucket.url.startswith("a")
@@ -276,7 +283,7 @@ class BucketStage:
         return True
 
     def add(self, files: Mapping[str, bytes | Path]) -> None:
-        """Add small files; see `Stage.add`. Those that make a model of it wait for the commit."""
+        """Add small files; see `OutputStage.add`. Config and the like wait for the commit."""
         for name, source in files.items():
             if isinstance(source, Path) and not is_last(name) and source.stat().st_size > _SMALL:
                 with source.open("rb") as file:
@@ -291,17 +298,17 @@ class BucketStage:
                 self._create(name, data)
 
     def readable(self) -> RemotePath:
-        """Return where the output can be read before the commit, but for what waits for it."""
+        """Return the output's address; before the commit, it has no config."""
         self._bucket.forget()
         return self.target
 
     def _create(self, name: str, data: bytes) -> None:
-        """Write a small file, whose name must not be taken."""
+        """Write a small file that must not exist."""
         with uninterrupted():
             self._written[name] = None
             stored = create(self._bucket, self._claim.key(name), data)
             if stored is None:
-                del self._written[name]  # it is not ours
+                del self._written[name]  # another process owns it
                 raise OutputError(
                     f"{self.target}/{name}: another process wrote it in the meantime",
                     hint="give another output",
@@ -309,31 +316,33 @@ class BucketStage:
             self._written[name] = stored
 
     def _check_written(self) -> None:
-        """Check that the store has everything as it was written, and that the claim is ours.
+        """Check that the store has exactly the written objects, and that the claim is held.
 
         Raises:
-            OutputError: something is missing, was changed, or was added.
+            OutputError: an object is missing, was changed, or was added.
         """
-        found = listed(self._bucket, self.target.key)
-        names = {*found, *self._written} - {CLAIM_NAME}
-        pairs = {name: (self._written.get(name), found.get(name)) for name in names}
-        wrong = [name for name, (a, b) in sorted(pairs.items()) if not (a and b and a.is_same(b))]
+        objects = listed(self._bucket, self.target.key)
+        wrong = []
+        for name in sorted({*objects, *self._written} - {CLAIM_NAME}):
+            written, stored = self._written.get(name), objects.get(name)
+            if written is None or stored is None or not written.is_same(stored):
+                wrong.append(name)
         self._claim.check()
         if wrong:
             raise self._claim.lost(wrong)
 
     def commit(self, record: bytes, *, replaced: Sequence[str] = ()) -> list[str]:  # noqa: ARG002
-        """Write the files that make the output complete, the record after all others.
+        """Write the files that complete the output, the record last; return notes.
 
-        The record also gets the files that are not weights. Nothing is replaced. Ctrl-C and the
-        like wait until all is done. Return notes.
+        The record also lists the files that are not weights. Nothing is replaced. Signals are
+        delayed until the end.
 
         Raises:
             OutputError: another process wrote there.
         """
         weights, own = listed_weights(record), (CLAIM_NAME, FINISHED_NAME)
         sizes = {name: len(data) for name, data in self._last.items()}
-        sizes |= {name: one.size for name, one in self._written.items() if one is not None}
+        sizes |= {name: stored.size for name, stored in self._written.items() if stored is not None}
         others = {name: sizes[name] for name in sorted(sizes) if name not in {*weights, *own}}
         with uninterrupted():
             self._check_written()
@@ -350,44 +359,40 @@ class BucketStage:
         return Copier.into(self._bucket)
 
     def _clean_up(self, error: BaseException | None) -> None:
-        """Remove what was written, the newest first and the claim last.
+        """Remove the written objects, the newest first and the claim last.
 
-        What is finished stays if the merge can be resumed; all stays that another took over.
+        Finished files stay if the merge can be resumed, unless the output itself is wrong. If
+        another merge has taken over, everything stays.
         """
         with uninterrupted():
             self._claim.end()
-            with suppress(StoreError):  # a store that does not answer removes nothing, either
-                if not self._claim.is_held():  # another may have made it complete
+            with suppress(StoreError):  # a store that does not answer would not remove, either
+                if not self._claim.is_held():  # another merge may have completed the output
                     _log.warning("%s: the claim is not this merge's; left alone", self.target)
-                    if isinstance(error, OutputError | StoreError):  # perhaps due to that
+                    if isinstance(error, OutputError | StoreError):  # perhaps its consequence
                         raise self._claim.lost([CLAIM_NAME]) from error
                     return
-            kept = self._kept(error)
-            left = self._remove([name for name in reversed(self._written) if name not in kept])
-            if kept:
+            resumable, ledger = set[str](), self._ledger
+            if self._resume and ledger is not None and not isinstance(error, SUSPECT):
+                resumable = {*ledger.files, FINISHED_NAME, CLAIM_NAME} if ledger.files else set()
+            left = self._remove([name for name in reversed(self._written) if name not in resumable])
+            if resumable:
                 self._claim.end(give_up=True)
-                say_what_is_left(error, self.target)
+                note_resumable(error, self.target)
             if left:
-                with suppress(UnshardError):  # what could not be removed need not be there
+                with suppress(UnshardError):  # an object whose removal failed may be gone
                     left = [name for name in listed(self._bucket, self.target.key) if name in left]
         if not left:
             return
-        what = f"{self.target}: {counted(len(left), 'object')} of the unfinished output are left"
-        _log.warning("%s: %s", what, ", ".join(left))
+        subject = f"{self.target}: {counted(len(left), 'object')} of the unfinished output are left"
+        _log.warning("%s: %s", subject, ", ".join(left))
         if isinstance(error, KeyboardInterrupt):
-            error.args = (f"interrupted; {what}: remove everything there",)
+            error.args = (f"interrupted; {subject}: remove everything there",)
         else:
-            raise OutputError(what, hint="remove everything there") from error
-
-    def _kept(self, error: BaseException | None) -> set[str]:
-        """Return what stays for a merge that goes on; an error of the output removes everything."""
-        ledger = self._ledger
-        if not self._resume or ledger is None or isinstance(error, SUSPECT):
-            return set()
-        return {*ledger.files, FINISHED_NAME, CLAIM_NAME} if ledger.files else set()
+            raise OutputError(subject, hint="remove everything there") from error
 
     def _remove(self, names: Iterable[str]) -> list[str]:
-        """Remove objects that this stage wrote; return those that could not be removed."""
+        """Remove objects of this stage; return the names of those that could not be removed."""
         left = []
         for name in list(names):
             try:

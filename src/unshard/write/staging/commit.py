@@ -1,15 +1,15 @@
-"""The four ways an output takes its place; each leaves the old state or the new one, never a mix.
+"""The four ways to commit an output; each leaves the old state or the new state, never a mix.
 
 * *new*: the target does not exist: one rename.
-* *replace*: the target is an earlier output: it is exchanged with the new one in one atomic step,
-  or, where the system cannot, moved aside first.
+* *replace*: the target is an earlier output: the two are swapped atomically or, if the system
+  cannot, the target is moved aside first.
 * *in place*: the target contains the checkpoint itself: files are moved into it one by one.
-* *here*: the target is the current directory: as in place, but all files of the output are moved.
+* *here*: the target is the current directory: like in place, but all files of the output are moved.
 
-The last three follow a journal, which is written first, when everything is durable, so that the
-next run finishes what was begun. Every step of it may be done twice. It names directories by their
-inodes too: what has come to be in their place since is left alone. Trainers rotate checkpoints by
-modification time, so a merge in place gives it back.
+The last three follow a journal. It is written first, after everything is durable, so that the next
+run can finish the commit; every step is idempotent. It identifies directories by inode too, so that
+directories that have replaced them since are left alone. Trainers rotate checkpoints by
+modification time, so a merge in place restores it.
 """
 
 import errno
@@ -34,12 +34,7 @@ from unshard.write.dirfd import (
     walk,
 )
 from unshard.write.record import add_companions, is_weight_file, read_record
-from unshard.write.staging.journal import (
-    ASIDE,
-    OUTPUT,
-    Journal,
-    Mode,
-)
+from unshard.write.staging.journal import ASIDE, OUTPUT, Journal, Mode
 from unshard.write.staging.owners import StagingDirectory
 from unshard.write.staging.targets import (
     find_in_the_way,
@@ -49,139 +44,144 @@ from unshard.write.staging.targets import (
 )
 
 
-def take_new(place: StagingDirectory, target: Path) -> None:
+def take_new(staging: StagingDirectory, target: Path) -> None:
     """Make the output durable and rename it to a target that does not exist.
 
     Raises:
-        OutputError: the target was made by another process in the meantime.
+        OutputError: another process made the target in the meantime.
     """
-    with opened(OUTPUT, within=place.fd) as output:
+    with opened(OUTPUT, within=staging.fd) as output:
         _list_companions(output, output, _paths(output))
-    sync_tree(place.path / OUTPUT)
+    sync_tree(staging.path / OUTPUT)
     try:
-        os.rename(OUTPUT, target.name, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+        os.rename(OUTPUT, target.name, src_dir_fd=staging.fd, dst_dir_fd=staging.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise OutputError(
                 f"{target}: another process made it in the meantime",
-                hint="use what it made, or run this again",
+                hint="use that output, or run this again",
             ) from error
         raise
 
 
 def begin(
-    place: StagingDirectory,
+    staging: StagingDirectory,
     target: Path,
     mode: Mode,
     *,
     replaced: Collection[str],
     lose_strangers: bool,
 ) -> Journal:
-    """Make the output durable; return what has to be done with it. The target is as it was.
+    """Make the output durable, and return the journal of its commit; the target does not change.
 
-    `mode` is REPLACE, IN_PLACE or HERE. Companions in `replaced` may replace those in a
-    checkpoint's own directory; `lose_strangers`: files that unshard did not write may be lost.
+    `mode` is REPLACE, IN_PLACE or HERE. Companions in `replaced` may replace a checkpoint's own;
+    with `lose_strangers`, files that unshard did not write may be lost.
 
     Raises:
-        OutputError: the target has something in the way.
+        OutputError: files in the target would be lost.
     """
     from unshard.write.staging.replacing import Sides, carry_over
 
-    with opened(target.name, within=place.parent) as old, opened(OUTPUT, within=place.fd) as new:
+    with (
+        opened(target.name, within=staging.parent) as old,
+        opened(OUTPUT, within=staging.fd) as new,
+    ):
         status, in_place = os.fstat(old), mode is not Mode.REPLACE
         over = _paths(new) if mode is Mode.HERE else replaced
         placed = _in_order(target, old, new, over) if in_place else _paths(new)
         goes = _going(old, new, placed, mode)
-        found = [] if lose_strangers else find_strangers(old, goes.keys() - set(replaced))
-        if found and not have_same_tensors(target, old, place.path / OUTPUT, found):
-            refuse_strangers(target, found)
+        strangers = [] if lose_strangers else find_strangers(old, goes.keys() - set(replaced))
+        if strangers and not have_same_tensors(target, old, staging.path / OUTPUT, strangers):
+            refuse_strangers(target, strangers)
         _list_companions(old, new, placed)
         kind = Mode.IN_PLACE if in_place else mode
         journal = Journal(kind, target.name, status.st_ino, goes=goes)
         if in_place:
             journal = replace(journal, place=tuple(placed), mtime_ns=status.st_mtime_ns)
         else:
-            carried = carry_over(Sides(old, new, place.fd), leave=goes)
+            carried = carry_over(Sides(old, new, staging.fd), leave=goes)
             os.fchmod(new, stat.S_IMODE(status.st_mode))
             journal = replace(journal, new=os.fstat(new).st_ino, carried=carried)
-    sync_tree(place.path / OUTPUT)
+    sync_tree(staging.path / OUTPUT)
     return journal
 
 
-def finish(place: StagingDirectory, journal: Journal) -> list[str]:
+def finish(staging: StagingDirectory, journal: Journal) -> list[str]:
     """Follow a journal; return notes about files that others changed in the meantime.
 
     Raises:
-        OutputError: another process has replaced the target, before anything was done.
-        OSError: a step failed, or the target is not what it was; it can be tried again.
+        OutputError: another process replaced the target before the commit changed anything.
+        OSError: a step failed, or the target is another directory; the commit can be retried.
     """
     if journal.mode is Mode.REPLACE:
-        return _replace(place, journal)
-    with opened(journal.target, within=place.parent) as target:
+        return _replace(staging, journal)
+    with opened(journal.target, within=staging.parent) as target:
         if os.fstat(target).st_ino != journal.old:
-            path = place.path.parent / journal.target
-            raise FileExistsError(f"{path} is not the directory that was to be written to")
-        with opened(OUTPUT, within=place.fd) as output:
+            path = staging.path.parent / journal.target
+            raise FileExistsError(f"{path} was replaced by another directory")
+        with opened(OUTPUT, within=staging.fd) as output:
             notes = _move_in(output, target, journal)
         os.utime(target, ns=(os.fstat(target).st_atime_ns, journal.mtime_ns))
         os.fsync(target)
     return notes
 
 
-def is_begun(place: StagingDirectory, journal: Journal) -> bool:
+def is_begun(staging: StagingDirectory, journal: Journal) -> bool:
     """Return whether a step of the journal has already changed the target."""
     if journal.mode is Mode.REPLACE:
-        return _inode(ASIDE, place.fd) is not None or _inode(OUTPUT, place.fd) != journal.new
-    with opened(OUTPUT, within=place.fd) as output:
+        return _inode(ASIDE, staging.fd) is not None or _inode(OUTPUT, staging.fd) != journal.new
+    with opened(OUTPUT, within=staging.fd) as output:
         return any(status_of(path, within=output) is None for path in journal.place)
 
 
-def _replace(place: StagingDirectory, journal: Journal) -> list[str]:
+def _replace(staging: StagingDirectory, journal: Journal) -> list[str]:
     from unshard.write.staging.replacing import Sides, settle
 
-    if not is_begun(place, journal):
-        _take_old(place, journal)
-    if _inode(OUTPUT, place.fd) == journal.new and _inode(journal.target, place.parent) is None:
-        os.rename(OUTPUT, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
-    os.fsync(place.parent)
-    taken = OUTPUT if _inode(ASIDE, place.fd) is None else ASIDE
-    if _inode(OUTPUT, place.fd) == journal.new:  # another process made the target just now, ...
-        if taken == OUTPUT:
-            raise _overtaken(place, journal)
-        journal = replace(journal, carried={})  # ... without anything of the old one
-    if None in (_inode(taken, place.fd), _inode(journal.target, place.parent)):
-        return []  # somebody has removed the old one, or the new one
-    with opened(taken, within=place.fd) as old, opened(journal.target, within=place.parent) as new:
-        notes = settle(Sides(old, new, place.fd), journal)
+    fd, parent = staging.fd, staging.parent
+    if not is_begun(staging, journal):
+        _take_old(staging, journal)
+    if _inode(OUTPUT, fd) == journal.new and _inode(journal.target, parent) is None:
+        os.rename(OUTPUT, journal.target, src_dir_fd=fd, dst_dir_fd=parent)
+    os.fsync(parent)
+    old_name = OUTPUT if _inode(ASIDE, fd) is None else ASIDE
+    if _inode(OUTPUT, fd) == journal.new:  # another process has just made the target, ...
+        if old_name == OUTPUT:
+            raise _overtaken(staging, journal)
+        journal = replace(journal, carried={})  # ... without the files of the old output
+    if None in (_inode(old_name, fd), _inode(journal.target, parent)):
+        return []  # another process has removed the old output or the new one
+    with opened(old_name, within=fd) as old, opened(journal.target, within=parent) as new:
+        notes = settle(Sides(old, new, fd), journal)
         os.fsync(new)
     return notes
 
 
-def _take_old(place: StagingDirectory, journal: Journal) -> None:
-    """Take the old output, if there is one: in exchange for the new one, or aside.
+def _take_old(staging: StagingDirectory, journal: Journal) -> None:
+    """Swap the old output, if any, with the new one, or move it aside.
 
     Raises:
         OutputError: another process has replaced it.
     """
-    there = _inode(journal.target, place.parent)
-    if there is None:
+    fd, parent = staging.fd, staging.parent
+    current = _inode(journal.target, parent)
+    if current is None:
         return
-    taken = OUTPUT
-    if there == journal.old and not exchange(place.fd, OUTPUT, place.parent, journal.target):
-        taken = ASIDE
-        os.rename(journal.target, ASIDE, src_dir_fd=place.parent, dst_dir_fd=place.fd)
-    if _inode(taken, place.fd) == journal.old:
+    old_name = OUTPUT
+    if current == journal.old and not exchange(fd, OUTPUT, parent, journal.target):
+        old_name = ASIDE
+        os.rename(journal.target, ASIDE, src_dir_fd=parent, dst_dir_fd=fd)
+    if _inode(old_name, fd) == journal.old:
         return
-    if there == journal.old:  # it was replaced after the first look: give back what replaced it
-        if taken == ASIDE:
-            os.rename(ASIDE, journal.target, src_dir_fd=place.fd, dst_dir_fd=place.parent)
+    if current == journal.old:  # replaced between the check and the swap: undo the swap
+        if old_name == ASIDE:
+            os.rename(ASIDE, journal.target, src_dir_fd=fd, dst_dir_fd=parent)
         else:
-            exchange(place.fd, OUTPUT, place.parent, journal.target)
-    raise _overtaken(place, journal)
+            exchange(fd, OUTPUT, parent, journal.target)
+    raise _overtaken(staging, journal)
 
 
-def _overtaken(place: StagingDirectory, journal: Journal) -> OutputError:
-    target = place.path.parent / journal.target
+def _overtaken(staging: StagingDirectory, journal: Journal) -> OutputError:
+    target = staging.path.parent / journal.target
     return OutputError(f"{target}: another process replaced it in the meantime")
 
 
@@ -196,25 +196,26 @@ def _paths(directory: int) -> list[str]:
 
 
 def _going(old: int, new: int, placed: Collection[str], mode: Mode) -> dict[str, Identity]:
-    """Return the files of a target that go, as they are.
+    """Return the files of a target that will be replaced or removed, with their identities.
 
-    Obsolete are weights, and training state of an earlier merge, that the output does not have; if
-    it has no config, also that merge's config and tokenizer, unless they were saved after it.
+    Weights, and training state of an earlier merge, are obsolete if the output does not have them.
+    If the output has no config, so are that merge's config and tokenizer, unless they were saved
+    after it.
     """
     record, written = read_record(old), status_of(RECORD_NAME, within=old)
-    known = [*find_in_the_way(old), *(record.state if record is not None else ())]
+    candidates = [*find_in_the_way(old), *(record.state if record is not None else ())]
     is_alone = mode is not Mode.IN_PLACE and status_of("config.json", within=new) is None
     for path, size in record.sizes.items() if is_alone and record else ():
         now = status_of(path, within=old)
         if now and written and now.st_size == size and now.st_mtime_ns <= written.st_mtime_ns:
-            known.append(path)
-    obsolete = [name for name in known if status_of(name, within=new) is None]
-    found = {path: status_of(path, within=old) for path in sorted({*placed, *obsolete})}
-    return {path: identity(status) for path, status in found.items() if status is not None}
+            candidates.append(path)
+    obsolete = [name for name in candidates if status_of(name, within=new) is None]
+    statuses = {path: status_of(path, within=old) for path in sorted({*placed, *obsolete})}
+    return {path: identity(status) for path, status in statuses.items() if status is not None}
 
 
 def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
-    """Add the files that are not weights to the record: those of the output, and kept own ones."""
+    """Add companions to the record: the output's, and those of an earlier output that stay."""
     record, before = read_record(new), read_record(old)
     if record is None:
         return
@@ -234,7 +235,7 @@ def _list_companions(old: int, new: int, placed: Collection[str]) -> None:
 def _in_order(target: Path, old: int, new: int, replaced: Collection[str]) -> list[str]:
     """Return the files to move into a checkpoint: weights first, index and record last.
 
-    Between them are files that belong to the weights, and those that the checkpoint lacks.
+    Between them are files that belong to the weights, and files that the checkpoint lacks.
     """
     _check_folders(target, old, new)
     paths = _paths(new)
@@ -244,13 +245,13 @@ def _in_order(target: Path, old: int, new: int, replaced: Collection[str]) -> li
     if not find_strangers(old, [ADAPTER_CONFIG_NAME]):
         over.add(ADAPTER_CONFIG_NAME)
     state = [path for path in paths if path in over and path not in weights]
-    known = {*weights, *state, *last}
-    lacking = [p for p in paths if p not in known and status_of(p, within=old) is None]
+    listed = {*weights, *state, *last}
+    lacking = [p for p in paths if p not in listed and status_of(p, within=old) is None]
     return [*weights, *state, *lacking, *last]
 
 
 def _check_folders(target: Path, old: int, new: int) -> None:
-    """Refuse folders of the output whose place is taken by a file, or by a link to elsewhere."""
+    """Refuse folders of the output if the target has a file or a link of that name."""
     for folder in (path for path, is_folder in walk(new) if is_folder):
         try:
             with folder_of(f"{folder}/-", within=old):
@@ -259,18 +260,18 @@ def _check_folders(target: Path, old: int, new: int) -> None:
             continue
         except OSError as error:
             raise OutputError(
-                f"{target / folder}: is not a directory, and the output has one of that name",
+                f"{target / folder}: is not a directory, but the output has a directory there",
                 hint="move it away, or give another output",
             ) from error
 
 
 def _move_in(output: int, target: int, journal: Journal) -> list[str]:
-    """Move the files of a journal into the target, and remove what is obsolete."""
+    """Move the files of a journal into the target, and remove obsolete files."""
     from unshard.write.staging.replacing import set_aside
 
     notes = []
     for path in journal.place:
-        if status_of(path, within=output) is None:  # moved before a process died
+        if status_of(path, within=output) is None:  # a killed process has moved it
             continue
         notes += set_aside(target, path, unless=journal.goes.get(path))
         with (

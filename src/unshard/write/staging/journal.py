@@ -1,7 +1,7 @@
-"""The journal of a commit: what remains to be done once everything is durable.
+"""The journal of a commit: the remaining steps after everything is durable.
 
-It is in the staging directory, complete or absent. A later process believes it only if this user
-sealed it for that very directory.
+It is in the staging directory, complete or absent. A later process follows it only if this user
+sealed it for that directory.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from typing import Any
 
 from unshard.write.dirfd import Identity, check_path, read_file, whole_file
 from unshard.write.staging.owners import StagingDirectory, is_sealed, seal_in
@@ -29,17 +30,17 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What remains to be done. All paths are relative to the target.
+    """The remaining steps of a commit. All paths are relative to the target.
 
     Attributes:
         mode: REPLACE or IN_PLACE.
-        target: name of the target, in the directory that holds the staging directory.
+        target: name of the target, in the parent of the staging directory.
         old: inode of the target.
         new: inode of the output, which becomes the target (REPLACE).
-        goes: files of the target that the output replaces or makes obsolete, as they were found.
-        carried: the other files, as they were when the output got them (REPLACE).
+        goes: files of the target that the output replaces or makes obsolete, with their identity.
+        carried: the other files, which were copied into the output (REPLACE), with theirs.
         place: files to move into the target, in this order (IN_PLACE).
-        mtime_ns: modification time to give back to the target (IN_PLACE).
+        mtime_ns: modification time to restore on the target (IN_PLACE).
     """
 
     mode: Mode
@@ -52,20 +53,20 @@ class Journal:
     mtime_ns: int = 0
 
 
-def write_journal(place: StagingDirectory, journal: Journal) -> None:
+def write_journal(staging: StagingDirectory, journal: Journal) -> None:
     """Write a journal, durably.
 
     Raises:
         OSError: it cannot be written or sealed.
     """
     fields = asdict(journal) | {"mode": journal.mode.value}
-    code = seal_in(place, "journal", fields)
-    with whole_file(JOURNAL_NAME, within=place.fd, durable=True) as stream:
+    code = seal_in(staging, "journal", fields)
+    with whole_file(JOURNAL_NAME, within=staging.fd, durable=True) as stream:
         stream.write(json.dumps({"journal": fields, "seal": code}).encode())
-    os.fsync(place.fd)
+    os.fsync(staging.fd)
 
 
-def read_journal(place: StagingDirectory) -> Journal | None:
+def read_journal(staging: StagingDirectory) -> Journal | None:
     """Return the journal of an interrupted commit; None if it had not begun.
 
     Raises:
@@ -73,32 +74,28 @@ def read_journal(place: StagingDirectory) -> Journal | None:
         OSError: it cannot be read.
     """
     try:
-        text = read_file(JOURNAL_NAME, within=place.fd)
+        text = read_file(JOURNAL_NAME, within=staging.fd)
     except FileNotFoundError:
         return None
     try:
-        whole = json.loads(text)
-        fields, code = whole["journal"], whole["seal"]
-        if not is_sealed(code, "journal", fields, os.fstat(place.fd).st_ino):
+        record = json.loads(text)
+        fields, code = record["journal"], record["seal"]
+        if not is_sealed(code, "journal", fields, os.fstat(staging.fd).st_ino):
             raise PermissionError(f"its {JOURNAL_NAME} was not written by this user, for it")
         return _parsed(fields)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PermissionError(f"its {JOURNAL_NAME} is not one that unshard writes") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PermissionError(f"its {JOURNAL_NAME} is not valid") from error
 
 
-def _parsed(fields: dict[str, object]) -> Journal:
-    """Return the journal that its JSON describes; every path is checked."""
-    goes, carried = (_identities(fields[name]) for name in ("goes", "carried"))
-    place = fields["place"]
-    paths = tuple(str(path) for path in place) if isinstance(place, list) else ()
-    (target,) = check_path(str(fields["target"]))
+def _parsed(fields: dict[str, Any]) -> Journal:
+    """Return the journal of its JSON fields, with every path checked."""
+    goes, carried = (
+        {path: (int(inode), int(size), int(ns)) for path, (inode, size, ns) in fields[name].items()}
+        for name in ("goes", "carried")
+    )
+    paths = tuple(fields["place"])
+    (target,) = check_path(fields["target"])
     for path in (*paths, *goes, *carried):
         check_path(path)
-    old, new, mtime_ns = (int(str(fields[name])) for name in ("old", "new", "mtime_ns"))
+    old, new, mtime_ns = (int(fields[name]) for name in ("old", "new", "mtime_ns"))
     return Journal(Mode(fields["mode"]), target, old, new, goes, carried, paths, mtime_ns)
-
-
-def _identities(found: object) -> dict[str, Identity]:
-    if not isinstance(found, dict):
-        raise TypeError("not an object")
-    return {str(path): (int(one[0]), int(one[1]), int(one[2])) for path, one in found.items()}

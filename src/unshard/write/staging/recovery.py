@@ -1,4 +1,4 @@
-"""What killed processes of this user left next to a target: finished, removed, or gone on with."""
+"""Staging directories of killed processes next to a target: finish, remove or adopt them."""
 
 import logging
 import os
@@ -29,62 +29,61 @@ _log = logging.getLogger(__name__)
 
 
 def recover(directory: Path, *, target: str = "", resume: bool = False) -> None:
-    """Finish or remove what killed processes of this user left in a directory.
+    """Finish or remove the staging directories of this user's killed processes.
 
-    What may be alive is left alone. So is what cannot be shown to be this user's own, made in this
-    very directory (a log message names it): a journal is an instruction to move files, and a
-    downloaded checkpoint may contain one.
+    A directory whose owner may be alive is left alone. So is a directory without proof that this
+    user made it here (a log message names it), because a journal is an instruction to move files,
+    and a downloaded checkpoint may contain one.
 
     Args:
-        directory: where to look; it need not exist.
+        directory: the directory to search; it need not exist.
         target: name of the output that will be made there; "" for none.
-        resume: whether what was made for that target is left to `adopt`. What a merge to another
-            one left to be gone on with is always left.
+        resume: whether `adopt` will continue an output for that target. Outputs of other targets
+            that can be resumed always stay.
     """
     with _left_in(directory) as (parent, names):
         for name in names:
             try:
-                found = StagingDirectory(directory / name, parent, -1)
-                _recover(found, target, resume=resume)
+                _recover(StagingDirectory(directory / name, parent, -1), target, resume=resume)
             except OSError as error:
                 _log.warning("left alone: %s: %s", directory / name, error)
     end_left_turns(directory)
 
 
-def _recover(found: StagingDirectory, target: str, *, resume: bool) -> None:
-    if not _may_be_own(found):
+def _recover(left: StagingDirectory, target: str, *, resume: bool) -> None:
+    if not _may_be_own(left):
         return
-    with opened(found.path.name, within=found.parent) as fd:
-        place = StagingDirectory(found.path, found.parent, fd)
-        with dead_owner(place) as dead:
+    with opened(left.path.name, within=left.parent) as fd:
+        staging = left._replace(fd=fd)
+        with dead_owner(staging) as dead:
             if dead is None:
-                _log.info("left alone: %s, whose owner may be alive", place.path)
+                _log.info("left alone: %s, whose owner may be alive", staging.path)
                 return
             owner = dead.owner
-            journal = read_journal(place)
+            journal = read_journal(staging)
             if journal is not None:
                 try:
-                    for sentence in finish(place, journal):
-                        _log.warning("%s: %s", place.path.parent / journal.target, sentence)
-                except OutputError as error:  # nothing of it had taken its place
-                    _log.info("removed: %s: %s", place.path, error)
-            elif _has_output(place) and (resume if owner.target == target else owner.keeps):
-                _log.info("left to be gone on with: %s", place.path)
+                    for note in finish(staging, journal):
+                        _log.warning("%s: %s", staging.path.parent / journal.target, note)
+                except OutputError as error:  # the target was not changed
+                    _log.info("removed: %s: %s", staging.path, error)
+            elif _has_output(staging) and (resume if owner.target == target else owner.keeps):
+                _log.info("left for --resume: %s", staging.path)
                 return
-            remove_staging(place, dead.file)
+            remove_staging(staging, dead.file)
             remove_empty(owner.made)
 
 
 def adopt(
     parent: int, directory: Path, owner: Owner, held: ExitStack
 ) -> tuple[StagingDirectory, Locked] | None:
-    """Take over what a dead process left of an output, to go on with it; None if there is nothing.
+    """Take over a dead process's staging directory, to continue its output; None if there is none.
 
     Args:
         parent: descriptor of the directory.
-        directory: that holds what was left, and the target.
-        owner: what to record; `made` is added to.
-        held: keeps what was taken over open and locked.
+        directory: the parent of the staging directory and the target.
+        owner: the new owner, to whose `made` the dead owner's is added.
+        held: keeps the staging directory open and locked.
     """
     with _left_in(directory) as (_, names):
         for name in names:
@@ -93,29 +92,29 @@ def adopt(
                     if not _may_be_own(StagingDirectory(directory / name, parent, -1)):
                         continue
                     fd = opening.enter_context(opened(name, within=parent))
-                    place = StagingDirectory(directory / name, parent, fd)
-                    taken = _take_over(place, owner, opening)
+                    staging = StagingDirectory(directory / name, parent, fd)
+                    locked = _take_over(staging, owner, opening)
                 except OSError as error:
                     _log.warning("left alone: %s: %s", directory / name, error)
                     continue
-                if taken is not None:
+                if locked is not None:
                     held.push(opening.pop_all())
-                    return place, taken
+                    return staging, locked
     return None
 
 
-def _take_over(place: StagingDirectory, owner: Owner, held: ExitStack) -> Locked | None:
-    with dead_owner(place) as dead:
-        if dead is None or dead.owner.target != owner.target or not _has_output(place):
+def _take_over(staging: StagingDirectory, owner: Owner, held: ExitStack) -> Locked | None:
+    with dead_owner(staging) as dead:
+        if dead is None or dead.owner.target != owner.target or not _has_output(staging):
             return None
-        if status_of(JOURNAL_NAME, within=place.fd) is not None:
+        if status_of(JOURNAL_NAME, within=staging.fd) is not None:
             return None
-        for name in names_in(place.fd):
+        for name in names_in(staging.fd):
             if name not in (OWNER_NAME, OUTPUT, FINISHED_NAME):
-                remove(name, within=place.fd)
-        taken = Owner((*owner.made, *dead.owner.made), owner.target, owner.keeps)
-        file = held.enter_context(claim(place, taken))
-    return Locked(taken, file)
+                remove(name, within=staging.fd)
+        heir = owner._replace(made=(*owner.made, *dead.owner.made))
+        file = held.enter_context(claim(staging, heir))
+    return Locked(heir, file)
 
 
 @contextmanager
@@ -135,46 +134,45 @@ def _left_in(directory: Path) -> Iterator[tuple[int, list[str]]]:
             os.close(parent)
 
 
-def _may_be_own(found: StagingDirectory) -> bool:
-    status = status_of(found.path.name, within=found.parent)
+def _may_be_own(staging: StagingDirectory) -> bool:
+    status = status_of(staging.path.name, within=staging.parent)
     if status is None:  # its owner, or another run, has just removed it
         return False
     if stat.S_ISDIR(status.st_mode) and status.st_uid != os.geteuid():
-        _log.info("left alone: %s, which belongs to another user", found.path)
+        _log.info("left alone: %s, which belongs to another user", staging.path)
         return False
     return True
 
 
-def _has_output(place: StagingDirectory) -> bool:
-    status = status_of(OUTPUT, within=place.fd)
+def _has_output(staging: StagingDirectory) -> bool:
+    status = status_of(OUTPUT, within=staging.fd)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def remove_staging(place: StagingDirectory, file: FileIO | None) -> None:
-    """Remove a staging directory: its journal first, because half an output must not be moved.
+def remove_staging(staging: StagingDirectory, file: FileIO | None) -> None:
+    """Remove a staging directory, its journal first: half an output must not be moved.
 
-    Its owner file goes last: until then the next run can tell that its owner is dead. `file` is
-    that file, open, and is closed: NFS and FUSE keep a removed file under another name until then,
-    and so the directory.
+    Its owner file goes last, so that the next run can tell that the owner is dead. That `file` is
+    open, and is closed here: NFS and FUSE keep a removed file, and so the directory, until then.
     """
     if file is not None and file.closed:
-        return  # this process is a fork of the owner, which goes on
+        return  # this process is a fork of the owner, which still works
     try:
-        names = names_in(place.fd)
+        names = names_in(staging.fd)
         for name in sorted(names, key=lambda name: (name != JOURNAL_NAME, name == OWNER_NAME)):
-            remove(name, within=place.fd)
+            remove(name, within=staging.fd)
         if file is not None:
             file.close()
-        os.rmdir(place.path.name, dir_fd=place.parent)
-        mtime = mtime_in(place.path.name)
+        os.rmdir(staging.path.name, dir_fd=staging.parent)
+        mtime = mtime_in(staging.path.name)
         if mtime is not None:
-            os.utime(place.parent, ns=(os.fstat(place.parent).st_atime_ns, mtime))
+            os.utime(staging.parent, ns=(os.fstat(staging.parent).st_atime_ns, mtime))
     except OSError as error:
-        _log.warning("%s is left for the next run: %s", place.path, error)
+        _log.warning("%s is left for the next run: %s", staging.path, error)
 
 
-def remove_empty(made: Sequence[Path]) -> None:
-    """Remove directories that were made for an output, innermost first, while they are empty."""
+def remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories, innermost first, while they are empty."""
     with suppress(OSError):
-        for directory in made:
+        for directory in directories:
             directory.rmdir()

@@ -1,8 +1,8 @@
-"""Keep in a new output what others have in the old one, also what they change in the meantime.
+"""Keep other processes' files of the old output in the new one, including concurrent changes.
 
-The new directory first gets all files that do not go. When it has taken the place of the old one,
-the two are compared again: what was saved, made or removed in the old one in between is saved, made
-or removed in the new one too. Where both have changed, both stay.
+The new directory first gets all files that stay. After the swap the two are compared again: a file
+that was saved, created or removed in the old directory meanwhile is saved, created or removed in
+the new one too. If both have changed, both stay.
 """
 
 import os
@@ -21,7 +21,7 @@ _NOTE = "{} was saved while it was being replaced: that file is now {}"
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Descriptors of the old directory, the new one, and one for files that are half made."""
+    """Descriptors of the old directory, the new one, and one for incomplete copies."""
 
     old: int
     new: int
@@ -29,10 +29,9 @@ class Sides:
 
 
 def carry_over(sides: Sides, *, leave: Collection[str]) -> dict[str, Identity]:
-    """Give a new directory everything of an old one, but for the paths in `leave`.
+    """Add all files of the old directory to the new one, except the paths in `leave`.
 
-    Files are hard-linked, or copied where that is impossible; `old` stays as it is. Return what was
-    carried over, as it was.
+    Files are hard-linked, or copied where that is impossible. Return the identities of the files.
     """
     carried = {}
     for path, status in _files(sides):
@@ -44,35 +43,35 @@ def carry_over(sides: Sides, *, leave: Collection[str]) -> dict[str, Identity]:
 
 
 def settle(sides: Sides, journal: Journal) -> list[str]:
-    """Repeat, after the exchange, what others have done in the old directory since.
+    """After the swap, repeat the changes that others have made in the old directory since.
 
     Return notes about files that were changed on both sides.
     """
-    notes, there = [], {}
+    notes, existing = [], set()
     for path, status in _files(sides):
-        there[path] = now = identity(status)
-        if now not in (journal.goes.get(path), journal.carried.get(path)):
+        existing.add(path)
+        if identity(status) not in (journal.goes.get(path), journal.carried.get(path)):
             notes += _carry_again(sides, path, journal.carried.get(path))
     for path, before in journal.carried.items():
-        if path not in there and _is_carried(status_of(path, within=sides.new), before):
+        if path not in existing and _is_carried(status_of(path, within=sides.new), before):
             with folder_of(path, within=sides.new) as (folder, name):
-                os.unlink(name, dir_fd=folder)  # as its owner has done in the old one
+                os.unlink(name, dir_fd=folder)  # its owner removed it from the old directory
     return notes
 
 
 def set_aside(directory: int, path: str, *, unless: Identity | None) -> list[str]:
-    """Rename a file whose name ours takes, but not the one that may go; return a note."""
+    """Rename a file at our path, unless it has the identity `unless`; return a note."""
     status = status_of(path, within=directory)
     if status is None or identity(status) == unless:
         return []
-    free = next(one for one in _spare(path) if status_of(one, within=directory) is None)
+    free = next(name for name in _spare(path) if status_of(name, within=directory) is None)
     with folder_of(path, within=directory) as (folder, name):
         os.rename(name, free.rpartition("/")[2], src_dir_fd=folder, dst_dir_fd=folder)
     return [_NOTE.format(path, free)]
 
 
 def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files of `old` with their status; its directories are made in `new`."""
+    """Yield the files of `old` with their status; create its directories in `new`."""
     for path, is_folder in walk(sides.old):
         status = status_of(path, within=sides.old)
         if status is None:  # removed in the meantime
@@ -88,37 +87,37 @@ def _files(sides: Sides) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _carry_again(sides: Sides, path: str, carried: Identity | None) -> list[str]:
-    """Give the new directory a file that is not what it was; return a note about it."""
-    now = status_of(path, within=sides.old)
+    """Add a changed file to the new directory; return a note if its name is taken there."""
+    old = status_of(path, within=sides.old)
     for free in _spare(path):
-        there = status_of(path, within=sides.new)
-        if now is None or (there is not None and there.st_ino == now.st_ino):
+        new = status_of(path, within=sides.new)
+        if old is None or (new is not None and new.st_ino == old.st_ino):
             return []
-        if there is None or _is_carried(there, carried):
+        if new is None or _is_carried(new, carried):
             _give(sides, path)
             return []
-        kept = status_of(free, within=sides.new)
-        if kept is None or kept.st_ino == now.st_ino:
+        spare = status_of(free, within=sides.new)
+        if spare is None or spare.st_ino == old.st_ino:
             break
     _give(sides, path, to=free)
     return [_NOTE.format(path, free)]
 
 
 def _is_carried(status: os.stat_result | None, carried: Identity | None) -> bool:
-    """Return whether a file is the one that was carried over: the same, or its copy."""
+    """Return whether a file was carried over, as a link or a copy."""
     if status is None or carried is None:
         return False
     return status.st_ino == carried[0] or identity(status)[1:] == carried[1:]
 
 
 def _spare(path: str) -> Iterator[str]:
-    """Yield names to keep a file under."""
+    """Yield spare names for a file."""
     yield f"{path}.kept"
     yield from (f"{path}.kept-{number}" for number in count(2))
 
 
 def _give(sides: Sides, path: str, *, to: str = "") -> None:
-    """Link a file into the new directory, or copy it, in one step."""
+    """Link or copy a file into the new directory, atomically."""
     with (
         folder_of(path, within=sides.old) as (source, name),
         folder_of(to or path, within=sides.new, make=True) as (target, free),
@@ -129,19 +128,16 @@ def _give(sides: Sides, path: str, *, to: str = "") -> None:
         except FileNotFoundError:  # removed in the meantime
             return
         except OSError:  # the name is taken, or the file system has no hard links
-            _link_or_copy(source, name, sides.scratch, draft)
-            os.rename(draft, free, src_dir_fd=sides.scratch, dst_dir_fd=target)
-
-
-def _link_or_copy(source: int, name: str, target: int, draft: str) -> None:
-    try:
-        os.link(name, draft, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-    except OSError:
-        _copy(source, name, target, draft)
+            scratch = sides.scratch
+            try:
+                os.link(name, draft, src_dir_fd=source, dst_dir_fd=scratch, follow_symlinks=False)
+            except OSError:
+                _copy(source, name, scratch, draft)
+            os.rename(draft, free, src_dir_fd=scratch, dst_dir_fd=target)
 
 
 def _copy(source: int, name: str, target: int, draft: str) -> None:
-    """Copy a file with its mode and time, or a link as it is."""
+    """Copy a file with its mode and time, or a symbolic link."""
     status = os.stat(name, dir_fd=source, follow_symlinks=False)
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=source), draft, dir_fd=target)

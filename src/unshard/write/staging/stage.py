@@ -1,11 +1,10 @@
-"""Staging: an output is made apart, then takes its place in one commit, or leaves nothing behind.
+"""Staging: an output is written next to its target, and replaces it in one commit or vanishes.
 
 A staging directory is `_unshard-partial-<random>/`, next to the target, and only its owner may
-enter it. It contains `owner.json`, `output/`, the record of the files there that are finished, and
-in the end perhaps a journal. What a killed process left there is finished or removed by the next
-run, or gone on with, if it can be shown to be that user's own (see `owners`). Where the target is
-inside a checkpoint, the name also records the modification time to give back to the directory that
-holds both.
+enter it. It contains `owner.json`, `output/`, the record of finished files, and at the end perhaps
+a journal. If its process is killed, the next run finishes, continues or removes it, if it is
+provably the same user's (see `owners`). If the target is inside a checkpoint, the name also
+contains the parent's modification time, to restore it.
 """
 
 import errno
@@ -28,9 +27,9 @@ from unshard.write.companions import ADAPTER_CONFIG_NAME, write_files
 from unshard.write.dirfd import opened
 from unshard.write.stage import (
     SUSPECT,
-    Engine,
+    MergeEngine,
     Overflows,
-    Work,
+    WorkDigests,
     Written,
     counts_in,
     earlier_overflows,
@@ -43,8 +42,8 @@ from unshard.write.staging.owners import (
     Owner,
     StagingDirectory,
     claim,
-    is_believed_later,
     is_open_to_others,
+    is_trusted_later,
     seal,
     staging_name,
 )
@@ -56,25 +55,25 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Staging:
-    """A directory to fill, which `commit` turns into the target. Left without it, nothing remains.
+    """A directory to fill, which `commit` turns into the target; without it, nothing remains.
 
     Args:
-        target: where the output goes; parents are made (and removed again on failure).
-        needed_bytes: what the output will take.
-        sources: the directories of the checkpoint; if the output goes into one of them, it
+        target: the path of the output; parents are created (and removed again on failure).
+        needed_bytes: the size of the output.
+        sources: the directories of the checkpoint; if the output goes into one of them, that one
             keeps its modification time (trainers rotate checkpoints by it).
-        overwrite: whether what unshard wrote there may be replaced; "all": other files too.
-        names: the paths that the output will have, to refuse at once what would be refused later.
-        resume: whether to go on with what an earlier process left of this target, and to leave it
-            when a signal or an error ends this one, except an error of the output itself, or a
-            source that has changed.
+        overwrite: whether files that unshard wrote may be replaced; "all": other files too.
+        names: the paths of the output's files, so that conflicts are refused at once.
+        resume: whether to continue an earlier process's output for this target, and to keep
+            finished files after a signal or an error, unless the output itself is wrong or a source
+            has changed.
 
     Raises:
         OutputError: on entering: the target exists, is not writable or has no space, or its file
             system has no locks.
     """
 
-    def __init__(  # noqa: PLR0913 (what must be known of a target)
+    def __init__(  # noqa: PLR0913 (all facts about a target)
         self,
         target: Path,
         needed_bytes: int,
@@ -89,28 +88,30 @@ class Staging:
         self._sources = tuple(sources)
         self._overwrite = overwrite
         self._names = names
-        self._resume = resume and bool(seal())  # without a key nothing that is left is believed
+        self._resume = resume and bool(seal())  # without a key, finished files are not trusted
         self._why_not_resumed = ""
         if resume and not self._resume:
-            why = "there is no private directory for this user's key"
-            self._why_not_resumed = f"{why}; set XDG_STATE_HOME to a directory of yours"
+            self._why_not_resumed = (
+                "there is no private directory for this user's key; set XDG_STATE_HOME to a "
+                "directory of yours"
+            )
         self._is_adopted = False
         self._mode = Mode.NEW
         self._made_parents: list[Path] = []
         self._place: StagingDirectory | None = None
         self._owner_file: FileIO | None = None
         self._held = ExitStack()
-        self._quiet = ExitStack()  # holds signals back from a commit to the end of the stage
+        self._quiet = ExitStack()  # delays signals from the commit to the end of the stage
         self._is_complete = False
 
     @property
     def directory(self) -> Path:
-        """Where to write the output's files."""
+        """The directory of the output's files."""
         return self._staging.path / OUTPUT
 
     @property
     def scratch(self) -> Path:
-        """A directory for files that are needed while the output is made."""
+        """A directory for temporary files."""
         scratch = self._staging.path / "scratch"
         scratch.mkdir(exist_ok=True)
         return scratch
@@ -118,14 +119,14 @@ class Staging:
     def write(
         self,
         plan: Plan,
-        engine: Engine,
-        work: Work,
+        engine: MergeEngine,
+        work: WorkDigests,
         *,
         seal: Callable[[Path, int], None] = lambda _path, _number: None,
     ) -> Written:
-        """Make the files of weights that no earlier process has finished; see `Stage.write`.
+        """Write the weight files that are not finished yet; see `OutputStage.write`.
 
-        `seal` is called with the path and the number of each that has all its bytes.
+        `seal` is called with the path and number of each file that has all its bytes.
         """
         ledger, files = open_ledger(self._staging, work), plan.layout.files
         if self._why_not_resumed:
@@ -133,7 +134,7 @@ class Staging:
         left = unfinished(plan, ledger, engine.listener)
         data = sum(files[number].data_bytes for number in left.numbers)
         engine.listener(Progress("writing", data))
-        recorder = ThreadPoolExecutor(1)  # flushes a file while others are written
+        recorder = ThreadPoolExecutor(1)  # flushes files while others are written
         records: list[Future[None]] = []
 
         def finished(number: int, overflows: Overflows) -> None:
@@ -146,16 +147,16 @@ class Staging:
             for record in records:
                 record.result()
         finally:
-            with uninterrupted():  # nothing may be recorded while the stage is removed
+            with uninterrupted():  # no file may be recorded while the stage is removed
                 recorder.shutdown(cancel_futures=True)
         return Written(earlier_overflows(plan, ledger) + overflows)
 
     def add(self, files: Mapping[str, bytes | Path]) -> None:
-        """Add small files; see `Stage.add`."""
+        """Add small files; see `OutputStage.add`."""
         write_files(files, self.directory)
 
     def readable(self) -> Path:
-        """Return where the output can be read before the commit."""
+        """Return the directory of the unfinished output."""
         return self.directory
 
     @property
@@ -165,14 +166,14 @@ class Staging:
         return self._place
 
     def check(self) -> Mode:
-        """Return how the output would take its place, as `choose_mode` does; touch nothing."""
+        """Return the mode of the commit, by `choose_mode`; change nothing."""
         return choose_mode(
             self._target, self._sources, overwrite=self._overwrite, names=self._names
         )
 
     @contextmanager
     def turn(self, is_made: Callable[[], bool], listener: Listener) -> Iterator[None]:
-        """Wait for other processes that make the output; see `Stage.turn`."""
+        """Wait for other processes that make the output; see `OutputStage.turn`."""
         target, make = self._target.resolve(), self._make_parents
         keeps_mtime = self._is_within(target)
         with ExitStack() as held:
@@ -187,7 +188,7 @@ class Staging:
     def __enter__(self) -> Self:
         try:
             self._enter()
-            return self  # noqa: TRY300 (a signal just before it is caught, too)
+            return self  # noqa: TRY300 (inside, so that a signal just before it is caught)
         except BaseException as error:
             self._clean_up(keep=self._is_adopted)
             if isinstance(error, OSError):
@@ -202,7 +203,7 @@ class Staging:
             self._clean_up(keep=left is not None)
             self._quiet.close()
             if left is not None:
-                say_what_is_left(error, left)
+                note_resumable(error, left)
             if isinstance(error, OSError):
                 raise unwritable(self._target, error, left) from error
         except KeyboardInterrupt as late:
@@ -211,12 +212,11 @@ class Staging:
             raise
 
     def commit(self, record: bytes | None = None, *, replaced: Sequence[str] = ()) -> list[str]:
-        """Add the record, make everything durable and let it take the target's place.
+        """Add the record, make everything durable, and replace the target.
 
-        Ctrl-C and the like wait until the stage is left, which then reports that they came too
-        late. Companions in `replaced` replace those in a checkpoint's own directory. Return notes:
-        what others changed in the target in the meantime, and whether the output might not survive
-        a power failure.
+        Signals are delayed until the stage is left, which then reports that they came too late.
+        Companions in `replaced` replace those in a checkpoint's own directory. Return notes about
+        concurrent changes in the target, and about failed flushes.
 
         Raises:
             OutputError: another process made the target, or not all files could be moved.
@@ -226,50 +226,53 @@ class Staging:
         with ExitStack() as quiet:
             quiet.enter_context(uninterrupted())
             configs = [self.directory / "config.json", self.directory / ADAPTER_CONFIG_NAME]
-            is_alone = self._mode is not Mode.IN_PLACE and not any(one.exists() for one in configs)
+            has_config = any(path.exists() for path in configs)
             notes = self._take_place(replaced)
+            is_alone = self._mode is not Mode.IN_PLACE and not has_config
             if is_alone and (self._target / "config.json").exists():
-                what = "which this merge did not write: the new weights would be loaded with it"
-                notes.append(f"{self._target} keeps its config.json, {what}")
+                notes.append(
+                    f"{self._target} keeps its config.json, which this merge did not write: the "
+                    "new weights would be loaded with it"
+                )
             self._is_complete = True
             self._made_parents.clear()
             self._clean_up(keep=False)
-            if self._resume and not self._is_adopted:  # what could not be taken over is of no use
+            if self._resume and not self._is_adopted:  # older staging directories are obsolete now
                 recover(self._target.parent, target=self._target.name)
             self._quiet = quiet.pop_all()
         return notes
 
     def _take_place(self, replaced: Collection[str]) -> list[str]:
-        place = self._staging
+        staging = self._staging
         if self._mode is Mode.NEW:
             try:
-                take_new(place, self._target)
-                return _durable(place.parent, self._target)
+                take_new(staging, self._target)
+                return _durable(staging.parent, self._target)
             except OutputError:
                 if not self._overwrite:
                     raise
-                self._mode = self.check()  # it may be replaced as if it had been there before
+                self._mode = self.check()  # the target has appeared meanwhile: replace it
         journal = begin(
-            place,
+            staging,
             self._target,
             self._mode,
             replaced=replaced,
             lose_strangers=self._overwrite == "all",
         )
-        write_journal(place, journal)
-        with suppress(OSError):  # every step may be done twice
-            return finish(place, journal) + _durable(place.parent, self._target)
+        write_journal(staging, journal)
+        with suppress(OSError):  # retried below, because every step is idempotent
+            return finish(staging, journal) + _durable(staging.parent, self._target)
         try:
-            return finish(place, journal) + _durable(place.parent, self._target)
+            return finish(staging, journal) + _durable(staging.parent, self._target)
         except OSError as error:
-            if not is_begun(place, journal):
+            if not is_begun(staging, journal):
                 raise
-            self._place = None  # it is left for the next run
-            next_one = "the next merge to the same place moves them"
-            way = next_one if is_believed_later(place) else "move them"
+            self._place = None  # left for the next run
+            is_automatic = is_trusted_later(staging)
+            way = "the next merge to the same target moves them" if is_automatic else "move them"
             raise OutputError(
                 f"{self._target}: not all new files could be moved there: {error}",
-                hint=f"the others are in {place.path}; {way}",
+                hint=f"the others are in {staging.path}; {way}",
             ) from error
 
     def _enter(self) -> None:
@@ -281,7 +284,7 @@ class Staging:
         is_new, disk = self._mode is Mode.NEW, self._target.parent.stat().st_dev
         if not is_new and self._target.stat().st_dev != disk:
             raise OutputError(
-                f"{self._target}: is a mount point, and cannot be replaced in one step",
+                f"{self._target}: is a mount point, and cannot be replaced atomically",
                 hint="give a directory inside it",
             )
         if self._mode in (Mode.IN_PLACE, Mode.HERE):
@@ -289,8 +292,8 @@ class Staging:
         with uninterrupted():
             if self._resume:
                 self._adopt()
-        here = allocated(self._staging.path) if self._is_adopted else 0
-        check_space(self._target.parent, self._needed - here)
+        present = allocated(self._staging.path) if self._is_adopted else 0
+        check_space(self._target.parent, self._needed - present)
         with uninterrupted():
             if not self._is_adopted:
                 self._make()
@@ -303,30 +306,30 @@ class Staging:
             self._made_parents.append(parent)
 
     def _is_within(self, target: Path) -> bool:
-        """Return whether the directory that holds the target is part of a checkpoint."""
+        """Return whether the parent of the target is part of a checkpoint."""
         return any(is_inside(target.parent, source) for source in self._sources)
 
     def _adopt(self) -> None:
-        """Take over what an earlier process left of this target, if there is something."""
-        holder = self._target.parent
+        """Take over an earlier process's staging directory for this target, if there is one."""
+        directory = self._target.parent
         with ExitStack() as held:
-            parent = os.open(holder, _DIRECTORY)
+            parent = os.open(directory, _DIRECTORY)
             held.callback(os.close, parent)
             owner = Owner(tuple(self._made_parents), self._target.name, keeps=True)
-            found = adopt(parent, holder, owner, held)
-            if found is None:
+            adopted = adopt(parent, directory, owner, held)
+            if adopted is None:
                 return
             self._held.push(held.pop_all())
-        self._place, taken = found
-        self._owner_file = taken.file
-        self._made_parents = list(taken.owner.made[::-1])
+        self._place, locked = adopted
+        self._owner_file = locked.file
+        self._made_parents = list(locked.owner.made[::-1])
         self._is_adopted = True
-        recover(holder, target=self._target.name)  # of the same target only one can be gone on with
+        recover(directory, target=self._target.name)  # removes others for the same target
 
     def _make(self) -> None:
-        """Make the staging directory, and hold it open."""
-        holder = self._target.parent
-        parent = os.open(holder, _DIRECTORY)
+        """Create the staging directory, and hold it open."""
+        directory = self._target.parent
+        parent = os.open(directory, _DIRECTORY)
         self._held.callback(os.close, parent)
         is_within = self._is_within(self._target)
         name = staging_name(parent, os.fstat(parent).st_mtime_ns if is_within else None)
@@ -336,35 +339,33 @@ class Staging:
         except OSError:
             os.rmdir(name, dir_fd=parent)
             raise
-        self._place = StagingDirectory(holder / name, parent, fd)
+        self._place = StagingDirectory(directory / name, parent, fd)
         if self._resume and is_open_to_others(fd):
             self._resume = False
-            self._why_not_resumed = f"the file system of {holder} lets others write everywhere"
+            self._why_not_resumed = f"the file system of {directory} lets others write everywhere"
         owner = Owner(tuple(self._made_parents), self._target.name, self._resume)
         self._owner_file = self._held.enter_context(claim(self._place, owner))
 
     def _clean_up(self, *, keep: bool) -> None:
-        """Leave nothing, unless a commit is left for the next run, or all of it is to be kept."""
+        """Remove everything, unless a commit is left for the next run, or `keep`."""
         try:
-            self._remove_what_is_left(keep=keep)
-        except BaseException:  # a signal, before it could be held back
-            self._remove_what_is_left(keep=keep)
+            self._remove(keep=keep)
+        except BaseException:  # a signal that came before `uninterrupted`
+            self._remove(keep=keep)
             raise
 
-    def _remove_what_is_left(self, *, keep: bool) -> None:
+    def _remove(self, *, keep: bool) -> None:
         with uninterrupted():
-            place, self._place = self._place, None
-            if place is not None and not keep:
-                remove_staging(place, self._owner_file)
+            staging, self._place = self._place, None
+            if staging is not None and not keep:
+                remove_staging(staging, self._owner_file)
             self._held.close()
             remove_empty(self._made_parents[::-1])
 
 
-def say_what_is_left(error: BaseException | None, left: Path) -> None:
-    """Add to an error or an interruption where the finished files are, and how to go on."""
-    text = Text(
-        f"what is finished is kept in {left}; the same merge with ⟦+--resume⟧ goes on with it"
-    )
+def note_resumable(error: BaseException | None, left: Path) -> None:
+    """Add to an error or an interruption where the finished files are, and how to reuse them."""
+    text = Text(f"finished files are kept in {left}; rerun with ⟦+--resume⟧ to reuse them")
     if isinstance(error, KeyboardInterrupt):
         error.args = (f"{error}\n  kept:     {text}" if error.args else f"{how(error)}: {text}",)
     elif isinstance(error, UnshardError):
@@ -372,21 +373,21 @@ def say_what_is_left(error: BaseException | None, left: Path) -> None:
 
 
 def unwritable(target: Path, error: OSError, left: Path | None = None) -> OutputError:
-    """Return the error for an output that could not be written; `left` is what was kept of it."""
+    """Return the error of a failed output, of which the finished files are in `left`."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    raised = OutputError(
+    failure = OutputError(
         f"{target}: cannot be written: {error.strerror or error}",
         hint="free some space and run it again" if full else "",
     )
     if left is not None:
-        say_what_is_left(raised, left)
+        note_resumable(failure, left)
     elif full:
-        raised.hint += "; nothing was left behind"
-    return raised
+        failure.hint += "; no partial output left"
+    return failure
 
 
 def _durable(directory: int, target: Path) -> list[str]:
-    """Flush a rename; return a note if that fails: the rename itself is done."""
+    """Flush a completed rename; return a note if the flush fails."""
     try:
         os.fsync(directory)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Where an output may go, what of that place it takes, and whether that may be lost.
+"""Permitted targets of an output, and the files there that it may replace.
 
-Only what unshard wrote there may: files that the target's `unshard.json` lists, by name and size.
-Also files of the same tensors, byte for byte, as those of the output, because nothing is lost with
-them: so a checkpoint that another tool merged in place can be merged again.
+These are files that unshard wrote: the target's `unshard.json` lists them by name and size. Weight
+files with the same tensors as the output, byte for byte, may be replaced too, so that a checkpoint
+that another tool merged in place can be merged again.
 """
 
 import errno
@@ -27,7 +27,7 @@ _SHOWN = 10
 _BLOCK = 1 << 20
 
 _Tensor = tuple[Path, int, HeaderEntry]
-"""The file of a tensor, where the data of that file begin, and the tensor's entry there."""
+"""The file of a tensor, the offset of that file's data, and the tensor's entry there."""
 
 
 def choose_mode(
@@ -37,7 +37,7 @@ def choose_mode(
     overwrite: bool | str,
     names: Collection[str] = (),
 ) -> Mode:
-    """Return how an output would take its place; for the arguments see `Staging`.
+    """Return the mode of an output's commit; for the arguments see `Staging`.
 
     Raises:
         OutputError: the target exists and may not be replaced.
@@ -53,48 +53,49 @@ def choose_mode(
             f"{target}: exists already",
             hint="give another output, or replace the weights there: ⟦+--overwrite⟧",
         )
-    mode = Mode.IN_PLACE if any(is_inside(one, target) for one in sources) else Mode.REPLACE
+    is_in_place = any(is_inside(source, target) for source in sources)
+    mode = Mode.IN_PLACE if is_in_place else Mode.REPLACE
     if overwrite != "all":
         _check_strangers(target, mode, names)
     return Mode.HERE if mode is Mode.REPLACE and _is_entered(target) else mode
 
 
 def _is_entered(target: Path) -> bool:
-    """Return whether the current directory, most often that of a shell too, is the target.
+    """Return whether the current directory is the target, or inside it.
 
-    Or below it. A rename would leave both in a directory that is no longer there.
+    A rename would leave this process, and usually its shell, in a directory that no longer exists.
     """
     try:
         return is_inside(Path.cwd(), target)
-    except FileNotFoundError:  # it is gone already
+    except FileNotFoundError:  # already removed
         return False
 
 
 def is_inside(path: Path, directory: Path) -> bool:
-    """Return whether a path is an existing directory, or inside it, however the two are written."""
+    """Return whether a path is an existing directory or inside it, however they are written."""
     path = path.resolve()
-    return any(_are_same(one, directory) for one in (path, *path.parents))
+    return any(_are_same(ancestor, directory) for ancestor in (path, *path.parents))
 
 
 def _are_same(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to one directory.
+    """Return whether two paths lead to the same directory.
 
-    It has several where the case of names is ignored, and where it is mounted twice.
+    They may differ if case is ignored, or the directory is mounted twice.
     """
-    if type(one) is not type(other):  # on a disk and in a bucket
+    if type(one) is not type(other):  # a disk and a bucket
         return False
     try:
         return one.samefile(other)
     except OSError as error:
         if error.errno in _NOTHING_THERE:
             return False
-        raise OutputError(f"{error.filename}: cannot be looked at: {error.strerror}") from error
+        raise OutputError(f"{error.filename}: cannot be examined: {error.strerror}") from error
 
 
 def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
-    """Refuse, before an output is made, what its commit would refuse.
+    """Refuse files that the commit would refuse, before the output is made.
 
-    In place, weights that may be equal to those of the output can only be compared in the end.
+    In place, weights that may equal the output's can only be compared at the end.
     """
     with closing(os.open(target, os.O_RDONLY | os.O_DIRECTORY)) as fd:
         paths = {*find_in_the_way(fd), RECORD_NAME}
@@ -103,13 +104,13 @@ def _check_strangers(target: Path, mode: Mode, names: Collection[str]) -> None:
             paths |= set(filter(is_state_file, names))
         else:
             paths |= set(names)
-        found = find_strangers(fd, paths)
-        if mode is not Mode.IN_PLACE or not _may_have_tensors(fd, found):
-            refuse_strangers(target, found)
+        strangers = find_strangers(fd, paths)
+        if mode is not Mode.IN_PLACE or not _may_have_tensors(fd, strangers):
+            refuse_strangers(target, strangers)
 
 
 def refuse_sources(target: Path, files: Iterable[Path]) -> None:
-    """Raise OutputError if weight files of the output would replace those that are merged."""
+    """Raise OutputError if the output would replace the weight files that are merged."""
     weights = [path for path in (file.resolve() for file in files) if is_weight_file(path.name)]
     lost = sorted(path.name for path in weights if _are_same(path.parent, target))
     if lost:
@@ -120,14 +121,14 @@ def refuse_sources(target: Path, files: Iterable[Path]) -> None:
 
 
 def refuse_inside(target: Path, places: Iterable[Path]) -> None:
-    """Raise OutputError if an output is, or would be in, a directory that is read."""
+    """Raise OutputError if the output is one of the source directories, or inside one."""
     for place in places:
         if is_inside(target, place):
             raise OutputError(f"{target}: is in {place}, which is read", hint="give another output")
 
 
 def allocated(directory: Path) -> int:
-    """Return the bytes of disk that the files in a directory take; what is gone takes none."""
+    """Return the allocated bytes of the files in a directory; files that vanish count 0."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -145,38 +146,38 @@ def check_space(directory: Path, needed_bytes: int) -> None:
             f"{directory}: not enough free space",
             expected=f"{needed_bytes + _SLACK:,} bytes",
             found=f"{free:,} bytes",
-            hint="free some space, or use another file system: an output elsewhere, or TMPDIR for "
+            hint="free some space, or use another file system: another output, or TMPDIR for "
             "temporary files",
         )
 
 
 def find_in_the_way(target: int) -> list[str]:
-    """Return the files in a directory that would be loaded, as `is_loaded` says."""
+    """Return the files in a directory that transformers would load; see `is_loaded`."""
     return sorted(filter(is_loaded, os.listdir(target)))
 
 
 def find_strangers(target: int, paths: Iterable[str]) -> list[str]:
-    """Return those paths in a directory at which there is something that unshard did not write."""
+    """Return the paths in a directory that exist and were not written by unshard."""
     record = read_record(target)
-    found = []
+    strangers = []
     for path in sorted(set(paths)):
         status = status_of(path, within=target)
         if status is None:
             continue
         is_file = stat.S_ISREG(status.st_mode)
         if not (is_file and record is not None and record.lists(path, status.st_size)):
-            found.append(path)
-    return found
+            strangers.append(path)
+    return strangers
 
 
-def refuse_strangers(target: Path, found: Sequence[str]) -> None:
-    """Raise OutputError if there are files that unshard did not write, and that would be lost."""
-    if not found:
+def refuse_strangers(target: Path, strangers: Sequence[str]) -> None:
+    """Raise OutputError if files that unshard did not write would be lost."""
+    if not strangers:
         return
     raise OutputError(
         f"{target}: has files that unshard did not write, or that were changed since: "
-        f"{listed(found, _SHOWN)}",
-        expected="nothing that would be lost, or loaded instead of the output or together with it",
+        f"{listed(strangers, _SHOWN)}",
+        expected="no file that would be lost, or loaded instead of the output or together with it",
         hint="move them away, or give another output; to have them removed: ⟦--overwrite=all⟧",
     )
 
@@ -186,7 +187,8 @@ def have_same_tensors(target: Path, fd: int, output: Path, paths: Sequence[str])
     if not _may_have_tensors(fd, paths):
         return False
     try:
-        old, new = _tensors(target, paths), _tensors(output, [one.name for one in output.iterdir()])
+        old = _tensors(target, paths)
+        new = _tensors(output, [path.name for path in output.iterdir()])
     except (CheckpointError, OSError):
         return False
     forms = [
@@ -197,7 +199,7 @@ def have_same_tensors(target: Path, fd: int, output: Path, paths: Sequence[str])
 
 
 def _may_have_tensors(fd: int, paths: Iterable[str]) -> bool:
-    """Return whether files may have an output's tensors: by their names, and if not links."""
+    """Return whether files may have an output's tensors, by their names and types."""
     return all(
         (path in INDEX_NAMES or _is_safetensors(path))
         and (status := status_of(path, within=fd)) is not None
@@ -212,7 +214,9 @@ def _is_safetensors(path: str) -> bool:
 
 def _tensors(directory: Path, names: Iterable[str]) -> dict[str, _Tensor]:
     files = [read_safetensors(directory / name) for name in names if _is_safetensors(name)]
-    return {one.name: (file.path, file.data_start, one) for file in files for one in file.entries}
+    return {
+        entry.name: (file.path, file.data_start, entry) for file in files for entry in file.entries
+    }
 
 
 def _same_bytes(one: _Tensor, other: _Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Turns: of the processes that are asked for the same output, one makes it and the others wait.
+"""Turns: one of several processes makes an output, and the others wait.
 
-A turn is the lock of a small file next to the target, which names the process that has it. The
-kernel drops the lock when that process ends, however it ends, and another one goes on. Whoever has
-the lock removes the file, so a process that got the lock of a file that is gone tries again.
+A turn is the lock of a small file next to the target, which contains the name of its process. The
+kernel drops the lock when that process ends, however it ends, and the next process gets the turn.
+The holder of the lock removes the file, so a process that has locked a removed file tries again.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from unshard.write.stage import BusyError
 from unshard.write.staging.owners import no_locks, who_makes
 
 TURN_PREFIX = "_unshard-turn-"
-_SHORTEST_S, _LONGEST_S = 0.1, 0.5  # between two looks
+_SHORTEST_S, _LONGEST_S = 0.1, 0.5  # between two attempts
 _NAME_BYTES = 200
 _RETRIES = 100
 
@@ -38,40 +38,40 @@ def turn(
     make_parents: Callable[[], None],
     keeps_mtime: bool,
 ) -> Iterator[None]:
-    """Wait until no other process makes an output, or it is made; keep others waiting meanwhile.
+    """Wait until the output exists or no other process makes it; let others wait meanwhile.
 
-    A merge that does not ask for its turn is waited for, too.
+    Merges that do not take turns are waited for, too.
 
     Args:
-        target: the output, without links.
-        is_made: as for `Stage.turn`.
-        listener: as for `Stage.turn`.
-        make_parents: makes the directory that is to hold the target.
+        target: the output, with links resolved.
+        is_made: as for `OutputStage.turn`.
+        listener: as for `OutputStage.turn`.
+        make_parents: creates the parent directory of the target.
         keeps_mtime: whether that directory keeps its modification time.
 
     Raises:
         OutputError: the file system has no locks.
-        OSError: there can be no file next to the target.
+        OSError: no file can be created next to the target.
     """
     digest = hashlib.blake2b(os.fsencode(target.name), digest_size=8).hexdigest()
     own = _Turn(target.parent, TURN_PREFIX + digest, keeps_mtime=keeps_mtime)
-    pause, is_told, retries = _SHORTEST_S, False, _RETRIES
+    pause, is_reported, retries = _SHORTEST_S, False, _RETRIES
     try:
         while not is_made():
             try:
                 with uninterrupted():
                     make_parents()
                     other = own.take() or who_makes(target.parent, target.name)
-            except FileNotFoundError:  # another process that failed has removed the directory
+            except FileNotFoundError:  # another process failed and removed the directory
                 retries -= 1
                 if not retries:
                     raise
                 continue
             if not other:
                 break
-            if not is_told:
+            if not is_reported:
                 listener(Chosen(f"waiting for {other}, which makes {target}"))
-            is_told = True
+            is_reported = True
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
         yield
@@ -80,7 +80,7 @@ def turn(
 
 
 class _Turn:
-    """The turn of this process; `end` it, taken or not."""
+    """The turn of this process; call `end` whether it was taken or not."""
 
     def __init__(self, folder: Path, name: str, *, keeps_mtime: bool) -> None:
         self._folder, self._name = folder, name
@@ -88,11 +88,11 @@ class _Turn:
         self._file: FileIO | None = None
 
     def take(self) -> str:
-        """Try to take it; return which process has it, or "" if it is this one's.
+        """Try to take it; return the process that has it, or "" if this process does.
 
         Raises:
             OutputError: the file system has no locks.
-            OSError: the file cannot be made or opened.
+            OSError: the file cannot be created or opened.
         """
         if self._file is not None:
             return ""
@@ -109,10 +109,10 @@ class _Turn:
         return other
 
     def end(self) -> None:
-        """Let the next process have it; remove its file, also one that a dead process has left."""
+        """Give it to the next process, and remove its file, even if a dead process left it."""
         with suppress(OSError, OutputError), uninterrupted():
             if self._file is not None and self._file.closed:
-                return  # this process is a fork of the one that has the turn
+                return  # this process is a fork of the turn's process
             with closing(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)) as folder:
                 if self._file is None:
                     self._file, _ = self._lock(folder)
@@ -122,21 +122,21 @@ class _Turn:
 
     @contextmanager
     def _mtime_kept(self, folder: int) -> Iterator[None]:
-        """Give a directory's modification time back, if it is to be kept."""
+        """Restore a directory's modification time, if it is to be kept."""
         before = os.fstat(folder)
         yield
         if self._keeps_mtime:
-            with suppress(OSError):  # it is another user's
+            with suppress(OSError):  # another user owns the directory
                 os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     def _lock(self, folder: int) -> tuple[FileIO | None, str]:
-        """Return the file, locked; or None, and which process has the turn."""
+        """Return the locked file and ""; or None and the process that has the turn."""
         other = "another process"
         try:
             fd = open_regular(self._name, os.O_RDWR, within=folder)
         except FileNotFoundError:  # its turn has just ended
             return None, other
-        except PermissionError:  # another user's file; only NFS needs one to write into
+        except PermissionError:  # another user's file; only NFS needs write access for a lock
             fd = open_regular(self._name, os.O_RDONLY, within=folder)
         file = hold(FileIO(fd, "r+"))
         try:
@@ -152,13 +152,13 @@ class _Turn:
 
 
 def end_left_turns(directory: Path) -> None:
-    """Remove the files of turns that killed processes have left in a directory."""
+    """Remove the turn files of killed processes from a directory."""
     for path in directory.glob(TURN_PREFIX + "*"):
         _Turn(directory, path.name, keeps_mtime=False).end()
 
 
 def lock_directory(directory: Path) -> ExitStack:
-    """Lock a directory against other merges into it, until what is returned is closed.
+    """Lock a directory against other merges into it, until the returned stack is closed.
 
     Raises:
         BusyError: another merge has locked it.

@@ -1,1 +1,1 @@
-"""The output, read again from disk and compared."""
+"""Checks and comparisons of outputs."""

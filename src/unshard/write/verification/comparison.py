@@ -1,4 +1,4 @@
-"""What comparing two models found, tensor by tensor, as one object for people, JSON and callers."""
+"""The result of comparing two models, for the terminal, JSON and Python callers."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from unshard.showing import counted
 
 @dataclass(frozen=True, slots=True)
 class Tolerances:
-    """How far values may be apart: |ours - theirs| <= atol + rtol * |theirs|.
+    """The largest permitted difference: |ours - theirs| <= atol + rtol * |theirs|.
 
-    Both 0 means exact: every bit must be equal, those of NaN and the sign of zero too. Otherwise
-    NaN equals NaN, and an infinity equals itself only.
+    If both are 0, every bit must be equal, including NaN payloads and the sign of zero. Otherwise
+    NaN equals NaN, and an infinity equals only itself.
 
     Attributes:
         atol, rtol: as above.
-        norms: whether equal values are measured, too: for norms and zeros, which takes longest.
+        norms: whether equal values are measured too, for norms and zeros; this takes longest.
     """
 
     atol: float = 0.0
@@ -29,22 +29,22 @@ class Tolerances:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What the elements of two tensors of equal shape are; computed in float64.
+    """Statistics of the elements of two tensors of equal shape; computed in float64.
 
     Attributes:
-        elements: how many there are.
-        different: how many differ: in their bits, or by more than the tolerances allow.
-        different_values: how many are not the same number; NaN is NaN here, and -0 is 0.
+        elements: number of elements of each tensor.
+        different: number of pairs that differ in their bits, or by more than the tolerances.
+        different_values: number of pairs of different numbers, with NaN = NaN and -0 = 0.
         max_abs_diff: largest |ours - theirs| where neither is NaN.
         max_rel_diff: largest |ours - theirs| / |theirs| there; infinite where theirs is 0.
         rms_diff: root of the mean square of ours - theirs, 0 where either is NaN.
-        norm_ours, norm_theirs: Euclidean norms; NaN or infinite if any element is. `diff` has NaN.
-        nans_ours, nans_theirs: how many elements are NaN.
-        infs_ours, infs_theirs: how many are infinite.
+        norm_ours, norm_theirs: Euclidean norms; NaN or infinite if any element is. NaN in `diff`.
+        nans_ours, nans_theirs: number of NaN.
+        infs_ours, infs_theirs: number of infinities.
         all_zero_ours, all_zero_theirs: whether every element is 0; False for an empty tensor, and
             in `diff`.
-        delta_bytes: about what the XOR of both takes, compressed by zstd, which is estimated from
-            even samples; in `diff` alone, and None without a zstd library.
+        delta_bytes: estimated size of the XOR of both, compressed by zstd, from even samples; only
+            in `diff`, and None without a zstd library.
     """
 
     elements: int
@@ -66,15 +66,15 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """Two tensors of one name.
+    """Two tensors of the same name.
 
     Attributes:
-        name: of both.
-        dtype_ours, dtype_theirs: as stored, or as a merge of the checkpoint would keep them.
+        name: the name.
+        dtype_ours, dtype_theirs: as stored, or as a merge of the checkpoint would write them.
         shape_ours, shape_theirs: elements per dimension.
-        cast: dtypes differ and a merge may cast between them: theirs was cast to ours.
+        cast: theirs was cast to ours, because a merge may cast between these dtypes.
         equal: same shape, dtype the same or cast, and no element is different.
-        values: of the elements; None where the shapes differ.
+        values: statistics of the elements; None if the shapes differ.
     """
 
     name: str
@@ -89,7 +89,7 @@ class TensorComparison:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor whose shape in the files is not the one that the model class expects."""
+    """A tensor whose shape differs from the shape that the model class expects."""
 
     name: str
     found: tuple[int, ...]
@@ -98,13 +98,13 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What transformers reports when it loads the names and shapes of an output.
+    """The report of transformers on loading the names and shapes of an output.
 
     Attributes:
-        model_class: the class that the config names.
+        model_class: the model class of the config.
         missing: parameters that are not in the files.
         unexpected: tensors of the files that the class does not have.
-        mismatched: tensors of another shape.
+        mismatched: tensors with the wrong shape.
     """
 
     model_class: str
@@ -120,11 +120,11 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class ByConfig:
-    """Our names and those that config.json implies.
+    """Differences between our names and the names that config.json implies.
 
     Attributes:
         missing: names that we do not have.
-        unexpected: names that have no place in the model.
+        unexpected: names that the model does not have.
     """
 
     missing: tuple[str, ...]
@@ -132,7 +132,7 @@ class ByConfig:
 
     @property
     def complete(self) -> bool:
-        """Whether every name is there on both sides."""
+        """Whether the names are the same."""
         return not (self.missing or self.unexpected)
 
 
@@ -141,11 +141,11 @@ class Comparison:
     """Two models, compared.
 
     Attributes:
-        atol, rtol: the tolerances; both 0 for bits.
-        tensors: every name that both have, in our order.
-        missing: names that only they have; `unexpected`: names that only we have.
-        by_config: our names compared with those of our config; None if it does not determine them.
-        loading: the result of loading with transformers, if that was requested.
+        atol, rtol: the tolerances; both 0 if bits were compared.
+        tensors: every common name, in our order.
+        missing: names that only they have; unexpected: names that only we have.
+        by_config: our names compared with our config's; None if it does not determine them.
+        loading: the result of loading with transformers, if requested.
     """
 
     atol: float
@@ -157,50 +157,46 @@ class Comparison:
     loading: Loading | None = None
 
     def __repr__(self) -> str:
-        """Return one line: the verdict, and what differs."""
-        counts = (
-            f", {len(names)} {what}"
-            for what, names in (
-                ("different", self.different),
-                ("missing", self.missing),
-                ("unexpected", self.unexpected),
-            )
-            if names
-        )
+        """Return a line with the verdict and the number of differences."""
+        counts = {
+            "different": len(self.different),
+            "missing": len(self.missing),
+            "unexpected": len(self.unexpected),
+        }
         verdict = "the same" if self.equal else "not the same"
         compared = counted(len(self.tensors), "tensor")
-        return f"<Comparison: {verdict}, {compared} compared{''.join(counts)}>"
+        differences = (f", {count} {kind}" for kind, count in counts.items() if count)
+        return f"<Comparison: {verdict}, {compared} compared{''.join(differences)}>"
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same names, and every tensor and the loading are as they should.
-
-        Names that contradict our own config are not.
-        """
-        whole = all(one is None or one.complete for one in (self.by_config, self.loading))
-        return whole and not (self.missing or self.unexpected or self.different)
+        """Whether names and tensors are equal, our names fit our config, and loading succeeds."""
+        checks = (self.by_config, self.loading)
+        is_complete = all(check is None or check.complete for check in checks)
+        return is_complete and not (self.missing or self.unexpected or self.different)
 
     @property
     def different(self) -> tuple[TensorComparison, ...]:
         """The tensors that are not equal, the worst first."""
-        return tuple(sorted((one for one in self.tensors if not one.equal), key=_how_good))
+        return tuple(sorted((each for each in self.tensors if not each.equal), key=_badness))
 
     @property
     def with_nan(self) -> tuple[TensorComparison, ...]:
         """Our tensors that contain NaN."""
-        return tuple(one for one in self.tensors if one.values and one.values.nans_ours)
+        return tuple(each for each in self.tensors if each.values and each.values.nans_ours)
 
     @property
     def all_zero(self) -> tuple[TensorComparison, ...]:
         """Our tensors that contain only zeros."""
-        return tuple(one for one in self.tensors if one.values and one.values.all_zero_ours)
+        return tuple(each for each in self.tensors if each.values and each.values.all_zero_ours)
 
 
-def _how_good(one: TensorComparison) -> tuple[bool, bool, float, float, str]:
-    """Return a key that sorts other shapes and dtypes first, then NaN, then large differences."""
-    if one.values is None:
-        return False, False, 0, 0, one.name
-    same_type = one.cast or one.dtype_ours == one.dtype_theirs
-    same_nans = one.values.nans_ours == one.values.nans_theirs
-    share = one.values.different / max(one.values.elements, 1)
-    return same_type, same_nans, -one.values.max_abs_diff, -share, one.name
+def _badness(tensor: TensorComparison) -> tuple[bool, bool, float, float, str]:
+    """Return a sort key: other shapes and dtypes first, then NaN, then large differences."""
+    values = tensor.values
+    if values is None:
+        return False, False, 0, 0, tensor.name
+    same_type = tensor.cast or tensor.dtype_ours == tensor.dtype_theirs
+    same_nans = values.nans_ours == values.nans_theirs
+    share = values.different / max(values.elements, 1)
+    return same_type, same_nans, -values.max_abs_diff, -share, tensor.name

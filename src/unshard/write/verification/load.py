@@ -1,11 +1,11 @@
-"""Verify that transformers has a place for every tensor of an output: `verify --load`.
+"""Verify that transformers loads every tensor of an output: `verify --load`.
 
-The class that config.json names is built on the meta device and given tensors without data. Names
-and shapes are checked by transformers' own loading, which knows its renamings, ties and buffers; no
-byte of the weights is read, and no code of the output runs.
+The model class of config.json is built on the meta device and loads tensors without data.
+transformers' own loading checks names and shapes, because it handles renamings, ties and buffers.
+No weights are read, and no code of the output runs.
 
-This module and `engines.into_transformers` are the only ones that import transformers, and with
-`engines.into_torch` the only ones that import torch (the extra `torch`); only when they are used.
+Only this module, `engines.into_transformers` and `engines.into_torch` import torch or transformers
+(the extra `torch`), when they are used.
 """
 
 import json
@@ -32,8 +32,8 @@ _SHOWN = 20
 Shape = tuple[int, ...]
 
 
-class Found(TypedDict):
-    """What transformers reports of a loading."""
+class LoadingInfo(TypedDict):
+    """The loading info of transformers."""
 
     missing_keys: Iterable[str]
     unexpected_keys: Iterable[str]
@@ -42,15 +42,15 @@ class Found(TypedDict):
 
 def forms_of(tensors: Iterable[Converted]) -> dict[str, tuple[DType, Shape]]:
     """Return dtype and shape of every tensor, by name."""
-    return {one.name: (one.dtype, shape_of(one.recipe)) for one in tensors}
+    return {tensor.name: (tensor.dtype, shape_of(tensor.recipe)) for tensor in tensors}
 
 
 def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    """Load names, dtypes and shapes into the model class that a directory's config.json names.
+    """Load names, dtypes and shapes into the model class of a directory's config.json.
 
     Raises:
         UsageError: torch or transformers is not installed.
-        OutputError: config.json is missing, names no class of transformers, or does not fit it.
+        OutputError: config.json is missing, has no class of transformers, or does not fit it.
     """
     need_transformers("⟦--load⟧")
     if not (directory / "config.json").is_file():
@@ -75,7 +75,7 @@ def verify_load(directory: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> 
 
 @contextmanager
 def _config_on_disk(directory: Path) -> Iterator[Path]:
-    """Yield a directory on disk with the config.json of one that may be in an object store."""
+    """Yield a local directory with the config.json of one that may be in an object store."""
     if not isinstance(directory, RemotePath):
         yield directory
         return
@@ -87,15 +87,15 @@ def _config_on_disk(directory: Path) -> Iterator[Path]:
 def check_class(
     model_class: object, config: ModelConfig | None, tensors: Iterable[Converted]
 ) -> None:
-    """Compare every name and shape of an output with those of a model class that a user names.
+    """Compare every name and shape of an output with the user's model class.
 
-    It is a model class of transformers or an Auto class, and is built on the meta device, from the
-    config that will be written.
+    A model class of transformers, or an Auto class, is built on the meta device from the config of
+    the output.
 
     Raises:
-        ConversionError: they differ; all that do are named.
-        UsageError: torch or transformers is not installed, or there is no config, or this is not a
-            model class.
+        ConversionError: names or shapes differ; lists all differences.
+        UsageError: torch or transformers is not installed, there is no config, or `model_class` is
+            not a model class.
         OutputError: the class cannot be built.
     """
     if not isinstance(model_class, type):
@@ -104,24 +104,24 @@ def check_class(
             hint="give the class itself: from transformers import Qwen2ForCausalLM",
         )
     if config is None:
-        raise UsageError("model_cls: there is no config to build it from", hint="give one: config")
+        raise UsageError("model_cls: there is no config to build it from", hint="pass config=…")
     with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(config.fields), encoding="utf-8")
-        found = _load_as(model_class, Path(scratch), forms_of(tensors))
-    refuse_misfits(found)
+        loading = _load_as(model_class, Path(scratch), forms_of(tensors))
+    refuse_misfits(loading)
 
 
-def refuse_misfits(found: Loading, hint: str = "") -> None:
-    """Raise ConversionError if names or shapes differ from those of a model; all are named."""
+def refuse_misfits(loading: Loading, hint: str = "") -> None:
+    """Raise ConversionError if names or shapes differ from those of a model; list all of them."""
     problems = [
-        *(f"{name}: is missing" for name in found.missing),
-        *(f"{name}: is not in the model" for name in found.unexpected),
-        *(f"{m.name}: shape {list(m.found)}, not {list(m.expected)}" for m in found.mismatched),
+        *(f"{name}: is missing" for name in loading.missing),
+        *(f"{name}: is not in the model" for name in loading.unexpected),
+        *(f"{m.name}: shape {list(m.found)}, not {list(m.expected)}" for m in loading.mismatched),
     ]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ConversionError(
-            f"the checkpoint does not fit {found.model_class} ({len(problems)} problems)",
+            f"the checkpoint does not fit {loading.model_class} ({len(problems)} problems)",
             found="; ".join(problems[:_SHOWN]) + more,
             hint=hint,
         )
@@ -139,14 +139,15 @@ def _load_as(
         with _silence(), torch.device("meta"):
             config_class = getattr(model_class, "config_class", None) or AutoConfig
             config = config_class.from_pretrained(directory, local_files_only=True)
-            if hasattr(model_class, "from_config"):  # an Auto class chooses by the config
+            if hasattr(model_class, "from_config"):  # an Auto class selects the class by config
                 model_class = type(model_class.from_config(config))
         if issubclass(model_class, PreTrainedModel):
             with _silence():
                 return _placed(model_class, config, tensors)
     except Exception as error:
-        what = f"{model_class.__name__}: cannot be built from the config, or loaded: {error}"
-        raise OutputError(what) from error
+        raise OutputError(
+            f"{model_class.__name__}: cannot be built from the config, or loaded: {error}"
+        ) from error
     raise UsageError(
         f"model_cls: {model_class.__name__} is not a model class of transformers",
         expected="a subclass of PreTrainedModel, or an AutoModelFor class",
@@ -158,7 +159,7 @@ def _placed(
     config: "PreTrainedConfig",
     tensors: Mapping[str, tuple[DType, Shape]],
 ) -> Loading:
-    """Let transformers match every tensor with a parameter."""
+    """Let transformers match every tensor to a parameter."""
     import torch
 
     empty = {
@@ -173,25 +174,25 @@ def _placed(
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    _, found = cast("tuple[object, Found]", loaded)
-    return loading_of(model_class, found)
+    _, info = cast("tuple[object, LoadingInfo]", loaded)
+    return loading_of(model_class, info)
 
 
-def loading_of(model_class: type, found: Found) -> Loading:
-    """Return what transformers reports of a loading, in order."""
+def loading_of(model_class: type, info: LoadingInfo) -> Loading:
+    """Return the sorted report of a loading."""
     return Loading(
         model_class.__name__,
-        tuple(sorted(found["missing_keys"])),
-        tuple(sorted(found["unexpected_keys"])),
+        tuple(sorted(info["missing_keys"])),
+        tuple(sorted(info["unexpected_keys"])),
         tuple(
             Mismatch(name, tuple(shape), tuple(expected))
-            for name, shape, expected in sorted(found["mismatched_keys"])
+            for name, shape, expected in sorted(info["mismatched_keys"])
         ),
     )
 
 
 def need_transformers(option: str) -> None:
-    """Check that transformers and torch are installed; `option` is what needs them.
+    """Check that transformers and torch are installed, which an option needs.
 
     Raises:
         UsageError: one of them is not.
@@ -200,29 +201,31 @@ def need_transformers(option: str) -> None:
         import torch  # noqa: F401 (without it, transformers offers no models)
         import transformers  # noqa: F401
     except ImportError as error:
-        what = f"{option}: {error.name} is not installed"
-        raise UsageError(what, hint=how_to_install("torch transformers", "torch")) from error
+        raise UsageError(
+            f"{option}: {error.name} is not installed",
+            hint=how_to_install("torch transformers", "torch"),
+        ) from error
 
 
 def named_class(architectures: Sequence[str]) -> "type[PreTrainedModel] | None":
-    """Return the model class of transformers that a config names first; None if it has none."""
+    """Return a config's first architecture as a class of transformers; None if it has none."""
     import transformers
 
     for name in architectures[:1]:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class
     return None
 
 
 def _model_class(directory: Path, architectures: list[str]) -> "type[PreTrainedModel]":
     import transformers
 
-    if (found := named_class(architectures)) is not None:
-        return found
+    if (model_class := named_class(architectures)) is not None:
+        return model_class
     raise OutputError(
-        f"{directory}/config.json: names no model class of transformers {transformers.__version__}",
-        expected="architectures: [a class that transformers has]",
+        f"{directory}/config.json: has no model class of transformers {transformers.__version__}",
+        expected="architectures: [a class of transformers]",
         found=", ".join(architectures) or "no architectures",
     )
 

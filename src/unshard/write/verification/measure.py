@@ -1,11 +1,11 @@
-"""Arithmetic of a comparison: parts of two tensors measured, and the measures united.
+"""Arithmetic of a comparison: statistics of parts of two tensors, and their sums.
 
 Differences and norms are float64; differences of integers are exact before they become float64.
-Measures can be added in any order: the sums of squares are exact, as fractions, unless they are
-NaN or infinite.
+Sums do not depend on the order of parts: squares are added as exact fractions, unless they are NaN
+or infinite.
 
-Where norms are not asked for, bits are compared as integers, and arithmetic is done on the elements
-that differ alone: of two neighbouring steps those are few.
+Without norms, bits are compared as integers, and arithmetic is done only on the elements that
+differ, which are few between neighbouring steps.
 """
 
 import threading
@@ -21,8 +21,8 @@ from unshard.containers.strided import Elements
 from unshard.write.verification.comparison import Tolerances, Values
 
 _PART = 8192
-_SAMPLE = 64 * 1024  # bytes of each tile that are compressed: all of them would take too long
-_LEVEL = 3  # of which parts take about as much as the whole, unlike that of level 1
+_SAMPLE = 64 * 1024  # bytes of each tile to compress; compressing all would take too long
+_LEVEL = 3  # compresses a part about as well as the whole; level 1 does not
 _LOCAL = threading.local()
 
 _Numbers = NDArray[np.float64] | NDArray[np.complex128]
@@ -31,7 +31,7 @@ _Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One tensor's part: the sum of its squares, how many are NaN or infinite, if any is not 0."""
+    """Statistics of one tensor: sum of squares, number of NaN and infinities, any nonzero."""
 
     squares: Fraction | float = field(default=Fraction(0))
     nans: int = 0
@@ -45,8 +45,8 @@ class _Side:
 
 
 def _sum(*squares: Fraction | float) -> Fraction | float:
-    infinite = [one for one in squares if isinstance(one, float)]  # or NaN, and stays so
-    return sum(infinite or squares)
+    floats = [square for square in squares if isinstance(square, float)]  # infinite or NaN
+    return sum(floats or squares)
 
 
 def _root(squares: Fraction | float) -> float:
@@ -58,7 +58,7 @@ def _root(squares: Fraction | float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What as many elements of either tensor are; the attributes are as in `Values`."""
+    """Statistics of equally many elements of both tensors; see `Values` for the attributes."""
 
     elements: int = 0
     ours: _Side = field(default=_Side())
@@ -84,7 +84,7 @@ class Measures:
         )
 
     def values(self) -> Values:
-        """Return what all elements together are."""
+        """Return the statistics of all elements."""
         return Values(
             elements=self.elements,
             different=self.different,
@@ -105,9 +105,9 @@ class Measures:
 
 
 def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Measures:
-    """Compare two tiles of equal shape, whose dtypes are what their elements are, in small parts.
+    """Compare two tiles of equal shape in parts of equally many elements.
 
-    Parts stay in the processor's cache, and are cut by number of elements only.
+    The parts fit into the processor's cache. The tiles have their real dtypes, not raw bytes.
     """
     one, other = ours.reshape(-1), theirs.reshape(-1)
     if not tolerances.norms and one.dtype == other.dtype:
@@ -119,36 +119,36 @@ def measure(ours: Elements, theirs: Elements, tolerances: Tolerances) -> Measure
 
 
 def _measure_changes(one: Elements, other: Elements, tolerances: Tolerances) -> Measures:
-    """Compare as `measure` does, but for norms; sizes of samples of the XOR are added."""
+    """Compare as `measure` does, without norms, and estimate the size of the delta."""
     (nans, infs), (mine, theirs) = _count_not_finite(one), _changed(one, other)
     same = _Side(nan, nans, nonzero=True, infs=infs)
     if not len(mine):
         return Measures(one.size, same, same)
-    apart = measure(mine, theirs, replace(tolerances, norms=True))
-    nans += apart.theirs.nans - apart.ours.nans
-    infs += apart.theirs.infs - apart.ours.infs
+    changes = measure(mine, theirs, replace(tolerances, norms=True))
+    nans += changes.theirs.nans - changes.ours.nans
+    infs += changes.theirs.infs - changes.ours.infs
     new, delta = replace(same, nans=nans, infs=infs), _estimate_delta(one, other)
-    return replace(apart, elements=one.size, ours=same, theirs=new, delta_bytes=delta)
+    return replace(changes, elements=one.size, ours=same, theirs=new, delta_bytes=delta)
 
 
 def _changed(one: Elements, other: Elements) -> tuple[Elements, Elements]:
-    """Return the elements with other bits; if most are such, all: an index takes longer."""
-    if one.itemsize <= 8 and not one.nbytes % 8:  # words of 8 bytes are compared first, for speed
+    """Return the elements whose bits differ, or all elements if most do: indexing takes longer."""
+    if one.itemsize <= 8 and not one.nbytes % 8:  # compare words of 8 bytes first, for speed
         words = np.flatnonzero(one.view("u8") != other.view("u8"))
         if 4 * len(words) * 8 < one.nbytes:
             one, other = (side.view("u8")[words].view(side.dtype) for side in (one, other))
-    places = np.flatnonzero(_different_bits(one, other))  # faster than a mask
-    return (one, other) if 2 * len(places) > one.size else (one[places], other[places])
+    indices = np.flatnonzero(_different_bits(one, other))  # faster than a mask
+    return (one, other) if 2 * len(indices) > one.size else (one[indices], other[indices])
 
 
 def _count_not_finite(values: Elements) -> tuple[int, int]:
-    """Return how many values are NaN, and how many are infinite."""
+    """Return the numbers of NaN and of infinities."""
     if values.dtype.kind in "biu" or not values.size:
         return 0, 0
     if values.dtype.kind == "c" or values.itemsize == 1:
         numbers = _numbers(values)
         return int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
-    # As integers, the largest numbers of either sign are NaN, and below them is infinity.
+    # As integers, NaNs are the largest numbers of each sign, and infinity is next below them.
     words = values.view(f"u{values.itemsize}")
     sign = words.dtype.type(1 << (8 * values.itemsize - 1))
     infinite = np.asarray(inf, values.dtype).view(words.dtype)[()]
@@ -159,8 +159,8 @@ def _count_not_finite(values: Elements) -> tuple[int, int]:
 
 
 def _estimate_delta(one: Elements, other: Elements) -> float:
-    """Return about what the XOR of two tiles takes, compressed: all of it as its first bytes."""
-    if not hasattr(_LOCAL, "compress"):  # for one thread
+    """Estimate the size of the compressed XOR of two tiles from its first bytes."""
+    if not hasattr(_LOCAL, "compress"):  # a compressor is for one thread
         with suppress(ImportError):
             from zstandard import ZstdCompressor
 
@@ -183,17 +183,17 @@ def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> M
         same |= np.isnan(one) & np.isnan(other)
     if not tolerances.exact:
         limit = tolerances.atol + tolerances.rtol * size
-        apart = ~(same | ((diff <= limit) & (diff < inf)))
+        different = ~(same | ((diff <= limit) & (diff < inf)))
     else:
-        apart = ~same if bits is None else bits
-    largest = float(np.fmax.reduce(diff, initial=0))  # NaN left out
+        different = ~same if bits is None else bits
+    largest = float(np.fmax.reduce(diff, initial=0))  # ignores NaN
     squares = float(np.nansum(np.square(diff)))
     shares = np.divide(diff, size, out=np.zeros_like(diff), where=diff > 0)
     return Measures(
         one.size,
         _side(one),
         _side(other),
-        int(np.count_nonzero(apart)),
+        int(np.count_nonzero(different)),
         int(np.count_nonzero(~same)),
         largest,
         inf if largest == inf else float(shares.max(initial=0)),  # inf / inf would be NaN
@@ -202,15 +202,15 @@ def _measure_part(ours: Elements, theirs: Elements, tolerances: Tolerances) -> M
 
 
 def _different_bits(ours: Elements, theirs: Elements) -> _Flags:
-    """Return, for each element of one dtype, whether the bits differ."""
+    """Return, for each pair of elements of one dtype, whether the bits differ."""
     word = f"u{min(ours.itemsize, 8)}"
     words = ours.itemsize // int(word[1:])
-    apart: _Flags = np.not_equal(ours.view(word), theirs.view(word)).reshape(-1, words)
-    return apart[:, 0] if words == 1 else np.logical_or(apart[:, 0], apart[:, 1])
+    flags: _Flags = np.not_equal(ours.view(word), theirs.view(word)).reshape(-1, words)
+    return flags[:, 0] if words == 1 else np.logical_or(flags[:, 0], flags[:, 1])
 
 
 def _numbers(elements: Elements) -> _Numbers:
-    """Return elements of any dtype as numbers of 64 bits."""
+    """Return elements as float64 or complex128."""
     if elements.dtype.kind == "c":
         return elements.astype(np.complex128)
     return elements.astype(np.float64)
@@ -219,10 +219,10 @@ def _numbers(elements: Elements) -> _Numbers:
 def _distance(
     ours: Elements, theirs: Elements, one: _Numbers, other: _Numbers
 ) -> NDArray[np.float64]:
-    """Return |ours - theirs|: 0 for equal infinities, NaN where a side is NaN."""
+    """Return |ours - theirs|: 0 for equal infinities, NaN if a side is NaN."""
     if ours.dtype == theirs.dtype and ours.dtype.kind in "iu":
         lower, upper = np.minimum(ours, theirs), np.maximum(ours, theirs)
-        word = f"u{ours.itemsize}"  # the difference fits without a sign, and wraps to be right
+        word = f"u{ours.itemsize}"  # the difference fits into it, and wraparound makes it right
         exact: NDArray[np.float64] = (upper.view(word) - lower.view(word)).astype(np.float64)
         return exact
     diff: NDArray[np.float64] = np.abs(one - other)

@@ -1,12 +1,12 @@
 """Verify an output by reading it again from disk.
 
-`light` checks the headers, by the rules of the format. `full` also checks, byte by byte:
+`light` checks the headers against the rules of the format. `full` also checks, byte by byte:
 
-* every storage of the source files against its CRC-32, where the file carries one;
-* every replica against the one that was used;
-* every byte of the output, read back, against its source.
+* every storage of the source files against its CRC-32, if the file has one;
+* every replica against the chunk that was used;
+* every byte of the output against its source.
 
-What is found is a problem that names file, tensor and rank. Files are not mapped, so a limit on
+A problem is reported with file, tensor and rank. Files are not mapped into memory, so a limit on
 address space (`ulimit -v`) may be lower than their size.
 """
 
@@ -35,21 +35,21 @@ from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 from unshard.write.execute import make_tile, tile_runs
 
 Check = ByteRange | TensorEntry | Unit
-"""What to check: the checksums of a torch.save zip, the replicas of a tensor, part of an output."""
+"""A check: the checksums of a torch.save zip, the replicas of a tensor, or part of an output."""
 
 
 def verify_light(directory: Path, layout: Layout) -> None:
-    """Check that files, headers, names, dtypes, shapes, sizes and index are what was laid out.
+    """Check files, headers, names, dtypes, shapes, sizes and index against the layout.
 
     Raises:
         OutputError: lists every difference.
     """
     problems = [problem for file in layout.files for problem in _check_file(directory, file)]
     for name, index in layout.indices.items():
-        found = json.loads((directory / name).read_bytes())
-        if found["weight_map"] != json.loads(index)["weight_map"]:
-            problems.append(OutputError(f"{name}: its weight map is not what was laid out"))
-    raise_all(OutputError, f"{directory}: the output is not what was planned", problems)
+        written = json.loads((directory / name).read_bytes())
+        if written["weight_map"] != json.loads(index)["weight_map"]:
+            problems.append(OutputError(f"{name}: its weight map differs from the plan"))
+    raise_all(OutputError, f"{directory}: the output differs from the plan", problems)
 
 
 def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
@@ -60,13 +60,13 @@ def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
     problems = []
     with path.open("rb") as opened:
         if opened.read(len(file.header)) != file.header:
-            problems.append(OutputError(f"{path}: its header is not what was laid out"))
+            problems.append(OutputError(f"{path}: its header differs from the plan"))
     try:
         entries = {entry.name: entry for entry in read_safetensors(path).entries}
     except CheckpointError as error:
         return [OutputError(f"{path}: is not a valid safetensors file: {error.subject}")]
     if entries.keys() != {tensor.name for tensor in file.tensors}:
-        return [OutputError(f"{path}: its tensor names are not what was laid out")]
+        return [OutputError(f"{path}: its tensor names differ from the plan")]
     for tensor in file.tensors:
         entry = entries[tensor.name]
         found = (entry.dtype.code, entry.shape)
@@ -78,31 +78,35 @@ def _check_file(directory: Path, file: OutputFile) -> list[OutputError]:
 
 
 def source_jobs(catalogs: Sequence[Catalog]) -> Iterator[Check]:
-    """Yield what there is to check about the sources."""
+    """Yield the checks of the sources."""
     for catalog in catalogs:
         yield from catalog.archives
-        yield from (one for one in catalog.tensors.values() if len(one.chunks) > 1)
+        yield from (entry for entry in catalog.tensors.values() if len(entry.chunks) > 1)
 
 
 def without_checksums(catalogs: Sequence[Catalog], verify: str) -> list[str]:
-    """Return a note about source files in which `full` cannot notice every damage, if there are."""
+    """Return a note about source files without checksums, in which `full` misses some damage."""
     if verify != "full":
         return []
-    # An optimizer may be in the model's files.
-    known = {archive.path for one in catalogs for archive in one.archives}
-    files = sorted({path for one in catalogs for path in one.weight_files - known})
+    # Of all catalogs, because the optimizer may be in the model's files.
+    checked = {archive.path for catalog in catalogs for archive in catalog.archives}
+    files = sorted({path for catalog in catalogs for path in catalog.weight_files - checked})
     if not files:
         return []
-    named = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
-    them = "this file has" if len(files) == 1 else f"these {len(files)} files have"
-    what = f"bytes that were damaged after they were saved in {named}: {them} no checksums"
-    return [Text(f"⟦--verify full⟧ cannot notice {what}")]
+    names = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
+    subject = "this file has" if len(files) == 1 else f"these {len(files)} files have"
+    return [
+        Text(
+            f"⟦--verify full⟧ cannot notice bytes of {names} that were damaged after they were "
+            f"saved: {subject} no checksums"
+        )
+    ]
 
 
 class Checker:
-    """Does jobs of verification, one at a time; one checker per thread.
+    """Executes checks, one at a time; one checker per thread.
 
-    Findings go to `problems`. At most `open_files` descriptors stay open, which is at least 2.
+    It appends to `problems`. At most `open_files` (at least 2) descriptors stay open.
     """
 
     def __init__(  # noqa: PLR0913 (one worker's whole environment)
@@ -127,7 +131,7 @@ class Checker:
         self._files.close()
 
     def do(self, job: Check) -> int:
-        """Do a job; return the bytes of output that it compared."""
+        """Execute a check; return the bytes of output that it compared."""
         match job:
             case ByteRange():
                 self._check_source(job)
@@ -141,8 +145,8 @@ class Checker:
 
     def _check_source(self, archive: ByteRange) -> None:
         path = archive.path
-        found = read_torch_file(path, offset=archive.offset, length=archive.length)
-        for key, record in found.storages.items():
+        torch_file = read_torch_file(path, offset=archive.offset, length=archive.length)
+        for key, record in torch_file.storages.items():
             if not record.crc:
                 continue
             file = self._files.source(path)
@@ -164,10 +168,10 @@ class Checker:
             if box is None:
                 continue
             ours, theirs = entry.chunks[first], entry.chunks[other]
-            what = f"tensor {entry.fqn}: the replicas of {ours.box} differ"
             self._problems.append(
                 CorruptError(
-                    f"{what}, from their elements {box} on",
+                    f"tensor {entry.fqn}: the replicas of {ours.box} differ, from their elements "
+                    f"{box} on",
                     expected=f"the value of rank {ours.rank}, in {ours.source.path.name}",
                     found=f"another value on rank {theirs.rank}, in {theirs.source.path.name}",
                 )
@@ -175,15 +179,15 @@ class Checker:
 
     def _check_tile(self, tile: Tile) -> int:
         target = tile.operation.target
-        made = make_tile(tile, self._files).reshape(-1).view(np.uint8)
+        expected = make_tile(tile, self._files).reshape(-1).view(np.uint8)
         fd = self._files.source(self._outputs[target.file])
-        for offset, part in tile_runs(tile.box, target, made.data):
+        for offset, part in tile_runs(tile.box, target, expected.data):
             found = bytearray(len(part))
             read_exactly(fd, offset, memoryview(found))
             if found != part:
                 self._report(target.file, offset)
                 break
-        return made.nbytes
+        return expected.nbytes
 
     def _check_copy(self, copy: CopyRange) -> int:
         for run in range(copy.count):
@@ -203,20 +207,20 @@ class Checker:
         output = self._layout.files[file]
         ends = [len(output.header) + tensor.data_offsets[1] for tensor in output.tensors]
         name = output.tensors[bisect_right(ends, offset)].name
-        what = f"{self._outputs[file]}: tensor {name}: differs from its source"
-        self._problems.append(OutputError(what, hint="the disk may be faulty: merge again"))
+        subject = f"{self._outputs[file]}: tensor {name}: differs from its source"
+        self._problems.append(OutputError(subject, hint="the disk may be faulty: merge again"))
 
 
 def _tensors_in(catalogs: Sequence[Catalog], path: Path, record: StorageRecord) -> list[str]:
     """Return "tensor name of rank R" for every tensor in a storage."""
-    found: list[str] = []
+    names: list[str] = []
     for entry in chain.from_iterable(catalog.tensors.values() for catalog in catalogs):
         chunks = entry.chunks
         inside = (chunks.start >= record.offset) & (chunks.start < record.offset + record.size)
         rows = np.flatnonzero(inside & (chunks.length > 0)).tolist()
-        found += (
+        names += (
             f"tensor {entry.fqn} of rank {chunks.rank[row]}"
             for row in rows
             if chunks.paths[chunks.file[row]] == path
         )
-    return found
+    return names
