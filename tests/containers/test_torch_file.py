@@ -258,8 +258,8 @@ WRONG: Mapping[str, tuple[bytes, type[UnshardError], str]] = {
         "byte order",
     ),
     "keys no list": (legacy(A, "1", ONE), CorruptError, "is not a list"),
-    "keys no text": (legacy(A, [1], ONE), CorruptError, "not distinct strings"),
-    "key twice": (legacy(A, ["1", "1"], ONE + ONE), CorruptError, "not distinct strings"),
+    "keys no text": (legacy(A, [1], ONE), CorruptError, "list of distinct strings"),
+    "key twice": (legacy(A, ["1", "1"], ONE + ONE), CorruptError, "list of distinct strings"),
     "key nobody uses": (legacy(A, ["1", "2"], ONE + ONE), CorruptError, "only in its list"),
     "key not listed": (legacy(A, []), CorruptError, "only in its object"),
     "other number": (

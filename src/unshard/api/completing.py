@@ -164,7 +164,9 @@ def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener:
             return make_output(prepared, stage, options, listener)
 
 
-def refuse_other(stage: OutputStage, target: Path, prepared: Prepared, options: MergeOptions) -> None:
+def refuse_other(
+    stage: OutputStage, target: Path, prepared: Prepared, options: MergeOptions
+) -> None:
     """Raise an OutputError that describes the existing output, if it may not be replaced."""
     try:
         stage.check()

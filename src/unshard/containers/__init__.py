@@ -1,1 +1,1 @@
-"""File formats: torch.save's zip, its pickle, and safetensors. They know bytes, not checkpoints."""
+"""File formats: torch.save's zip, pickles, safetensors, JSON. Bytes only, not checkpoints."""

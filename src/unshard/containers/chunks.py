@@ -1,4 +1,4 @@
-"""Reading parts of stored chunks, and boxes of the tensors that they make."""
+"""Read parts of stored chunks, and boxes of the tensors that consist of them."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +16,11 @@ from unshard.tensors.boxes import Box, row_major_strides, row_tile, tiles
 from unshard.tensors.catalog import ChunkTable, TensorEntry
 
 _COMPARED = 1 << 20
-_BLOCK = 256 * 1024  # bytes; stays in the cache from when it is read until it is converted
+_BLOCK = 256 * 1024  # bytes; a block is still in the CPU's cache when it is converted
 
 
 class _Reused(threading.local):
-    """A block of memory for each thread: page faults in fresh memory cost more than filling it."""
+    """A block of memory per thread: page faults in fresh memory cost more than filling it."""
 
     def __init__(self) -> None:
         self.block = np.empty(_BLOCK, np.uint8)
@@ -32,7 +32,7 @@ _reused = _Reused()
 def chunk_part(
     table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> Elements:
-    """Read a box of a chunk, relative to its start, as elements of the size of the stored ones.
+    """Read a box of a chunk, relative to its start, as elements of the dtype `dtype`.
 
     Raises:
         CorruptError: the file is gone or ends early.
@@ -44,7 +44,7 @@ def chunk_part(
 def _place(
     table: ChunkTable, row: int, box: Box, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> tuple[Opened, int, tuple[int, ...]]:
-    """Return the open file of a chunk, and start and strides (bytes) of a box of it there."""
+    """Return a chunk's open file, and start and strides (bytes) of a box of the chunk in it."""
     if table.compressed[row]:
         raise RuntimeError("a compressed chunk has no bytes to read: inflate the catalog first")
     if table.strides is None:
@@ -64,7 +64,7 @@ def first_difference(
     dtype: np.dtype[np.generic],
     files: OpenFiles,
 ) -> Box | None:
-    """Return the first of these boxes in which two chunks of equal size differ, or None."""
+    """Return the first box in which two chunks of equal size differ, or None."""
     for box in boxes:
         ours, theirs = (chunk_part(table, row, box, dtype, files) for row in rows)
         if ours.tobytes() != theirs.tobytes():
@@ -75,7 +75,7 @@ def first_difference(
 def fill_box(
     out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> None:
-    """Read a box of a tensor from every chunk that meets it; values are cast to the dtype of `out`.
+    """Read a box of a tensor from its chunks, and cast the values to the dtype of `out`.
 
     Raises:
         CorruptError: a file is gone or ends early.
@@ -95,7 +95,7 @@ def fill_box(
 def box_blocks(
     out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> Iterator[tuple[Elements, Elements]]:
-    """Yield views of `out` and the stored elements that belong there, as `StoredPart.blocks` does.
+    """Yield views of `out` and the stored elements for them, as `StoredPart.blocks` does.
 
     `out` has the shape of the box, and is not written to.
 
@@ -105,7 +105,7 @@ def box_blocks(
     parts = list(stored_parts(out, box, table, dtype, files))
     if any(isinstance(part.file, RemoteFile) for part in parts):
         whole = np.empty(box.sizes, dtype)
-        fill_box(whole, box, table, dtype, files)  # all at once
+        fill_box(whole, box, table, dtype, files)  # with all requests in parallel
         yield out, whole
         return
     for part in parts:
@@ -113,14 +113,14 @@ def box_blocks(
 
 
 class StoredPart(NamedTuple):
-    """What one chunk has of a box of a tensor.
+    """The part of a tensor's box that one chunk contains.
 
     Attributes:
         place: a view of the box, to be filled.
-        file: where it is stored, from byte `start` on.
-        start: where its first element is.
-        strides: bytes between elements of the file, per dimension.
-        dtype: as what they are stored.
+        file: the open file of the chunk.
+        start: the byte of the first element in the file.
+        strides: bytes between elements in the file, per dimension.
+        dtype: the stored dtype.
     """
 
     place: Elements
@@ -130,7 +130,7 @@ class StoredPart(NamedTuple):
     dtype: np.dtype[np.generic]
 
     def run(self) -> memoryview | None:
-        """Return the bytes to be filled, if they are the next ones in the file; else None."""
+        """Return the bytes to be filled if they are contiguous in the file; else None."""
         place = self.place
         if place.dtype != self.dtype or place.strides != self.strides:
             return None
@@ -139,19 +139,20 @@ class StoredPart(NamedTuple):
     def fill(self) -> None:
         """Read the elements from the file."""
         run = self.run()
-        if run is not None:  # it is read straight to where it goes
+        if run is not None:  # no copy: it is read into its place
             read_exactly(self.file, self.start, run)
             return
         with np.errstate(all="ignore"):
             for place, part in self.blocks():
                 if part.dtype == np.float64 and place.itemsize == 2:
-                    part = part.astype(np.float32)  # noqa: PLW2901 (as torch does it)
+                    # torch rounds twice: its cast from float64 to 16 bits goes through float32.
+                    part = part.astype(np.float32)  # noqa: PLW2901
                 np.copyto(place, part, casting="unsafe")
 
     def blocks(self) -> Iterator[tuple[Elements, Elements]]:
-        """Yield views of the place, and the elements that go there, valid until the next ones.
+        """Yield views of the place and their elements, which are valid until the next iteration.
 
-        Elements that follow one another in a local file come in blocks that fit into the cache.
+        Contiguous elements of a local file come in blocks that fit into the CPU's cache.
         """
         whole = self.place.reshape(-1) if self.place.flags.c_contiguous else self.place
         steps = row_major_strides(self.place.shape)
@@ -174,7 +175,7 @@ class StoredPart(NamedTuple):
 def stored_parts(
     out: Elements, box: Box, table: ChunkTable, dtype: np.dtype[np.generic], files: OpenFiles
 ) -> Iterator[StoredPart]:
-    """Yield what every chunk has of a box of a tensor; `out` has the box's shape.
+    """Yield the part of a box that each chunk contains; `out` has the box's shape.
 
     Raises:
         CorruptError: a file is gone.
@@ -182,7 +183,7 @@ def stored_parts(
     starts = table.offsets < np.asarray(box.ends, dtype=np.int64)
     ends = table.offsets + table.sizes > np.asarray(box.offsets, dtype=np.int64)
     for row in np.flatnonzero((starts & ends).all(axis=1)).tolist():
-        # In plain integers, which take a quarter of the time of arrays that are so small.
+        # Plain integers take a quarter of the time of such small arrays.
         first, sizes = table.offsets[row].tolist(), table.sizes[row].tolist()
         lo = tuple(map(max, first, box.offsets))
         hi = tuple(map(min, map(add, first, sizes), box.ends))
@@ -192,17 +193,17 @@ def stored_parts(
 
 
 def view(array: Elements, box: Box) -> Elements:
-    """Return a box of an array as a view, also where it has no dimensions."""
+    """Return a box of an array as a view, even of an array without dimensions."""
     return array[place_of(box)]
 
 
 def place_of(box: Box) -> tuple[slice | EllipsisType, ...]:
-    """Return the index that takes a box of an array as a view."""
+    """Return the index of a box in an array; its ellipsis makes a view of a 0-d array, too."""
     return (*(slice(lo, hi) for lo, hi in zip(box.offsets, box.ends, strict=True)), ...)
 
 
 def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> bool:
-    """Return whether two tensors have the same dtype, shape and bytes, however they are stored."""
+    """Return whether two tensors have the same dtype, shape and bytes, in any chunks."""
     if first.dtype is not second.dtype or first.shape != second.shape:
         return False
     if _are_same_bytes(first.chunks, second.chunks):
@@ -218,7 +219,7 @@ def equal_tensors(first: TensorEntry, second: TensorEntry, files: OpenFiles) -> 
 
 
 def _are_same_bytes(first: ChunkTable, second: ChunkTable) -> bool:
-    """Return whether two tables refer to the same places in the same files: FSDP2 saves ties so."""
+    """Return whether two tables refer to the same bytes: FSDP2 saves tied weights like that."""
     if first.paths is not second.paths or len(first) != len(second):
         return False
     columns = ("offsets", "sizes", "file", "start", "length")
@@ -227,7 +228,7 @@ def _are_same_bytes(first: ChunkTable, second: ChunkTable) -> bool:
 
 
 def replicas(table: ChunkTable) -> Iterator[tuple[int, int]]:
-    """Yield (the first, another) for every chunk that is stored more than once."""
+    """Yield the rows of the first copy and another for every chunk that is stored repeatedly."""
     seen: dict[bytes, int] = {}
     for row, box in enumerate(np.concatenate([table.offsets, table.sizes], axis=1)):
         first = seen.setdefault(box.tobytes(), row)

@@ -1,7 +1,7 @@
-"""Whether files are still those that were opened first: a trainer may save over what is read.
+"""Detect files that changed since they were opened first: a trainer may save over them.
 
-Such a save is as valid as the one before it, with checksums of its own, so nothing in the bytes
-shows that one half of them is of another step. What shows it is the status of the file.
+The new file is valid, with checksums of its own, so the bytes do not show that half of them belong
+to another step. The status of the file does.
 """
 
 import errno
@@ -20,11 +20,11 @@ from unshard.errors import CorruptError
 from unshard.stores.remote_path import RemotePath
 
 _TICK_NS = 20_000_000
-"""Longer than a tick of the kernel's clock, by which times of files are rounded: 1 to 10 ms."""
+"""Longer than a tick of the kernel's clock, 1 to 10 ms, to which times of files are rounded."""
 _COARSE_NS = 2_000_000_000 + _TICK_NS
-"""The same of file systems that keep whole seconds, or every other one, as FAT does."""
+"""The same for file systems that keep whole seconds, or even seconds only, such as FAT."""
 _PATIENCE_S = 5.0
-"""How long to wait for a file that is written again and again; then its next write will show."""
+"""How long to wait for a file that is written continuously: a later write changes its times."""
 _SECOND_NS = 10**9
 
 _OF_KERNEL = ("/proc/", "/sys/")
@@ -33,12 +33,12 @@ Look = Callable[[], os.stat_result]
 
 
 class FileState(NamedTuple):
-    """What tells a file from another one in its place, and from itself with other bytes.
+    """The parts of a file's status that change if the file is replaced or written to.
 
     Attributes:
-        device, inode, size, modified_ns: as of its status.
-        links: its hard links.
-        changed_ns: ctime, which nobody can set back.
+        device, inode, size, modified_ns: fields of the status.
+        links: the number of hard links.
+        changed_ns: ctime, which programs cannot set.
     """
 
     device: int
@@ -50,27 +50,24 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileState":
-        """Return the state that a status describes."""
+        """Return the state in a status."""
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         return cls(*identity, status.st_nlink, status.st_ctime_ns)
 
     def is_same(self, later: "FileState") -> bool:
-        """Return whether the bytes are the same as far as a status shows.
+        """Return whether the bytes are the same, as far as a status shows.
 
-        A hard link that was made or removed changes ctime, too: pins are hard links, and so is what
-        is left of a pinned checkpoint when its trainer removes it. File systems in user space may
-        give a file another inode when it is looked up again.
+        Making or removing a hard link changes ctime, too: pins are hard links, and a trainer may
+        remove a pinned checkpoint. File systems in user space may change the inode of a file.
         """
-        if (self.device, self.size, self.modified_ns) != (
-            later.device,
-            later.size,
-            later.modified_ns,
-        ):
-            return False
-        is_linked = self.links != later.links
-        if self.inode != later.inode:
-            return self.changed_ns == later.changed_ns and not is_linked
-        return self.changed_ns == later.changed_ns or is_linked
+        is_linked, is_changed = self.links != later.links, self.changed_ns != later.changed_ns
+        return (
+            self.device == later.device
+            and self.size == later.size
+            and self.modified_ns == later.modified_ns
+            and (not is_changed or is_linked)
+            and (self.inode == later.inode or not is_linked)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -87,18 +84,18 @@ class FileStates:
         return path in self.states
 
     def __getitem__(self, path: Path) -> FileState:
-        if path not in self.states:  # as when it was gone when it was to be added
+        if path not in self.states:  # it was missing when it was added
             self._look_at(path)
         return self.states[path]
 
     def add(self, path: Path) -> None:
-        """Take note of a file that will be opened later, if it is not; errors are left to that."""
+        """Record a file that will be opened later; opening it reports errors."""
         if path not in self.states:
             with suppress(OSError):
                 self.see(path, partial(_status, path))
 
     def see(self, path: Path, look: Look) -> None:
-        """Take note of a file that has just been opened, or compare it with its state.
+        """Record a file that has just been opened, or compare it with its state.
 
         Raises:
             CorruptError: it is not the same.
@@ -112,14 +109,14 @@ class FileStates:
             raise changed(str(path))
 
     def include(self, other: "FileStates") -> None:
-        """Take over the files of another one."""
+        """Add the states of `other`."""
         self.states.update(other.states)
 
     def check(self) -> None:
-        """Check that every file is there, and is the same.
+        """Check that every file exists and is the same.
 
         Raises:
-            CorruptError: one is gone, was replaced, or was written to.
+            CorruptError: a file is gone, was replaced, or was written to.
         """
         paths = list(self.states)
         for bucket in {path.bucket for path in paths if isinstance(path, RemotePath)}:
@@ -143,9 +140,9 @@ _noting: ContextVar[FileStates | None] = ContextVar("noting", default=None)
 
 @contextmanager
 def noting(states: FileStates) -> Iterator[FileStates]:
-    """Have every file noted that this thread opens meanwhile to read it.
+    """Record every file that this thread opens for reading inside the context.
 
-    Headers, pickles and JSON are read in many places, none of which has to know of it.
+    A context variable, because headers, pickles and JSON are read in many modules.
     """
     token = _noting.set(states)
     try:
@@ -155,14 +152,14 @@ def noting(states: FileStates) -> Iterator[FileStates]:
 
 
 def noted_here() -> FileStates | None:
-    """Return what notes the files that this thread opens; None if nothing does."""
+    """Return the record of files that this thread opens, or None."""
     return _noting.get()
 
 
 def _settled(path: Path, look: Look) -> FileState:
     """Return the state of a file, once a later write to it would change its times.
 
-    Files that were written within the same tick have the same time.
+    Two writes within one tick give a file the same time.
     """
     state, until = FileState.of(look()), time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:
@@ -177,7 +174,7 @@ def _settled(path: Path, look: Look) -> FileState:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError if a path is not a regular file: to open a device or a pipe may act, or wait.
+    """Raise OSError if a path is not a regular file: opening a device or a pipe may act, or block.
 
     Files of the kernel, such as /proc/kmsg, have the mode of regular files, and a size of 0.
     """
@@ -190,11 +187,11 @@ def check_regular(path: Path) -> None:
 
 
 def _status(path: Path) -> os.stat_result:
-    """Return the status of a path; of a network file system, as its server knows it."""
+    """Return the status of a path, on a network file system from its server."""
     if isinstance(path, RemotePath):
         return path.stat()
     check_regular(path)
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening asks the server, a status may not
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # NFS revalidates on open, not always on stat
     try:
         return os.fstat(fd)
     finally:

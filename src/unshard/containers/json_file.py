@@ -1,14 +1,14 @@
-"""JSON files that others wrote: bounded, and read once for all uses.
+"""Read JSON files of other programs, within bounds.
 
-Python's own reader takes any length and any depth that its stack allows, keeps the last of two
-equal keys, and returns half surrogate pairs, which cannot be written to a file. What passes here
+Python's own reader accepts any length and any depth that its stack allows, keeps the last of two
+equal keys, and returns half surrogate pairs, which cannot be written to a file. Values from here
 can be copied, compared and written again.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,32 +19,22 @@ from unshard.errors import CorruptError
 _T = TypeVar("_T")
 
 MAX_JSON = 100_000_000
-"""The most bytes of a JSON file: what safetensors allows its headers. The longest index known has
-a fifth of it."""
+"""The most bytes of a JSON file, safetensors' limit for headers. The longest index in use has a
+fifth of it."""
 
 MAX_JSON_DEPTH = 64
-"""The most objects and lists inside one another. Real configs have up to 6."""
-
+"""The most nested objects and lists. Real configs have up to 6."""
 
 _MOST_VALUES = 1_000_000
-_BYTES_OF_VALUE = 8  # on average, in headers and indices of more values than that: at least 9
-
-
-def is_too_dense(text: bytes) -> bool:
-    """Return whether a JSON text may become more than max(300 MB, 20 x its length) in memory.
-
-    A list takes 3 bytes of a text and 130 in memory, an object 7 and 260.
-    """
-    values = text.count(b"[") + text.count(b"{") + text.count(b",")
-    return values > max(_MOST_VALUES, len(text) // _BYTES_OF_VALUE)
+_BYTES_OF_VALUE = 8  # at least 9 on average, in headers and indices of more values than that
 
 
 def json_object(path: Path) -> dict[str, object]:
     """Return the fields of a JSON file.
 
     Raises:
-        CorruptError: it is not readable, not a regular file, longer than `MAX_JSON`, or not what
-            `parsed_object` takes.
+        CorruptError: it is not readable, not a regular file, longer than `MAX_JSON`, or refused by
+            `parsed_object`.
     """
     try:
         with opened(path) as file:
@@ -57,19 +47,27 @@ def json_object(path: Path) -> dict[str, object]:
     return parsed_object(text, str(path))
 
 
-def parsed_object(text: bytes, what: str) -> dict[str, object]:
+def parsed_object(
+    text: bytes, what: str, *, parse_constant: Callable[[str], object] | None = None
+) -> dict[str, object]:
     """Return the fields of a JSON object, which errors call `what`.
 
-    It is UTF-8, with or without a byte order mark. NaN and Infinity are read: Python writes them.
+    It is UTF-8, with or without a byte order mark. NaN and Infinity are accepted, because Python
+    writes them, unless `parse_constant` refuses them.
 
     Raises:
         CorruptError: it is not UTF-8, not JSON, not an object, nested deeper than
-            `MAX_JSON_DEPTH`, `is_too_dense`, or has a key twice or a string that is not text.
+            `MAX_JSON_DEPTH`, has a key twice or a string that is not text, or may take more than
+            max(300 MB, 20 x its length) in memory.
     """
-    if is_too_dense(text):
+    # A list takes 3 bytes of a text and 130 in memory, an object 7 and 260.
+    values = text.count(b"[") + text.count(b"{") + text.count(b",")
+    if values > max(_MOST_VALUES, len(text) // _BYTES_OF_VALUE):
         raise CorruptError(f"{what} has too many values for its {len(text)} bytes")
     try:
-        fields = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+        fields = json.loads(
+            text.decode("utf-8-sig"), object_pairs_hook=_unique, parse_constant=parse_constant
+        )
     except UnicodeDecodeError as error:
         raise CorruptError(f"{what} is not UTF-8, at byte {error.start}") from error
     except RecursionError as error:
@@ -102,10 +100,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check(fields: dict[str, object], what: str) -> None:
-    """Check depth and text, level by level: recursion would itself need a bound."""
-    level: list[_Inside] = [("", fields)]
+    """Check depth and text level by level: recursion would itself need a bound."""
+    level: list[_Nested] = [("", fields)]
     for _ in range(MAX_JSON_DEPTH):
-        level = [below for key, value in level for below in _below(key, value, what)]
+        level = [child for key, value in level for child in _children(key, value, what)]
         if not level:
             return
     raise CorruptError(
@@ -113,17 +111,17 @@ def _check(fields: dict[str, object], what: str) -> None:
     )
 
 
-_Inside = tuple[str, dict[str, object] | list[object]]
-"""An object or list, and the key at the top of the file that it is below."""
+_Nested = tuple[str, dict[str, object] | list[object]]
+"""An object or list, and the key at the top of the file that contains it."""
 
 
-def _below(above: str, value: dict[str, object] | list[object], what: str) -> Iterator[_Inside]:
-    entries = value.items() if isinstance(value, dict) else (("", one) for one in value)
-    for key, one in entries:
-        if not is_text(key) or (isinstance(one, str) and not is_text(one)):
-            raise CorruptError(f"{what}: {above or key}: half a surrogate pair, which is not text")
-        if isinstance(one, dict | list):
-            yield above or key, one
+def _children(top: str, value: dict[str, object] | list[object], what: str) -> Iterator[_Nested]:
+    entries = value.items() if isinstance(value, dict) else (("", item) for item in value)
+    for key, item in entries:
+        if not is_text(key) or (isinstance(item, str) and not is_text(item)):
+            raise CorruptError(f"{what}: {top or key}: half a surrogate pair, which is not text")
+        if isinstance(item, dict | list):
+            yield top or key, item
 
 
 def is_text(text: str) -> bool:
@@ -139,14 +137,14 @@ def is_text(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """Takes fields of expected types out of a file's JSON object; an absent one or null is None.
+    """Read fields of expected types from a file's JSON object; None if missing or null.
 
-    Every method raises a CorruptError that names file and key where the type is another.
+    Every method raises a CorruptError with file and key for a field of another type.
 
     Attributes:
         path: the file.
         fields: the fields, of any type.
-        prefix: "key." of the object that contains them, where that is not the whole file.
+        prefix: "key." of the object with these fields, if it is not the whole file.
     """
 
     path: Path
@@ -186,16 +184,14 @@ class JsonFields:
         return self._typed(key, str, "a string")
 
     def names(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings; an empty one where there is none."""
-        value = self.fields.get(key)
-        if value is None:
-            return ()
-        if isinstance(value, list) and all(isinstance(name, str) for name in value):
-            return tuple(value)
-        raise self._malformed(key, "a list of names")
+        """Return a list of strings; empty if missing."""
+        value = self._typed(key, list, "a list of names") or []
+        if not all(isinstance(name, str) for name in value):
+            raise self._malformed(key, "a list of names")
+        return tuple(value)
 
     def inside(self, key: str) -> "JsonFields":
-        """Return the fields of an object inside this one; none where there is none."""
+        """Return the fields of a nested object; empty if missing."""
         fields = self._typed(key, dict, "an object")
         return JsonFields(self.path, fields or {}, f"{self.prefix}{key}.")
 

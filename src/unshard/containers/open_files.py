@@ -1,4 +1,4 @@
-"""Open files, local or in a bucket, and caches of them, for one thread or for several."""
+"""Open files, local or in a bucket, and caches of open files for one or several threads."""
 
 import os
 from collections import OrderedDict
@@ -17,13 +17,13 @@ from unshard.stores.remote_path import RemotePath
 
 AT_ONCE = 8
 """How many threads read from `LentFiles` at the same time by default."""
-_OPEN_FILES = 32  # for each of them
-_AHEAD = 2048  # reads that are announced before the first of them
+_OPEN_FILES = 32  # per thread
+_AHEAD = 2048  # reads that are announced together, before the first is made
 _CAN_ADVISE = hasattr(os, "posix_fadvise")  # not on macOS
 _BLOCK = 1 << 30  # Linux reads up to 2 GiB at a time
 
 Opened = int | RemoteFile
-"""A file that is open for reading: a descriptor, or an object in a bucket."""
+"""An open file to read: a descriptor, or an object in a bucket."""
 
 Pread = Callable[[int, int], bytes]
 
@@ -34,7 +34,7 @@ def opened(path: Path) -> Iterator[Opened]:
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
-        CorruptError: it was noted (`file_states.noting`), and has changed since.
+        CorruptError: it has changed since `file_states.noting` recorded it.
     """
     if isinstance(path, RemotePath):
         file = path.opened()
@@ -54,7 +54,7 @@ def opened(path: Path) -> Iterator[Opened]:
 
 
 def read_whole(path: Path) -> bytes:
-    """Return all bytes of a file that is opened as by `opened`."""
+    """Return all bytes of a file; errors as of `opened`."""
     with opened(path) as file:
         whole, size = bytearray(), size_of(file)
         while block := pread(file, min(size - len(whole), _BLOCK), len(whole)):
@@ -64,11 +64,7 @@ def read_whole(path: Path) -> bytes:
 
 def _see(path: Path, file: Opened, states: FileStates | None) -> None:
     if states is not None:
-        states.see(path, partial(_status_of, file))
-
-
-def _status_of(file: Opened) -> os.stat_result:
-    return file.status if isinstance(file, RemoteFile) else os.fstat(file)
+        states.see(path, lambda: file.status if isinstance(file, RemoteFile) else os.fstat(file))
 
 
 def size_of(file: Opened) -> int:
@@ -77,27 +73,27 @@ def size_of(file: Opened) -> int:
 
 
 def pread(file: Opened, count: int, at: int) -> bytes:
-    """Return `count` bytes from `at` on, or those up to the end, as `os.pread` does."""
-    return file.pread(count, at) if isinstance(file, RemoteFile) else os.pread(file, count, at)
+    """Return `count` bytes from `at` on, or fewer at the end of the file, as `os.pread` does."""
+    return preader(file)(count, at)
 
 
 def preader(file: Opened) -> Pread:
-    """Return a function of count and place that returns bytes, as `os.pread` does."""
+    """Return a function of count and offset that returns bytes, as `os.pread` does."""
     return file.pread if isinstance(file, RemoteFile) else partial(os.pread, file)
 
 
 def pread_many(file: Opened, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Return the bytes of many ranges (count, place); a bucket sends neighbours together."""
+    """Return the bytes of many ranges (count, offset); a bucket merges neighbouring ranges."""
     if isinstance(file, RemoteFile):
         return file.pread_many(ranges)
-    found: list[bytes] = []
+    blocks: list[bytes] = []
     for start in range(0, len(ranges), _AHEAD):
         part = ranges[start : start + _AHEAD]
-        # A cold disk gets all of them at once, in place of one after another.
+        # A cold disk serves announced reads in parallel instead of one after another.
         for count, at in part if len(part) > 1 and _CAN_ADVISE else ():
             os.posix_fadvise(file, at, count, os.POSIX_FADV_WILLNEED)
-        found += [os.pread(file, count, at) for count, at in part]
-    return found
+        blocks += [os.pread(file, count, at) for count, at in part]
+    return blocks
 
 
 def name_of(file: Opened) -> str:
@@ -111,10 +107,10 @@ def name_of(file: Opened) -> str:
 
 
 class OpenFiles:
-    """Descriptors by path, opened with `flags` when first asked for. For one thread.
+    """Descriptors by path, opened with `flags` on first use. For one thread.
 
     At most `limit` are open at a time, at least 1. Files are compared with their `states`, by
-    default with those that are noted where this is made.
+    default those of `noted_here()`.
     """
 
     def __init__(self, flags: int, *, limit: int, states: FileStates | None = None) -> None:
@@ -132,36 +128,34 @@ class OpenFiles:
         self.close()
 
     def source(self, path: Path) -> Opened:
-        """Return a file to read, valid as that of `fd`; one in a bucket stays valid.
+        """Return a file to read: a descriptor as of `fd`, or an object, which stays valid.
 
         Raises:
             CorruptError: as for `fd`.
         """
         if not isinstance(path, RemotePath):
             return self.fd(path)
-        found = self._remote.get(path)
-        if found is None:
+        if path not in self._remote:
             try:
-                found = path.opened()
+                file = path.opened()
             except FileNotFoundError as error:
                 from unshard.stores.changes import gone
 
                 raise gone(str(path)) from error
-            _see(path, found, self._states)
-            self._remote[path] = found
-        return found
+            _see(path, file, self._states)
+            self._remote[path] = file
+        return self._remote[path]
 
     def fd(self, path: Path) -> int:
-        """Return a descriptor of this file; valid until `limit` other files have been asked for.
+        """Return a descriptor of this file; valid until `limit` other files have been opened.
 
         Raises:
             CorruptError: the file is gone or has changed, or a file to read cannot be opened.
         """
         self._used.add(path)
-        found = self._open.get(path)
-        if found is not None:
+        if path in self._open:
             self._open.move_to_end(path)
-            return found
+            return self._open[path]
         if len(self._open) >= self._limit:
             self._close_first()
         try:
@@ -182,35 +176,35 @@ class OpenFiles:
     def _close_first(self) -> None:
         path, fd = self._open.popitem(last=False)
         try:
-            if path in self._used:  # nobody can look at it later
+            if path in self._used:  # `check` cannot see a closed file
                 _see(path, fd, self._states)
         finally:
             os.close(fd)
 
     def check(self) -> None:
-        """Check that the files that were asked for since the last check have not changed.
+        """Check that the files that were used since the last check have not changed.
 
         Raises:
-            CorruptError: one was written to.
+            CorruptError: a file was written to.
         """
         used, self._used = self._used, set()
         for path in used & self._open.keys():
             _see(path, self._open[path], self._states)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         self._remote.clear()
         while self._open:
             os.close(self._open.popitem()[1])
 
 
 class LentFiles:
-    """Open files to read, for several threads: each borrows some, and `at_once` may at a time.
+    """Open files to read, for several threads: `at_once` threads may borrow files at a time.
 
     Args:
-        what: names what was opened, for errors.
+        what: the message of the error after `close`.
         at_once: how many threads may read at the same time.
-        states: with which files are compared when they are opened, and after each loan.
+        states: states with which files are compared when opened and after each loan.
     """
 
     def __init__(
@@ -225,11 +219,11 @@ class LentFiles:
             self._idle.put(OpenFiles(os.O_RDONLY, limit=_OPEN_FILES, states=states))
 
     def close(self) -> None:
-        """Close all files once those that are lent are back; nothing can be read then."""
+        """Close all files, once borrowed files are back; later loans are refused."""
         self._closed = True
         with self._closing:
-            taken = [self._idle.get() for _ in range(self._at_once)]
-            for files in taken:
+            returned = [self._idle.get() for _ in range(self._at_once)]
+            for files in returned:
                 files.close()
                 self._idle.put(files)
 
@@ -240,11 +234,11 @@ class LentFiles:
 
     @contextmanager
     def borrow(self) -> Iterator[OpenFiles]:
-        """Lend the open files that were used last; wait if all are lent.
+        """Lend the files that were used last; wait if all are lent.
 
         Raises:
             UsageError: they are closed.
-            CorruptError: at the end: a file was written to, and what was read may be of both.
+            CorruptError: a file was written to during the loan, so the bytes may be mixed.
         """
         files = self._idle.get()
         try:

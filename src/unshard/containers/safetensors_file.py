@@ -1,8 +1,7 @@
-"""The safetensors container: its header written and read by the format's own rules.
+"""Write and read the headers of safetensors files by the format's own rules.
 
 A file is a 64-bit little-endian header length N, N bytes of JSON (padded with spaces so that data
-starts at a multiple of 8), then the tensors' bytes without holes or overlap. Knows names, dtypes,
-shapes and offsets; the bytes themselves are moved by others.
+starts at a multiple of 8), then the tensors' bytes without holes or overlap.
 
 Source: the format section of safetensors' README and its Rust validator.
 """
@@ -14,7 +13,7 @@ from pathlib import Path
 from struct import pack, unpack
 from typing import NamedTuple, TypeGuard
 
-from unshard.containers.json_file import is_too_dense
+from unshard.containers.json_file import parsed_object
 from unshard.containers.open_files import opened, pread, size_of
 from unshard.errors import CorruptError, IncompleteError
 from unshard.tensors.dtypes import BY_CODE, DType
@@ -27,7 +26,7 @@ _MAX_SIZE = 1 << 64
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor as its header states it; `begin` and `end` are bytes from the start of the data."""
+    """A tensor in a header; `begin` and `end` are bytes from the start of the data."""
 
     name: str
     dtype: DType
@@ -37,7 +36,7 @@ class HeaderEntry(NamedTuple):
 
 
 class SafetensorsFile(NamedTuple):
-    """What a safetensors file's header states; `data_start` is the byte where tensors begin."""
+    """The header of a safetensors file; `data_start` is the byte at which tensors begin."""
 
     path: Path
     data_start: int
@@ -48,7 +47,7 @@ class SafetensorsFile(NamedTuple):
 def encode_header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes of a file: length and header, padded to a multiple of 8.
 
-    The entries must follow one another without holes, as `layout` lays them out.
+    The entries must be contiguous, as in `plan.layout`.
     """
     fields: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     for entry in entries:
@@ -66,8 +65,8 @@ def read_safetensors(path: Path) -> SafetensorsFile:
     """Read and check a file's header.
 
     Raises:
-        IncompleteError: the file is empty or shorter than its header says.
-        CorruptError: the header breaks a rule of the format; the message says which.
+        IncompleteError: the file is empty or truncated.
+        CorruptError: the header breaks a rule of the format.
     """
     with opened(path) as file:
         size = size_of(file)
@@ -87,34 +86,19 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 
 
 def _parse(path: Path, text: bytes) -> tuple[tuple[HeaderEntry, ...], dict[str, str]]:
-    if is_too_dense(text):
-        raise CorruptError(f"{path}: its header has too many values for its {len(text)} bytes")
-    try:
-        fields = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{path}: its header is not valid JSON: {error}") from error
-    if not text.startswith(b"{") or not isinstance(fields, dict):
-        raise CorruptError(f"{path}: its header is not a JSON object")
+    header = f"{path}: its header"
+
+    def refuse(constant: str) -> object:
+        raise CorruptError(f"{header} is not valid JSON: {constant}")
+
+    if not text.startswith(b"{"):
+        raise CorruptError(f"{header} is not a JSON object")
+    fields = parsed_object(text, header, parse_constant=refuse)
     metadata = fields.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CorruptError(f"{path}: its {_METADATA} is not a map from text to text")
+        raise CorruptError(f"{path}: its {_METADATA} does not map strings to strings")
     entries = [_entry(path, name, value) for name, value in fields.items()]
     return tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end))), metadata
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice")
-    for text in (*fields, *(value for value in fields.values() if isinstance(value, str))):
-        text.encode("utf-8")  # half a surrogate pair is not text: a ValueError
-    return fields
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _entry(path: Path, name: str, value: object) -> HeaderEntry:
@@ -140,7 +124,7 @@ def _entry(path: Path, name: str, value: object) -> HeaderEntry:
 
 
 def _is_shape(sizes: list[object]) -> bool:
-    """Return whether these are sizes, and their product is one, whichever of them are 0."""
+    """Return whether these are sizes whose product is a size, even if zeros are replaced by 1."""
     elements = 1
     for size in sizes:
         if not _is_size(size):
@@ -152,7 +136,7 @@ def _is_shape(sizes: list[object]) -> bool:
 
 
 def _is_size(value: object) -> TypeGuard[int]:
-    """Return whether this is a size as the format has them: not negative, below 2^64."""
+    """Return whether this is a valid size in the format: not negative, below 2^64."""
     return type(value) is int and 0 <= value < _MAX_SIZE
 
 

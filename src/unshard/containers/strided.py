@@ -1,6 +1,6 @@
-"""Reading elements with strides from a file, with as few reads as they allow.
+"""Read elements with strides from a file, in few reads.
 
-Strides here are bytes. Memory: at most `SLACK` times the elements asked for, or `SMALL` bytes.
+Strides are in bytes. Memory: at most `SLACK` times the requested elements, or `SMALL` bytes.
 """
 
 import os
@@ -16,20 +16,20 @@ from unshard.stores.remote_file import RemoteFile
 from unshard.tensors.dtypes import DType
 
 SLACK = 2
-"""A span is read whole if it is at most this many times larger than what is wanted of it ..."""
+"""A span is read whole if it is at most this many times larger than its requested elements ..."""
 SMALL = 16384
 """... or at most this many bytes."""
 NEAR = 1024
-"""Elements further apart than this many bytes are read one by one, without what is between."""
+"""Elements further apart than this many bytes are read one by one, without the bytes between."""
 
 _SMALL_GET, _NEAR_GET = 1 << 20, 256 * 1024
-"""The same of an object in a bucket, where a request takes the time of many bytes."""
+"""The same for an object in a bucket, where a request takes as long as many bytes."""
 
 Elements = NDArray[np.generic]
 
 
 def raw_dtype(dtype: DType) -> np.dtype[np.generic]:
-    """Return a numpy dtype of the same size that copies bits and interprets nothing."""
+    """Return a numpy dtype of the same size that copies bits unchanged."""
     return np.dtype(f"u{dtype.itemsize}" if dtype.itemsize <= 8 else f"V{dtype.itemsize}")
 
 
@@ -37,7 +37,7 @@ def read_exactly(file: Opened, start: int, out: memoryview) -> None:
     """Fill `out` with the file's bytes from `start` on.
 
     Raises:
-        CorruptError: the file cannot be read, or ends before: it changed while it was being read.
+        CorruptError: the file cannot be read, or ends early, because it changed meanwhile.
     """
     done = 0
     while done < len(out):
@@ -46,7 +46,7 @@ def read_exactly(file: Opened, start: int, out: memoryview) -> None:
                 count = file.read_into(start + done, out[done:])
             else:
                 count = os.preadv(file, [out[done:]], start + done)
-        except OSError as error:  # left alone it would look like a failure to write the output
+        except OSError as error:  # a plain OSError would look like a failure to write the output
             raise CorruptError(f"{name_of(file)}: cannot be read: {error.strerror}") from error
         if count == 0:
             raise CorruptError(
@@ -57,17 +57,17 @@ def read_exactly(file: Opened, start: int, out: memoryview) -> None:
 
 
 def crc_of(file: Opened, offset: int, size: int, *, block: int) -> int:
-    """Return the CRC-32 of `size` bytes from an offset on, read in blocks of so many bytes.
+    """Return the CRC-32 of `size` bytes from an offset on, read in blocks of `block` bytes.
 
     Raises:
         CorruptError: the file ends too early.
     """
-    found, buffer = 0, bytearray(min(block, size))
+    crc, buffer = 0, bytearray(min(block, size))
     for done in range(0, size, block):
         part = memoryview(buffer)[: size - done]
         read_exactly(file, offset + done, part)
-        found = crc32(part, found)
-    return found
+        crc = crc32(part, crc)
+    return crc
 
 
 def read_strided(
@@ -87,7 +87,7 @@ def read_strided(
         data = np.empty(span, dtype=np.uint8)
         read_exactly(file, start, data.data)
         return np.ndarray(sizes, dtype, data.data, 0, strides)
-    # Read along the dimension whose elements are furthest apart: one by one, or some at a time.
+    # Recurse along the dimension with the largest stride, one index or several at a time.
     dim = max(range(len(sizes)), key=lambda d: strides[d] if sizes[d] > 1 else -1)
     at_once = 1
     if strides[dim] <= near:

@@ -1,10 +1,10 @@
-"""Decompressing a zstd frame: a window of a file into another file, in bounded memory.
+"""Compress and decompress zstd frames, in bounded memory.
 
 Needs Python 3.14's own `compression.zstd`, or the package `zstandard` (the extra `zstd`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from unshard.containers.open_files import Opened
 from unshard.containers.strided import read_exactly
@@ -14,67 +14,51 @@ _BLOCK = 1 << 20
 _PIECE = 2048  # bytes fed at a time; each may become 32 KiB
 
 _NO_DELTA = "a delta is compressed (zstd), and no library for it is installed"
-
-
-class _Engine(Protocol):
-    """What both libraries have: fed piece by piece, it knows when the frame is complete."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
-
-    def decompress(self, data: bytes, /) -> bytes: ...
+_NO_CHECKPOINT = "this checkpoint is compressed (zstd), and no library for it is installed"
 
 
 def decompress(
     source: str, file: Opened, window: tuple[int, int], out: IO[bytes], limit: int
 ) -> int:
-    """Write what a compressed window (offset, length) of a file contains; return its size, bytes.
+    """Decompress a window (offset, length) of a file into `out`; return the size in bytes.
 
-    `source` is the name of the file in errors. Never more than `limit` bytes are written.
+    `source` is the name of the file in errors. At most `limit` bytes are written.
 
     Raises:
         CorruptError: the window is not one zstd frame, or it ends early or exceeds `limit`.
         UsageError: no zstd library is installed.
     """
-    engine, errors = _library()
+    own, package = _libraries(_NO_CHECKPOINT)
+    decompressor = own.ZstdDecompressor() if own else package.ZstdDecompressor().decompressobj()
     offset, length = window
-    done = 0
+    item, size = f"{source}: the item at byte {offset}", 0
+    # torch reads one frame, and would ignore any bytes after it.
+    trailing = CorruptError(
+        f"{item} has bytes after its end",
+        expected="one zstd frame",
+        found="one, and more bytes",
+    )
     try:
         for start in range(0, length, _BLOCK):
             block = bytearray(min(_BLOCK, length - start))
             read_exactly(file, offset + start, memoryview(block))
             for at in range(0, len(block), _PIECE):
-                if engine.eof:
-                    raise _followed(source, offset)
-                data = engine.decompress(bytes(block[at : at + _PIECE]))
-                done += len(data)
-                if done > limit:
+                if decompressor.eof:
+                    raise trailing
+                data = decompressor.decompress(bytes(block[at : at + _PIECE]))
+                size += len(data)
+                if size > limit:
                     raise CorruptError(
-                        f"{source}: the item at byte {offset} is larger than its tensor",
-                        expected=f"at most {limit} bytes",
+                        f"{item} is larger than its tensor", expected=f"at most {limit} bytes"
                     )
                 out.write(data)
-    except errors as error:
-        raise CorruptError(
-            f"{source}: the item at byte {offset} cannot be decompressed: {error}"
-        ) from error
-    if not engine.eof:
-        raise CorruptError(f"{source}: the item at byte {offset} is compressed and ends early")
-    if engine.unused_data:
-        raise _followed(source, offset)
-    return done
-
-
-def _followed(source: str, offset: int) -> CorruptError:
-    """Return the error for bytes that torch, which reads one frame, would pass over."""
-    return CorruptError(
-        f"{source}: the item at byte {offset} has bytes after its end",
-        expected="one zstd frame",
-        found="one, and more bytes",
-    )
+    except ((own or package).ZstdError, EOFError) as error:
+        raise CorruptError(f"{item} cannot be decompressed: {error}") from error
+    if not decompressor.eof:
+        raise CorruptError(f"{item} is compressed and ends early")
+    if decompressor.unused_data:
+        raise trailing
+    return size
 
 
 def frame_of(blocks: Iterable[memoryview], size: int) -> Iterator[bytes]:
@@ -84,10 +68,10 @@ def frame_of(blocks: Iterable[memoryview], size: int) -> Iterator[bytes]:
         UsageError: no zstd library is installed.
     """
     own, package = _libraries(_NO_DELTA)
-    engine = own.ZstdCompressor(1) if own else package.ZstdCompressor(1).compressobj(size)
+    compressor = own.ZstdCompressor(1) if own else package.ZstdCompressor(1).compressobj(size)
     for block in blocks:
-        yield engine.compress(block)
-    yield engine.flush()
+        yield compressor.compress(block)
+    yield compressor.flush()
 
 
 class _Window:
@@ -103,10 +87,10 @@ class _Window:
 
 
 def frame_reader(source: str, file: IO[bytes], length: int) -> Callable[[int], bytes]:
-    """Return a function that reads so many bytes of what the next `length` bytes contain: a frame.
+    """Return a function that reads a number of decompressed bytes from the next `length` bytes.
 
-    A frame of zeros is thousands of times smaller than they are, so `decompress`, which takes a
-    number of compressed bytes at a time, would not be bounded.
+    `decompress`, which takes a number of compressed bytes at a time, would not bound the memory:
+    a frame of zeros is thousands of times smaller than the zeros.
 
     Raises:
         UsageError: no zstd library is installed.
@@ -114,7 +98,7 @@ def frame_reader(source: str, file: IO[bytes], length: int) -> Callable[[int], b
     own, package = _libraries(_NO_DELTA)
     errors = (own.ZstdError, EOFError) if own else package.ZstdError
     window, package = _Window(file, length), package and package.ZstdDecompressor()
-    # What follows the frame is read as another one.
+    # Bytes after the frame are read as another frame.
     stream = own.ZstdFile(window) if own else package.stream_reader(window, read_across_frames=True)
 
     def read(size: int) -> bytes:
@@ -127,18 +111,8 @@ def frame_reader(source: str, file: IO[bytes], length: int) -> Callable[[int], b
     return read
 
 
-def _library() -> tuple[_Engine, tuple[type[Exception], ...]]:
-    """Return what decompresses one frame, and the errors it raises."""
-    own, package = _libraries(
-        "this checkpoint is compressed (zstd), and no library for it is installed"
-    )
-    if own:
-        return own.ZstdDecompressor(), (own.ZstdError, EOFError)
-    return package.ZstdDecompressor().decompressobj(), (package.ZstdError, EOFError)
-
-
 def _libraries(missing: str) -> tuple[Any, Any]:
-    """Return Python's own library, or else the package; `missing` is the error without both."""
+    """Return Python's own library, or the package; without either, raise the error `missing`."""
     try:
         from compression import zstd
     except ImportError:

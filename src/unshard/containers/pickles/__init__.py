@@ -1,1 +1,1 @@
-"""Pickles, read without running anything, and written."""
+"""Read pickles without running their code, and write pickles."""

@@ -1,6 +1,6 @@
-"""The state of the pickle machine: stack, marks, memo, budget; and the steps that opcodes share.
+"""The state of the pickle machine (stack, marks, memo, budget) and the steps that opcodes share.
 
-`opcodes` maps every opcode to a step; `unpickle` runs them. See there for the bounds.
+`opcodes` maps every opcode to a step; `unpickle` runs them and documents the bounds.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from unshard.containers.pickles.records import (
 )
 
 _MAX_DEPTH = 1000
-_MEMORY_FLOOR = 300_000_000  # bytes that any pickle may take, however short
+_MEMORY_FLOOR = 300_000_000  # bytes that a pickle of any length may take
 _MAX_NAME = 1000
 _MAX_KEY = 1 << 64
 _BATCH = 20_000
@@ -25,18 +25,18 @@ _MAX_KEY_LENGTH = 4096
 _MAX_KEY_ITEMS = 8
 _SALT = secrets.randbits(61)
 
-# About what CPython allocates for one of each, in bytes.
+# Approximate allocations of CPython, in bytes.
 TUPLE_COST, LIST_COST, DICT_COST, SET_COST = 56, 72, 80, 232
 RECORD_COST, ENTRY_COST, NUMBER_COST, TEXT_COST = 110, 130, 28, 60
-TABLE_COST = 120  # of the smallest hash table
-_FIRST_TABLE = 5  # entries of a dict that fit it: the state of an object
+TABLE_COST = 120  # the smallest hash table
+_FIRST_TABLE = 5  # entries of a dict that fit the smallest table: the state of an object
 SALTED_COST = 64
-SLOT_COST = 9  # of one place on the stack or in the memo
+SLOT_COST = 9  # a slot of the stack or the memo
 _CHECK_EVERY = 1_000_000
 
 
 class MalformedPickleError(ValueError):
-    """The bytes are not a pickle that can be read, or exceed the bounds. The message says which."""
+    """The bytes are not a readable pickle, or exceed the bounds."""
 
 
 class DangerousPickleError(ValueError):
@@ -44,13 +44,13 @@ class DangerousPickleError(ValueError):
 
 
 class RecalledError(Exception):
-    """The pickle recalls what a step of the caller did not make."""
+    """The pickle recalls a memo entry that a step of the caller skipped."""
 
 
 class SaltedInt(int):
-    """An integer as a dict key: it hashes by a random salt, so that keys cannot be made to collide.
+    """An integer as a dict key with a salted hash, so that no pickle can make keys collide.
 
-    To look one up: `value[SaltedInt(3)]`.
+    To look up a key: `value[SaltedInt(3)]`.
     """
 
     __slots__ = ()
@@ -60,7 +60,7 @@ class SaltedInt(int):
 
 
 class SaltedFloat(float):
-    """A float as a dict key, such as a milestone of a scheduler; it hashes as `SaltedInt` does."""
+    """A float as a dict key, such as a milestone of a scheduler, with a salted hash."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class SaltedFloat(float):
 
 
 class Machine:
-    """The pickle virtual machine: one stack, one memo, and an account of what was allocated."""
+    """The pickle virtual machine: one stack, one memo, and an account of its allocations."""
 
     __slots__ = (
         "allowance",
@@ -101,7 +101,7 @@ class Machine:
         start = self.pos
         self.pos = end = start + count
         if count < 0 or end > len(self.data):
-            raise MalformedPickleError(f"truncated: byte {start} promises {count} bytes more")
+            raise MalformedPickleError(f"truncated: {count} bytes are missing after byte {start}")
         return self.data[start:end]
 
     def line(self) -> bytes:
@@ -126,7 +126,7 @@ class Machine:
         self.stack.append(value)
 
     def push_text(self, text: str, stored_bytes: int) -> None:
-        """Push a string that was stored in so many bytes; one wide character makes all wide."""
+        """Push a string, at 4 bytes per stored byte: one wide character makes all wide."""
         self.push(text, TEXT_COST + 4 * stored_bytes)
 
     def charge(self, cost: int) -> None:
@@ -134,8 +134,8 @@ class Machine:
         self.spent += cost
         if self.spent <= self.check_at:
             return
-        # What would exceed max(300 MB, 20 x the pickle) in the end is refused. A byte that is still
-        # to come takes at most one slot, so the memory allowed grows with the bytes read so far.
+        # Refuses early a pickle that would exceed max(300 MB, 20 x its length). Each remaining
+        # byte takes at most one slot, so the allowed memory grows with the bytes read so far.
         self.check_at = self.spent + _CHECK_EVERY
         slots = len(self.memo) + len(self.stack) + sum(map(len, self.marks))
         if self.spent + SLOT_COST * slots > self.allowance + SLOT_COST * self.pos:
@@ -145,7 +145,7 @@ class Machine:
             )
 
     def mark(self) -> None:
-        """Open a mark: what is pushed from here on belongs to it."""
+        """Open a mark: later pushes belong to it."""
         self.charge(LIST_COST)
         self.marks.append(self.stack)
         self.stack = []
@@ -153,7 +153,7 @@ class Machine:
             raise MalformedPickleError(f"nested deeper than {_MAX_DEPTH} at byte {self.pos}")
 
     def pop_mark(self) -> list[Value]:
-        """Return what is above the last mark, and drop the mark."""
+        """Remove the last mark, and return the values above it."""
         items = self.stack
         self.stack = self.marks.pop()
         self.spent -= LIST_COST
@@ -179,24 +179,25 @@ class Machine:
         self.stack.append(value)
 
     def push_global(self, module: str, name: str) -> None:
-        """Push a name; refuse a dangerous one."""
+        """Push a name; refuse a dangerous name."""
         key = (module, name)
-        known = self.globals.get(key)
-        if known is None:
+        value = self.globals.get(key)
+        if value is None:
             if len(module) + len(name) > _MAX_NAME:
                 raise MalformedPickleError(f"a name of {len(module) + len(name)} characters")
             self.charge(4 * TEXT_COST + 2 * ENTRY_COST + 8 * (len(module) + len(name)))
-            known = self.globals[key] = Global(module, name)
-            if is_dangerous(known) and not _is_plain_getattr(known):
-                raise DangerousPickleError(str(known))
-        self.stack.append(known)
+            value = self.globals[key] = Global(module, name)
+            if is_dangerous(value) and not _is_plain_getattr(value):
+                raise DangerousPickleError(str(value))
+        self.stack.append(value)
 
     def push_call(self, callee: Value, args: Value) -> None:
         """Push the record of a call."""
         if not isinstance(args, tuple):
             raise MalformedPickleError(f"a call without an argument tuple at byte {self.pos}")
         if not isinstance(callee, Global | Record | Persistent):
-            raise MalformedPickleError(f"a call of what cannot be called at byte {self.pos}")
+            kind = type(callee).__name__
+            raise MalformedPickleError(f"a call of {kind} at byte {self.pos}")
         self.charge(RECORD_COST)
         if not isinstance(callee, Global) or not _is_plain_getattr(callee):
             self.stack.append(Record(callee, args))
@@ -212,7 +213,7 @@ class Machine:
         target = self.stack[-1]
         if len(items) % 2:
             raise MalformedPickleError(f"a key without a value at byte {self.pos}")
-        for start in range(0, len(items), _BATCH):  # copies of keys are gone after each batch
+        for start in range(0, len(items), _BATCH):  # bounds the memory of copied keys
             batch = items[start : start + _BATCH]
             keys = batch[::2]
             self.charge(TABLE_COST)
@@ -241,7 +242,7 @@ class Machine:
                 raise MalformedPickleError(f"appended to {kind} at byte {self.pos}")
 
     def safe_elements(self, values: list[Value]) -> list[Value]:
-        """Return what is about to become dict keys or elements of a set, each safe to hash."""
+        """Return future dict keys or elements of a set, each safe to hash."""
         self.charge(ENTRY_COST * len(values))
         tuples = sum(isinstance(value, tuple) for value in values)
         if tuples:
@@ -254,10 +255,10 @@ def _is_plain_getattr(name: Global) -> bool:
 
 
 def _safe_key(key: Value) -> Value:
-    """Return a dict key or set element as something that is safe to hash.
+    """Return a dict key or set element that is safe to hash.
 
-    What could take exponential time (nested tuples), or be made to collide (numbers, long equal
-    texts), is refused or salted.
+    Numbers are salted, because they can be made to collide. Nested tuples, whose hash may take
+    exponential time, and long strings are refused.
     """
     if isinstance(key, str | bytes):
         if len(key) <= _MAX_KEY_LENGTH:

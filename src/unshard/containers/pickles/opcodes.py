@@ -1,7 +1,7 @@
 """The table of pickle opcodes, each a step of a few lines on the machine.
 
-Grouped as `pickletools` groups them. Refused, because no checkpoint needs them: the extension
-registry (EXT1, EXT2, EXT4), which would name globals by number, and out-of-band buffers.
+Grouped like `pickletools`. The extension registry (EXT1, EXT2, EXT4), which would name globals by
+number, and out-of-band buffers are refused, because no checkpoint needs them.
 """
 
 import re
@@ -56,7 +56,7 @@ def _text_int(m: Machine) -> None:
 
 
 def _text_string(m: Machine) -> None:
-    """Python 2 wrote the repr of its strings; what `repr` escapes is all there is to undo."""
+    """Push a string that Python 2 wrote as its repr: only the escapes of `repr` occur."""
     text = m.line()
     if len(text) < 2 or text[:1] not in b"'\"" or text[-1:] != text[:1]:
         raise MalformedPickleError(f"an unquoted string before byte {m.pos}")
@@ -254,6 +254,6 @@ _NAMED: dict[bytes, Operation] = {
     b"P": _text_persistent,
     b"Q": lambda m: m.push(Persistent(m.stack.pop()), TUPLE_COST),
     b"\x80": _protocol,
-    b"\x95": lambda m: m.number("<Q", 8),  # a frame's size; frames do not change what is read
+    b"\x95": lambda m: m.number("<Q", 8),  # a frame's size; frames do not change the value
 }
 OPERATIONS: tuple[Operation, ...] = tuple(_NAMED.get(bytes([code]), refuse) for code in range(256))

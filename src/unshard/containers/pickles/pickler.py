@@ -1,10 +1,9 @@
-"""Write pickles of protocol 2 or 4 as Python's own pickler does, opcode for opcode.
+"""Write pickles of protocol 2 or 4 like Python's own pickler, opcode for opcode.
 
-What is written are plain values, and `Call`s in place of objects, so nothing needs to be imported
-that a pickle names. An object that occurs twice is written once, as Python does it: objects are
-told apart by identity, globals by name. Sets have no order of their own and are written in the
-order of their elements' bytes, so the same value always gives the same pickle. In protocol 4 the
-names of modules are strings like any other.
+Values are plain, with a `PickledCall` in place of each object, so that no class needs to be
+imported. A repeated object is written once, as Python does: objects are identified by `id`, globals
+by name. The elements of a set are written in the order of their bytes, so the same value always
+gives the same pickle. In protocol 4 the names of modules are ordinary strings.
 
 Sources: `pickletools`, CPython's `_pickle.c`, PEP 3154.
 """
@@ -18,26 +17,26 @@ from typing import Literal, TypeVar
 from unshard.containers.pickles.records import Global, Persistent, Value
 
 MAX_DEPTH = 100
-"""How deep values may be nested."""
+"""The most levels of nested values."""
 MAX_INT_BYTES = 255
 """The longest integer, in two's complement."""
 
 _T = TypeVar("_T")
-_FRAME = 64 * 1024  # a frame ends before the next value, once it has so many bytes
+_FRAME = 64 * 1024  # a frame of this size ends before the next value
 _SMALLEST_FRAME = 4
 _BATCH = 1000  # entries that Python adds to a list or dict by one opcode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """An object: what is called to make it, and what it is then given.
+class PickledCall:
+    """An object: the call that makes it, then its state and items.
 
     Attributes:
         callee: a class or function.
         args: its positional arguments.
-        state: what BUILD sets.
-        items: what is set as if it were a dict.
-        is_new: whether it is made by `callee.__new__` (NEWOBJ), and not by a call (REDUCE).
+        state: the value for BUILD; None for no BUILD.
+        items: keys and values for SETITEMS.
+        is_new: whether the call is `callee.__new__` (NEWOBJ) instead of `callee` (REDUCE).
     """
 
     callee: Global
@@ -48,33 +47,33 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Text:
-    """A string that is an object of its own, even if an equal one has been written."""
+class UniqueText:
+    """A string that is an object of its own, even if an equal string has been written."""
 
     value: str
 
 
-def _refuse(value: Value) -> Call:
+def _refuse(value: Value) -> PickledCall:
     raise TypeError(f"a value of type {type(value).__name__} cannot be written")
 
 
 def pickled(
-    value: Value, reduce: Callable[[Value], Call] = _refuse, *, protocol: Literal[2, 4] = 2
+    value: Value, reduce: Callable[[Value], PickledCall] = _refuse, *, protocol: Literal[2, 4] = 2
 ) -> bytes:
     """Return the pickle of a value.
 
-    It may have: None, bool, int, float, str, bytes; lists, tuples, dicts, sets, OrderedDicts and
-    Counters; `Text`, `Call`, `Global` and `Persistent`. An instance of a subclass is written as the
-    class that is named here: a defaultdict as a dict.
+    Its parts may be: None, bool, int, float, str, bytes; lists, tuples, dicts, sets, OrderedDicts
+    and Counters; `UniqueText`, `PickledCall`, `Global` and `Persistent`. An instance of a subclass
+    is written as its base class in this list: a defaultdict as a dict.
 
     Args:
-        value: what to write.
-        reduce: returns what is written in place of anything else, or raises a TypeError.
-        protocol: of the pickle; in 4 there are no bytes and no sets.
+        value: the value.
+        reduce: returns the call to write for any other part, or raises a TypeError.
+        protocol: the pickle's protocol; protocol 4 is written without bytes and sets.
 
     Raises:
-        TypeError: a part of it is something else.
-        ValueError: it is nested too deep, or has an integer that is too long.
+        TypeError: a part cannot be written.
+        ValueError: the value is nested too deep, or has an integer that is too long.
     """
     pickler = _Pickler(reduce, protocol)
     pickler.save(value, 0)
@@ -90,21 +89,21 @@ _TUPLE_ENDS = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 class _Pickler:
-    """The opcodes written so far, and what can be referred to.
+    """The opcodes written so far, and the memo.
 
     Attributes:
-        out: the opcodes; of protocol 4 those after the last frame that is full.
+        out: the opcodes; in protocol 4 those after the last full frame.
         refers: whether they refer to anything outside the pickle.
     """
 
-    def __init__(self, reduce: Callable[[Value], Call], protocol: int) -> None:
+    def __init__(self, reduce: Callable[[Value], PickledCall], protocol: int) -> None:
         self.out = bytearray()
         self.refers = False
         self._reduce = reduce
         self._protocol = protocol
         self._frames = bytearray()
         self._memo: dict[object, int] = {}
-        self._kept: list[Value] = []  # an identity is that of one object only as long as it lives
+        self._alive: list[Value] = []  # the `id` of a freed object may be reused
 
     def save(self, value: Value, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -129,7 +128,7 @@ class _Pickler:
                     self._object(value, depth + 1)
 
     def ended(self) -> bytes:
-        """Return everything that was written, in frames if there are any."""
+        """Return all opcodes, in frames in protocol 4."""
         if self._protocol > 2 and len(self.out) >= _SMALLEST_FRAME:
             self._end_frame()
         return bytes(self._frames + self.out)
@@ -139,27 +138,25 @@ class _Pickler:
         self.out.clear()
 
     def _object(self, value: Value, depth: int) -> None:
-        """Write what is written once only."""
+        """Write an object for the first time."""
         match value:
-            case str() | Text():
+            case str() | UniqueText():
                 text = value if isinstance(value, str) else value.value
                 self._text(text.encode("utf-8", "surrogatepass"))
                 self._remember_object(value)
-            case bytes():
-                self._bytes(value, depth)
             case tuple():
                 self._tuple(value, depth)
             case list():
                 self._list(value, depth)
             case OrderedDict():
-                self._call(Call(_ORDERED, (), None, list(value.items())), depth, of=value)
+                self._call(PickledCall(_ORDERED, (), None, list(value.items())), depth, of=value)
             case Counter():
-                self._call(Call(_COUNTER, (dict(value),)), depth, of=value)
+                self._call(PickledCall(_COUNTER, (dict(value),)), depth, of=value)
             case dict():
                 self._dict(value, depth)
-            case set():
-                self._set(value, depth)
-            case Call():
+            case bytes() | set():
+                self._call(self._of_protocol_2(value, depth), depth, of=value)
+            case PickledCall():
                 self._call(value, depth, of=value)
             case _:
                 self._call(self._reduce(value), depth, of=value)
@@ -185,7 +182,7 @@ class _Pickler:
         self.out += end or b"t"
         self._remember_object(value)
 
-    def _call(self, call: Call, depth: int, *, of: Value) -> None:
+    def _call(self, call: PickledCall, depth: int, *, of: Value) -> None:
         self.save(call.callee, depth)
         self.save(call.args, depth)
         self.out += b"\x81" if call.is_new else b"R"
@@ -216,7 +213,7 @@ class _Pickler:
             return
         for batch in _batches(entries):
             self._entries(batch, depth, b"(", b"u")
-        if entries and len(entries) % _BATCH == 0:  # Python sees only then that there is no more
+        if entries and len(entries) % _BATCH == 0:  # Python ends with an empty batch, too
             self._entries([], depth, b"(", b"u")
 
     def _entries(
@@ -228,27 +225,27 @@ class _Pickler:
                 self.save(part, depth)
         self.out += end
 
-    def _bytes(self, value: bytes, depth: int) -> None:
+    def _of_protocol_2(self, value: bytes | set[Value], depth: int) -> PickledCall:
+        """Return the call for a value that has no opcode in protocol 2."""
         if self._protocol > 2:
             _refuse(value)
-        self._call(_encoded(value), depth, of=value)
-
-    def _set(self, value: set[Value], depth: int) -> None:
-        if self._protocol > 2:
-            _refuse(value)
-        # Each element by itself, where nothing refers to another: so they can be sorted.
+        if isinstance(value, bytes):
+            # Python writes empty bytes as a call of `bytes`, which torch's restricted unpickler
+            # does not know.
+            return PickledCall(_ENCODE, (value.decode("latin1"), "latin1"))
+        # A pickle for each element, without references to other elements, so they can be sorted.
         parts = []
         for element in value:
-            alone = _Pickler(self._reduce, self._protocol)
-            alone.save(element, depth + 1)
-            if alone.refers:
+            single = _Pickler(self._reduce, self._protocol)
+            single.save(element, depth + 1)
+            if single.refers:
                 raise TypeError("a tensor in a set cannot be written")
-            parts.append((bytes(alone.out), element))
+            parts.append((bytes(single.out), element))
         ordered = [element for _, element in sorted(parts, key=lambda part: part[0])]
-        self._call(Call(_SET, (ordered,)), depth, of=value)
+        return PickledCall(_SET, (ordered,))
 
     def _is_known(self, key: object) -> bool:
-        """Refer to what has been written before; return whether it has."""
+        """Write a reference to an earlier object; return whether there is one."""
         number = self._memo.get(key)
         if number is None:
             return False
@@ -256,7 +253,7 @@ class _Pickler:
         return True
 
     def _remember_object(self, value: Value) -> None:
-        self._kept.append(value)
+        self._alive.append(value)
         self._remember(id(value))
 
     def _remember(self, key: object) -> None:
@@ -268,16 +265,8 @@ class _Pickler:
 
 
 def _batches(entries: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """Yield the entries that are added together."""
+    """Yield the entries that one opcode adds."""
     return (entries[start : start + _BATCH] for start in range(0, len(entries), _BATCH))
-
-
-def _encoded(value: bytes) -> Call:
-    """Return how protocol 2, which has no bytes, has them: as encoded text.
-
-    Python writes empty ones as a call of `bytes`, which torch's restricted unpickler does not know.
-    """
-    return Call(_ENCODE, (value.decode("latin1"), "latin1"))
 
 
 def _scalar(value: float | None) -> bytes:

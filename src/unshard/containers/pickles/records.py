@@ -1,7 +1,7 @@
-"""What unpickling yields: inert records of what a pickle *says*, never the objects it asks for.
+"""Results of unpickling: inert records of the calls in a pickle, never the objects themselves.
 
-Nothing is ever imported, so the list of dangerous names is not what makes unpickling safe. The user
-must know that a checkpoint was made to run commands; it must not pass as a value that was skipped.
+Unpickling is safe because nothing is imported, not because of the list of dangerous names. The list
+exists so that a user learns that a checkpoint was made to run commands.
 """
 
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A reference to something importable. It is a name and stays one: nothing is imported.
+    """A reference to an importable object, which is never imported.
 
-    `dotted` is the whole name, made once: it is compared for every tensor.
+    `dotted` is the whole name, made once because it is compared for every tensor.
     """
 
     module: str
@@ -28,22 +28,22 @@ class Global:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
-    """A reference to something outside the pickle: in torch's files, a storage."""
+    """A reference to an object outside the pickle: in torch's files, a storage."""
 
     pid: "Value"
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A call that a pickle asks for, and everything it then does to the result.
+    """A call in a pickle, and the later operations on its result.
 
     Compared and hashed by identity: records may be dict keys and may form cycles, so never walk
     them without a bound.
 
     Attributes:
-        callee: the class or function, by name (or whatever is in its place).
+        callee: usually the name of a class or function.
         args: positional arguments.
-        state: what BUILD sets; the last, if there are several.
+        state: the value of the last BUILD.
     """
 
     callee: "Value"
@@ -54,30 +54,29 @@ class Record:
 
     @property
     def items(self) -> list[tuple["Value", "Value"]]:
-        """What SETITEM(S) adds, in order."""
+        """Keys and values of SETITEM(S), in order."""
         if self._items is None:
             self._items = []
         return self._items
 
     @property
     def elements(self) -> list["Value"]:
-        """What APPEND(S) or ADDITEMS adds, in order."""
+        """Values of APPEND(S) and ADDITEMS, in order."""
         if self._elements is None:
             self._elements = []
         return self._elements
 
     def is_call_of(self, *names: str) -> bool:
-        """Return whether this is a call of one of these dotted names."""
+        """Return whether the callee has one of these dotted names."""
         return isinstance(self.callee, Global) and self.callee.dotted in names
 
 
-# A JSON-like value, or a record. Containers have further values; `object` keeps the checker honest
-# about the fact that nothing is known of them until it is looked at.
+# A JSON-like value, a record, or a container of values; an `object`, so that mypy demands a check
+# before each use.
 Value = object
 
 SKIPPED: Value = object()
-"""In the memo, in place of what was not made."""
-
+"""The memo entry of an object that was not made."""
 
 _MODULES = frozenset(
     """
@@ -105,9 +104,9 @@ _QUALIFIED = frozenset(
     io.open io.FileIO io.open_code _io.open _io.FileIO
     """.split()
 )
-# An enum of numbers: Megatron records with it which signal makes it save.
+# An enum of numbers: Megatron records the signal on which it saves.
 _HARMLESS = frozenset({"signal.Signals"})
-# An attribute reached through an innocent module: pathlib.os.system, torch.serialization.os.popen.
+# Attributes of harmless modules: pathlib.os.system, torch.serialization.os.popen.
 _ATTRIBUTES = frozenset(
     """
     os posix nt subprocess sys pty socket shutil importlib runpy ctypes builtins __builtin__ eval
@@ -119,7 +118,7 @@ _ATTRIBUTES = frozenset(
 
 @lru_cache(maxsize=4096)
 def is_dangerous(name: Global) -> bool:
-    """Return whether a name runs commands, evaluates code or opens files, or reaches for that."""
+    """Return whether a name runs commands, evaluates code, opens files, or gives access to that."""
     dotted = name.dotted
     if dotted in _HARMLESS:
         return False

@@ -1,14 +1,14 @@
-"""Pickles that differ in their numbers only: one is run by the machine, the others are compared.
+"""Read pickles that differ only in their numbers: run one of them, and compare the others.
 
-The files of a checkpoint's ranks are such pickles: sizes, coordinates and hashes differ, and a
-number takes more bytes where it is larger. `Template` runs the machine once, with a mark in place
-of every number, and knows then which number of the pickle is where in the value. Of another pickle
-`numbers_in` finds the same numbers, if every byte between them is the same.
+The pickles of a checkpoint's ranks are alike except for sizes, coordinates and hashes, and a larger
+number takes more bytes. `make_template` runs the machine once, with a mark in place of every
+number, which shows the position of each number in the value. `numbers_in` finds the same numbers in
+another pickle if all bytes between them are the same.
 
-The machine would then take the same steps for both: no step of it depends on a number, except that
-numbers as keys of a dict may be equal, and NEWOBJ_EX looks at what it pops (no template is made of
-a pickle that has one). So the value of the other pickle is that of the template, with its own
-numbers in the places of the marks; only what is below such a key of a dict is not known.
+The machine would then take the same steps for both: no step depends on a number, except that
+numbers as keys of a dict may be equal, and that NEWOBJ_EX tests a popped value (it is refused in a
+template). So the other pickle's value is the template's value with its own numbers in place of the
+marks; only values below numeric keys of a dict remain unknown.
 """
 
 from typing import NamedTuple, TypeGuard
@@ -25,8 +25,8 @@ _FIRST_MARK = 1 << 48
 _LAST_MARK = 1 << 49
 _LONG1 = 0x8A
 _WIDTHS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
-_REFUSED = b"IL\x8b\x92"  # other integers could look like a mark; NEWOBJ_EX looks at what it pops
-_PADDING = 300  # bytes behind a pickle: the longest number
+_REFUSED = b"IL\x8b\x92"  # other integers could look like a mark; NEWOBJ_EX tests a popped value
+_PADDING = 300  # bytes after a pickle, as many as the longest number
 _WINDOW = 4096
 
 Bytes = NDArray[np.uint8]
@@ -34,12 +34,12 @@ Ints = NDArray[np.int64]
 
 
 def is_mark(value: Value) -> TypeGuard[int]:
-    """Return whether this is in place of a number."""
+    """Return whether this is the mark of a number."""
     return type(value) is int and _FIRST_MARK <= value < _LAST_MARK
 
 
 def number_of(mark: int) -> int:
-    """Return which number of the pickle a mark is in place of."""
+    """Return the index of a mark's number in the pickle."""
     return mark - _FIRST_MARK
 
 
@@ -47,8 +47,8 @@ class Numbers(NamedTuple):
     """The numbers of a pickle, in the order of its bytes.
 
     Attributes:
-        values: each, where it fits 64 bits.
-        fits: whether it does.
+        values: the numbers that fit 64 bits; others are arbitrary.
+        fits: whether each number fits.
     """
 
     values: Ints
@@ -56,15 +56,15 @@ class Numbers(NamedTuple):
 
 
 class Template(NamedTuple):
-    """A pickle with blanks for its numbers.
+    """A pickle with the positions of its numbers.
 
     Attributes:
         data: its bytes, padded.
-        size: how many they are without the padding.
-        at: where each number begins, with its opcode.
-        width: bytes of each, with its opcode.
-        fixed: 255 for the bytes that do not belong to a number, else 0.
-        numbers: its own.
+        size: number of bytes without the padding.
+        at: the first byte of each number, its opcode.
+        width: bytes of each number, with its opcode.
+        fixed: 0 for the bytes of numbers, 255 for all others.
+        numbers: its own numbers.
     """
 
     data: Bytes
@@ -75,28 +75,28 @@ class Template(NamedTuple):
     numbers: Numbers
 
     def numbers_in(self, data: bytes) -> Numbers | None:
-        """Return the numbers of another pickle; None if it differs in anything else."""
+        """Return the numbers of another pickle; None if it differs in other bytes."""
         other = _padded(data)
-        found = self._places(other, len(data))
-        if found is None or not self._same_between(other, len(data), found):
+        positions = self._positions(other, len(data))
+        if positions is None or not self._same_between(other, len(data), positions):
             return None
-        return _numbers(other, found)
+        return _numbers(other, positions)
 
-    def _places(self, other: Bytes, size: int) -> Ints | None:
-        """Return where the numbers begin in another pickle, if they are there at all.
+    def _positions(self, other: Bytes, size: int) -> Ints | None:
+        """Return the positions of numbers in another pickle; None if one is missing.
 
-        As long as opcodes (and counts) are those of the template, the next number is as far away.
+        While opcodes (and counts) equal the template's, distances between numbers do, too.
         """
-        found = np.empty_like(self.at)
+        positions = np.empty_like(self.at)
         shift = start = 0
-        while start < len(found):
+        while start < len(positions):
             at = self.at[start : start + _WINDOW] + shift
             mine = self.at[start : start + _WINDOW]
             np.minimum(at, size, out=at)
             same = other[at] == self.data[mine]
             same &= (other[at] != _LONG1) | (other[at + 1] == self.data[mine + 1])
             odd = len(at) if same.all() else int(same.argmin())
-            found[start : start + len(at[: odd + 1])] = at[: odd + 1]
+            positions[start : start + len(at[: odd + 1])] = at[: odd + 1]
             start += odd
             if odd < len(at):
                 width = _width(other, int(at[odd]))
@@ -104,11 +104,11 @@ class Template(NamedTuple):
                     return None
                 shift += width - int(self.width[start])
                 start += 1
-        return found
+        return positions
 
-    def _same_between(self, other: Bytes, size: int, found: Ints) -> bool:
-        """Compare what is between the numbers, in parts in which nothing is shifted."""
-        ends, theirs = self.at + self.width, found + _widths(other, found)
+    def _same_between(self, other: Bytes, size: int, positions: Ints) -> bool:
+        """Compare the bytes between the numbers, in parts with a constant shift."""
+        ends, theirs = self.at + self.width, positions + _widths(other, positions)
         shift = theirs - ends
         changes = np.flatnonzero(np.diff(shift, prepend=0)).tolist()
         starts = [(0, 0), *((int(ends[k]), int(theirs[k])) for k in changes)]
@@ -124,16 +124,17 @@ class Template(NamedTuple):
 
 
 def make_template(data: bytes) -> tuple[Template, Value]:
-    """Return the template of a pickle, and what it describes, with marks for its numbers.
+    """Return the template of a pickle, and its value with marks for its numbers.
 
     Raises:
-        MalformedPickleError: not a pickle, or one beyond the bounds, or one that numbers may steer.
-        DangerousPickleError: it names something that runs commands (see `is_dangerous`).
+        MalformedPickleError: not a pickle, beyond the bounds, or with opcodes that depend on
+            numbers.
+        DangerousPickleError: it names code that runs commands (see `is_dangerous`).
     """
-    machine, places = Machine(data), list[int]()
-    value = run_all(machine, _marking(places), inline=False)
+    machine, positions = Machine(data), list[int]()
+    value = run_all(machine, _marking(positions), inline=False)
     padded = _padded(data[: machine.pos])
-    at = np.array(places, dtype=np.int64)
+    at = np.array(positions, dtype=np.int64)
     width = _widths(padded, at)
     fixed = np.full(machine.pos, 255, np.uint8)
     for wide in {*width.tolist()}:
@@ -142,14 +143,14 @@ def make_template(data: bytes) -> tuple[Template, Value]:
     return Template(padded, machine.pos, at, width, fixed, _numbers(padded, at)), value
 
 
-def _marking(places: list[int]) -> tuple[Operation, ...]:
-    """Return the machine's steps, with those of numbers to note where one is and push a mark."""
+def _marking(positions: list[int]) -> tuple[Operation, ...]:
+    """Return the machine's steps, with number steps that record the position and push a mark."""
 
     def step(width: int) -> Operation:
         def push_mark(m: Machine) -> None:
             count = m.data[m.pos] if width == 0 and m.pos < len(m.data) else 0
-            m.push(_FIRST_MARK + len(places), NUMBER_COST)
-            places.append(m.pos - 1)
+            m.push(_FIRST_MARK + len(positions), NUMBER_COST)
+            positions.append(m.pos - 1)
             m.take(width or 1 + count)
 
         return push_mark
@@ -166,7 +167,7 @@ def _padded(data: bytes) -> Bytes:
 
 
 def _width(data: Bytes, at: int) -> int | None:
-    """Return how many bytes a number takes, with its opcode; None if it is not a number."""
+    """Return the bytes of a number with its opcode; None if it is not a number."""
     code = int(data[at])
     if code == _LONG1:
         return 2 + int(data[at + 1])
@@ -187,19 +188,19 @@ def _widths(data: Bytes, at: Ints) -> Ints:
 def numbers_at(data: bytes, at: Ints) -> Ints:
     """Return the integers whose opcodes (BININT, BININT1, BININT2, LONG1) are at these bytes.
 
-    They fit 64 bits.
+    All of them must fit 64 bits.
     """
     return _numbers(_padded(data), at).values
 
 
 def _numbers(data: Bytes, at: Ints) -> Numbers:
-    """Return the numbers that begin at these bytes: little-endian, K and M without a sign."""
+    """Return the numbers that begin at these bytes: little-endian, K and M unsigned."""
     codes, width = data[at], _widths(data, at)
     head = np.where(codes == _LONG1, 2, 1)
     size = width - head
     eight = np.lib.stride_tricks.sliding_window_view(data, 8)[at + head]
     unused = (64 - 8 * np.minimum(size, 8)).astype(np.uint64)
-    # Shifted to the top and back: arithmetically, where there is a sign.
+    # Shifting to the top and back drops later bytes; an arithmetic shift extends the sign.
     top = np.where(size > 0, eight.view("<u8")[:, 0] << (unused & np.uint64(63)), 0)
     signed = (codes == _LONG1) | (codes == ord("J"))
     shift = unused & np.uint64(63)

@@ -1,1 +1,1 @@
-"""Files of `torch.save`: zips, and the formats before torch 1.6."""
+"""Files of `torch.save`: zips, and the legacy format before torch 1.6."""

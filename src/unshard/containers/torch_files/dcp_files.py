@@ -1,21 +1,21 @@
 """Lay out the `.distcp` files of DCP before any weight is read: every byte but the weights.
 
-Each rank has one file, of its objects and then its tensors; each of them is a file of `torch.save`
-by itself, one after another without padding between them.
+Each rank has one file with its objects, then its tensors. Each of them is a complete file of
+`torch.save`, without padding between them.
 
 Sources: `torch.distributed.checkpoint.filesystem`; the files of torch 2.4 to 2.13.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import PurePosixPath
 from zlib import crc32
 
 from unshard.containers.torch_files.dcp_metadata import (
-    Place,
+    ItemPlace,
     SavedItem,
     SavedObject,
-    SavedPart,
     SavePlan,
     in_file_order,
     metadata_pickle,
@@ -25,7 +25,7 @@ from unshard.containers.torch_files.writer import Plain, SavedTensor, write_pick
 from unshard.containers.torch_files.zip_layout import ZipLayout, lay_out_zip
 from unshard.tensors.dtypes import DType
 
-_ROOT = "archive"  # what torch calls a zip that it writes into an open file
+_ROOT = "archive"  # torch's name for a zip that it writes into an open file
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +33,33 @@ class DcpFile:
     """The file of one rank.
 
     Attributes:
-        name: in the directory of the checkpoint.
-        size: of the file, bytes.
-        places: of the rank's items, in the order of its plan.
-        items: what each of them is: an object's bytes, or the layout of a tensor's file.
+        name: its name in the checkpoint's directory.
+        size: its size, bytes.
+        places: the places of the rank's items, in the order of its plan.
+        items: an object's bytes, or the layout of a tensor's file, in the same order.
     """
 
     name: str
     size: int
-    places: tuple[Place, ...]
+    places: tuple[ItemPlace, ...]
     items: tuple[bytes | ZipLayout, ...]
 
     @property
     def storages(self) -> tuple[tuple[int, int], ...]:
         """The offset and size, bytes, of every tensor's elements, in the plan's order."""
-        found = []
-        for place, item in zip(self.places, self.items, strict=True):
-            if isinstance(item, ZipLayout):
-                at, size = item.storages[0]
-                found.append((place.offset + at, size))
-        return tuple(found)
+        return tuple(
+            (place.offset + at, size)
+            for place, item in zip(self.places, self.items, strict=True)
+            if isinstance(item, ZipLayout)
+            for at, size in item.storages
+        )
 
     def fixed(self, crcs: Sequence[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and bytes of everything but the elements.
+        """Yield the offset and bytes of all parts but the elements.
 
         Args:
-            crcs: CRC-32 of the elements of each tensor, in the plan's order; None while they are
-                not known.
+            crcs: CRC-32 of the elements of each tensor, in the plan's order; None before they are
+                written.
         """
         tensors = 0
         for place, item in zip(self.places, self.items, strict=True):
@@ -74,7 +74,7 @@ class DcpFile:
 
 @dataclass(frozen=True, slots=True)
 class DcpLayout:
-    """A checkpoint: the files of its ranks, and what `.metadata` contains, to be written last."""
+    """A checkpoint: the files of its ranks, and the contents of `.metadata`, to be written last."""
 
     files: tuple[DcpFile, ...]
     metadata: bytes
@@ -86,23 +86,22 @@ def lay_out_dcp(
     """Lay out a checkpoint for a version of torch.
 
     Args:
-        plan: what each rank saves.
-        version: of the torch that is to read it.
-        checkpoint_id: the directory that is saved to.
+        plan: the items of each rank.
+        version: the version of torch that will read it.
+        checkpoint_id: the directory of the checkpoint.
         save_id: a UUID.
 
     Raises:
         ValueError: an object is in the plan twice.
     """
-    layouts: dict[tuple[DType, tuple[int, ...]], ZipLayout] = {}
+
+    @cache
+    def tensor_file(dtype: DType, sizes: tuple[int, ...]) -> ZipLayout:
+        pickle, (tensor,) = write_pickle(SavedTensor(dtype, sizes, None))
+        return lay_out_zip(_ROOT, pickle, [tensor.nbytes], version)
 
     def item_file(item: SavedItem) -> bytes | ZipLayout:
-        if isinstance(item, SavedObject):
-            return item.data
-        key = item.dtype, item.sizes
-        if key not in layouts:
-            layouts[key] = _tensor_file(item, version)
-        return layouts[key]
+        return item.data if isinstance(item, SavedObject) else tensor_file(item.dtype, item.sizes)
 
     files = tuple(
         _lay_out_file(f"__{rank}_0.distcp", items, [item_file(item) for item in items])
@@ -114,37 +113,29 @@ def lay_out_dcp(
 
 
 def object_data(value: Plain, version: Version) -> bytes:
-    """Return the item that a value is which is not a tensor, and has none that is in a file.
+    """Return the file of a value that is not a tensor; tensors inside it must be bytes.
 
     Raises:
         TypeError, ValueError: it cannot be written (see `pickler.pickled`).
     """
     pickle, tensors = write_pickle(value)
-    elements = [one.source for one in tensors]
-    known = [one for one in elements if isinstance(one, bytes)]
-    if len(known) < len(elements):
+    elements = [tensor.source for tensor in tensors if isinstance(tensor.source, bytes)]
+    if len(elements) < len(tensors):
         raise TypeError("a tensor whose elements are in a file cannot be part of an object")
-    layout = lay_out_zip(_ROOT, pickle, [len(one) for one in known], version)
+    layout = lay_out_zip(_ROOT, pickle, [len(own) for own in elements], version)
     data = bytearray(layout.size)
-    places = [at for at, _ in layout.storages]
-    for at, piece in (
-        *layout.fixed([crc32(one) for one in known]),
-        *zip(places, known, strict=True),
-    ):
+    offsets = (at for at, _ in layout.storages)
+    pieces = zip(offsets, elements, strict=True)
+    for at, piece in (*layout.fixed(list(map(crc32, elements))), *pieces):
         data[at : at + len(piece)] = piece
     return bytes(data)
-
-
-def _tensor_file(part: SavedPart, version: Version) -> ZipLayout:
-    pickle, (tensor,) = write_pickle(SavedTensor(part.dtype, part.sizes, None))
-    return lay_out_zip(_ROOT, pickle, [tensor.nbytes], version)
 
 
 def _lay_out_file(
     name: str, items: Sequence[SavedItem], contents: Sequence[bytes | ZipLayout]
 ) -> DcpFile:
-    lengths = [len(one) if isinstance(one, bytes) else one.size for one in contents]
-    places = [Place(name, 0, length) for length in lengths]
+    lengths = [own.size if isinstance(own, ZipLayout) else len(own) for own in contents]
+    places = [ItemPlace(name, 0, length) for length in lengths]
     at = 0
     for _, number in in_file_order(zip(items, range(len(items)), strict=True)):
         places[number] = replace(places[number], offset=at)

@@ -1,8 +1,7 @@
-"""What torch pickles for the DTensors of a rank, as values to write.
+"""Make the values that torch pickles for the DTensors of a rank.
 
 The attributes of meshes and specs, their order and the modules of their classes differ between
-versions of torch; what a version does is decided where it differs. Hashes are left out: torch
-computes those that are missing.
+versions of torch. Hashes are left out: torch computes missing hashes.
 
 Sources: the pickles of torch 2.4 to 2.15 (`docs/formats.md`).
 """
@@ -11,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from unshard.containers.pickles.pickler import Call, Text
+from unshard.containers.pickles.pickler import PickledCall, UniqueText
 from unshard.containers.pickles.records import Global, Value
 from unshard.containers.torch_files.writer import SavedTensor
 from unshard.tensors.boxes import row_major_strides
@@ -19,7 +18,7 @@ from unshard.tensors.dtypes import BY_NAME
 from unshard.tensors.placements import DeviceMesh, Placement, Replicate, Shard, StridedShard
 
 Version = tuple[int, int]
-"""A version of torch, without its last number."""
+"""Major and minor version of torch."""
 
 VERSIONS: dict[str, Version] = {
     "2.4": (2, 4),
@@ -37,11 +36,11 @@ _LAYOUTS = "torch.distributed._mesh_layout"
 
 
 class DTensors:
-    """Makes the DTensors of one rank on one mesh, whose ranks ascend from 0 on.
+    """Makes the DTensors of one rank on one mesh, whose ranks ascend from 0.
 
     Args:
-        version: of the torch that is to read them.
-        mesh: as the rank sees it. The tensors themselves are on the CPU.
+        version: the version of torch that will read them.
+        mesh: the mesh with the rank's coordinates. The tensors themselves are on the CPU.
     """
 
     def __init__(self, version: Version, mesh: DeviceMesh) -> None:
@@ -53,87 +52,90 @@ class DTensors:
         self._version = version
         self._mesh = mesh
         self._rank = _rank_of(mesh)
-        self._stated = self._device_mesh()
-        self._layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+        self._mesh_value = self._device_mesh()
+        self._layout = PickledCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
     def make(
         self, local: SavedTensor, shape: tuple[int, ...], placements: tuple[Placement, ...]
-    ) -> Call:
-        """Return the DTensor of a global shape whose part on this rank is `local`."""
+    ) -> PickledCall:
+        """Return the DTensor with this global shape and the local part `local`."""
         strides, dtensor = row_major_strides(shape), self._dtensor
         dtype = Global("torch", local.dtype.name)
-        device = Call(Global("torch", "device"), (Text("cpu"),))
+        device = PickledCall(Global("torch", "device"), (UniqueText("cpu"),))
         args = (dtensor, dtype, tuple(shape), strides, 0, self._layout, device, False)
         state = {"_local_tensor": local, "_spec": self._spec(dtype, shape, placements)}
         rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
-        return Call(
+        return PickledCall(
             Global("torch._tensor", "_rebuild_from_type_v2"),
             (rebuild, dtensor, args, (None, state)),
         )
 
     def _has(self, major: int, minor: int) -> bool:
-        """Return whether the version has what came with that one."""
+        """Return whether the version is at least this version."""
         return self._version >= (major, minor)
 
     def _spec(
         self, dtype: Global, shape: tuple[int, ...], placements: tuple[Placement, ...]
-    ) -> Call:
-        size = Call(Global("torch", "Size"), ((*shape,),))  # torch has another tuple here
+    ) -> PickledCall:
+        size = PickledCall(Global("torch", "Size"), ((*shape,),))  # a separate tuple, as in torch
         meta = (size, row_major_strides(shape), dtype)
         fields: dict[str, Value] = {
-            "mesh": self._stated,
+            "mesh": self._mesh_value,
             "placements": tuple(map(self._placement, placements)),
-            "tensor_meta": Call(Global(self._specs, "TensorMeta"), meta, is_new=True),
+            "tensor_meta": PickledCall(Global(self._specs, "TensorMeta"), meta, is_new=True),
         }
-        is_strided = any(isinstance(one, StridedShard) for one in placements)
+        is_strided = any(isinstance(placement, StridedShard) for placement in placements)
         if self._has(2, 10):
             order = self._shard_order(placements)
             fields["shard_order"] = None if is_strided and self._has(2, 12) else order
         if self._has(2, 12):
             fields["use_strided_shard_as_shard_order"] = is_strided
         fields["_hash"] = None
-        return Call(Global(self._specs, "DTensorSpec"), state=fields, is_new=True)
+        return PickledCall(Global(self._specs, "DTensorSpec"), state=fields, is_new=True)
 
-    def _shard_order(self, placements: tuple[Placement, ...]) -> tuple[Call, ...]:
-        """Return, per tensor dimension that is cut, the mesh dimensions in the order they cut it.
+    def _shard_order(self, placements: tuple[Placement, ...]) -> tuple[PickledCall, ...]:
+        """Return the mesh dimensions that shard each tensor dimension, in order.
 
-        A `_StridedShard` cuts after the later mesh dimensions that its factor counts.
+        A `_StridedShard` shards after the later mesh dimensions that its factor counts.
         """
-        cut: dict[int, list[int]] = {}
+        orders: dict[int, list[int]] = {}
         for mesh_dim in reversed(range(len(placements))):
             match placements[mesh_dim]:
                 case Shard(dim):
-                    cut.setdefault(dim, []).insert(0, mesh_dim)
+                    orders.setdefault(dim, []).insert(0, mesh_dim)
                 case StridedShard(dim, factor):
-                    order, before = cut.setdefault(dim, []), 1
-                    place = 0
-                    while place < len(order) and before < factor:
-                        before *= self._mesh.shape[order[place]]
-                        place += 1
-                    order.insert(place, mesh_dim)
+                    order, before = orders.setdefault(dim, []), 1
+                    index = 0
+                    while index < len(order) and before < factor:
+                        before *= self._mesh.shape[order[index]]
+                        index += 1
+                    order.insert(index, mesh_dim)
         entry = Global(self._specs, "ShardOrderEntry")
-        return tuple(Call(entry, (dim, tuple(cut[dim])), is_new=True) for dim in sorted(cut))
+        return tuple(
+            PickledCall(entry, (dim, tuple(orders[dim])), is_new=True) for dim in sorted(orders)
+        )
 
-    def _placement(self, placement: Placement) -> Call:
+    def _placement(self, placement: Placement) -> PickledCall:
         match placement:
             case Shard(dim):
-                name: Value = Text("dim") if self._has(2, 10) else "dim"  # since then from C++
-                return Call(Global(self._placements, "Shard"), state={name: dim}, is_new=True)
+                # Since 2.10 the attribute's name comes from C++, as a new string object.
+                name: Value = UniqueText("dim") if self._has(2, 10) else "dim"
+                return self._made("Shard", {name: dim})
             case StridedShard(dim, factor):
-                fields = {"dim": dim, "split_factor": factor}
-                return Call(Global(self._placements, "_StridedShard"), state=fields, is_new=True)
+                return self._made("_StridedShard", {"dim": dim, "split_factor": factor})
             case Replicate():
                 state: Value = {} if self._has(2, 10) else None
-                return Call(Global(self._placements, "Replicate"), state=state, is_new=True)
+                return self._made("Replicate", state)
             case _:
                 raise TypeError(f"a tensor that is {placement} cannot be written")
 
-    def _device_mesh(self) -> Call:
-        by_layout = self._has(2, 10)
-        ranks = tuple(range(prod(self._mesh.shape)))
-        state = self._mesh_of_layout(ranks) if by_layout else self._mesh_of_tensor(ranks)
+    def _made(self, kind: str, state: Value) -> PickledCall:
+        return PickledCall(Global(self._placements, kind), state=state, is_new=True)
+
+    def _device_mesh(self) -> PickledCall:
+        fields = self._mesh_of_layout if self._has(2, 10) else self._mesh_of_tensor
         mesh = Global("torch.distributed.device_mesh", "DeviceMesh")
-        return Call(mesh, state=state, is_new=True)
+        return PickledCall(mesh, state=fields(tuple(range(prod(self._mesh.shape)))), is_new=True)
 
     def _mesh_of_tensor(self, ranks: tuple[int, ...]) -> dict[str, Value]:
         mesh = self._mesh
@@ -176,37 +178,37 @@ class DTensors:
             "_hash": None,
         }
 
-    def _groups(self) -> list[Text]:
+    def _groups(self) -> list[UniqueText]:
         """Return the names of this rank's groups: their numbers if no others were made before.
 
-        A mesh of one dimension has the group of all ranks, which is number 0.
+        A mesh of one dimension uses the group of all ranks, which is number 0.
         """
         shape = self._mesh.shape
         if len(shape) == 1:
-            return [Text("0")]
+            return [UniqueText("0")]
         ranks, names, number = np.arange(prod(shape)).reshape(shape), [], 1
         for dim, size in enumerate(shape):
             groups = ranks.swapaxes(-1, dim).reshape(-1, size)
             own = int(np.flatnonzero((groups == self._rank).any(axis=1))[0])
-            names.append(Text(str(number + own)))
+            names.append(UniqueText(str(number + own)))
             number += len(groups)
         return names
 
-    def _mesh_layout(self) -> Call:
+    def _mesh_layout(self) -> PickledCall:
         shape = self._mesh.shape
         strides = row_major_strides(shape)
         layout = Global(_LAYOUTS, "_MeshLayout")
         if not self._has(2, 13):
-            return Call(layout, state={"shape": shape, "stride": strides}, is_new=True)
+            return PickledCall(layout, state={"shape": shape, "stride": strides}, is_new=True)
         flat = Global(_LAYOUTS, "_FlatLayout")
         axes = tuple(
-            Call(flat, state={"shape": sizes, "stride": steps}, is_new=True)
+            PickledCall(flat, state={"shape": sizes, "stride": steps}, is_new=True)
             for sizes, steps in (
                 ((size,), (stride,)) if size > 1 else ((), ())
                 for size, stride in zip(shape, strides, strict=True)
             )
         )
-        return Call(layout, state={"axes": axes}, is_new=True)
+        return PickledCall(layout, state={"axes": axes}, is_new=True)
 
 
 def _numbers(ranks: tuple[int, ...], shape: tuple[int, ...]) -> SavedTensor:
@@ -221,5 +223,5 @@ def _rank_of(mesh: DeviceMesh) -> int:
 def _group(mesh: DeviceMesh, dim: int) -> list[int]:
     """Return the ranks along a mesh dimension, through this rank."""
     at = mesh.coordinates
-    lines = ((*at[:dim], place, *at[dim + 1 :]) for place in range(mesh.shape[dim]))
+    lines = ((*at[:dim], index, *at[dim + 1 :]) for index in range(mesh.shape[dim]))
     return [_rank_of(mesh._replace(coordinates=line)) for line in lines]

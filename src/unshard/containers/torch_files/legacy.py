@@ -1,9 +1,9 @@
-"""The legacy format of `torch.save` (torch before 1.6, or `_use_new_zipfile_serialization=False`).
+"""Read the legacy format of torch before 1.6, or `_use_new_zipfile_serialization=False`.
 
-Five pickles follow one another: a magic number, the protocol, facts about the machine, the
-object, and the keys of its storages. Then, per key, a little-endian 64-bit number of elements and
-the bytes themselves, unaligned and without a directory: the place of a storage follows only from
-the sizes of all before it. Only the pickles and those numbers are read here, never the weights.
+A file has five pickles: a magic number, the protocol, facts about the machine, the object, and the
+keys of its storages. Then, per key, it has a little-endian 64-bit number of elements and the bytes,
+unaligned and without a directory: the sizes of all earlier storages give the place of a storage.
+Only the pickles and those numbers are read here, never the weights.
 
 Source: `torch.serialization._legacy_save` and `_legacy_load`.
 """
@@ -24,7 +24,7 @@ from unshard.tensors.dtypes import BY_NAME
 
 _PROTOCOL = 1001
 _FIRST_READ = 1 << 20
-_MAX_CONTAINERS = 2_000_000  # of the object; 100,000 tensors make some 800,000
+_MAX_CONTAINERS = 2_000_000  # in the object; 100,000 tensors have about 800,000
 _ELEMENT_SIZES = {storage: BY_NAME[dtype].itemsize for dtype, storage in STORAGES.items()} | {
     "UntypedStorage": 1,
     "QInt32Storage": 4,
@@ -35,9 +35,8 @@ _ELEMENT_SIZES = {storage: BY_NAME[dtype].itemsize for dtype, storage in STORAGE
 }
 _HINT = "load it with torch.load and save it again with torch.save"
 
-
 _Sizes = dict[str, tuple[int, int]]
-"""Storages by key, as the object's pickle states them: number of elements, and bytes in all."""
+"""Number of elements and of bytes of each storage by key, from the object's pickle."""
 
 
 def read_torch_legacy(
@@ -48,22 +47,22 @@ def read_torch_legacy(
     Raises:
         IncompleteError: the file is truncated.
         CorruptError: it contradicts the format, or itself.
-        NotMergeableError: big-endian, or of a form that torch no longer writes.
+        NotMergeableError: it is big-endian, or in a form that torch no longer writes.
         MalformedPickleError: a pickle is broken, or beyond the bounds.
-        DangerousPickleError: a pickle names something that runs commands.
+        DangerousPickleError: a pickle names code that runs commands.
     """
     with opened(path) as file:
         size = size_of(file)
         end = size if length is None else min(size, offset + length)
-        stream = _Stream(path, file, offset, end)
+        stream = _LegacyStream(path, file, offset, end)
         _check_header(stream)
         value = stream.next_pickle()
         keys = stream.next_pickle()
-        return value, dict(_storages(stream, keys, _stated_storages(path, value)))
+        return value, dict(_storages(stream, keys, _storage_sizes(path, value)))
 
 
-class _Stream:
-    """A file read from the front; `at` is the byte that comes next, `end` the first beyond it."""
+class _LegacyStream:
+    """A file that is read from its start; `at` is the next byte, `end` the byte after the last."""
 
     def __init__(self, path: Path, file: Opened, at: int, end: int) -> None:
         self.path = path
@@ -72,7 +71,7 @@ class _Stream:
         self._file = file
 
     def next_pickle(self) -> Value:
-        """Return what the next pickle describes; read no more than about four times its size."""
+        """Return the value of the next pickle; reads at most about four times its size."""
         count = _FIRST_READ
         while True:
             data = pread(self._file, min(count, self.end - self.at), self.at)
@@ -82,8 +81,9 @@ class _Stream:
                 if self.at + count >= self.end:
                     raise self.truncated() from error
                 if count >= MAX_PICKLE:
-                    what = f"the pickle at byte {self.at} takes more than {MAX_PICKLE} bytes"
-                    raise MalformedPickleError(what) from error
+                    raise MalformedPickleError(
+                        f"the pickle at byte {self.at} takes more than {MAX_PICKLE} bytes"
+                    ) from error
                 count = min(4 * count, MAX_PICKLE)
             else:
                 self.at += used
@@ -98,16 +98,16 @@ class _Stream:
         return int(unpack("<q", data)[0])
 
     def truncated(self, expected: str = "", found: str = "") -> IncompleteError:
-        """Return the error that the file ends too early."""
+        """Return the error for a file that ends too early."""
         return IncompleteError(
             f"{self.path}: truncated (legacy format of torch.save)",
             expected=expected,
-            found=found or f"{self.end} bytes, in the middle of the file's own description",
+            found=found or f"{self.end} bytes, which end in the middle of a pickle or a size",
             hint="the save or the copy was interrupted; take another checkpoint or copy it again",
         )
 
 
-def _check_header(stream: _Stream) -> None:
+def _check_header(stream: _LegacyStream) -> None:
     """Read the three pickles before the object: magic number, protocol, byte order."""
     path = stream.path
     magic, protocol = stream.next_pickle(), stream.next_pickle()
@@ -121,7 +121,7 @@ def _check_header(stream: _Stream) -> None:
         )
     machine = stream.next_pickle()
     if not isinstance(machine, dict) or not isinstance(machine.get("little_endian"), bool):
-        raise CorruptError(f"{path}: its byte order is not stated (legacy format of torch.save)")
+        raise CorruptError(f"{path}: its byte order is missing (legacy format of torch.save)")
     if not machine["little_endian"]:
         raise NotMergeableError(
             f"{path}: written on a machine with another byte order",
@@ -132,23 +132,21 @@ def _check_header(stream: _Stream) -> None:
 
 
 def _storages(
-    stream: _Stream, listed: Value, stated: _Sizes
+    stream: _LegacyStream, listed: Value, sizes: _Sizes
 ) -> Iterator[tuple[str, StorageRecord]]:
-    """Yield where each of the listed storages is; compare with what the object says of it."""
+    """Yield the places of the listed storages, whose sizes must equal those in the object."""
     path = stream.path
-    if not isinstance(listed, list):
-        raise CorruptError(f"{path}: corrupt: its list of storages is not a list")
-    keys = [key for key in listed if isinstance(key, str)]
-    if len(keys) != len(listed) or len(set(keys)) != len(keys):
+    keys = [key for key in listed if isinstance(key, str)] if isinstance(listed, list) else []
+    if not isinstance(listed, list) or len(set(keys)) != len(listed):
         raise CorruptError(
-            f"{path}: corrupt: its list of storages has keys that are not distinct strings"
+            f"{path}: corrupt: its list of storages is not a list of distinct strings"
         )
-    odd = sorted(set(keys) ^ set(stated))
+    odd = sorted(set(keys) ^ set(sizes))
     if odd:
-        where = "object" if odd[0] in stated else "list of storages"
+        where = "object" if odd[0] in sizes else "list of storages"
         raise CorruptError(f"{path}: corrupt: storage {odd[0]} occurs only in its {where}")
     for key in keys:
-        expected, size = stated[key]
+        expected, size = sizes[key]
         elements = stream.next_number()
         if elements != expected:
             raise CorruptError(
@@ -164,9 +162,9 @@ def _storages(
         raise CorruptError(f"{path}: corrupt: {stream.end - stream.at} bytes follow its storages")
 
 
-def _stated_storages(path: Path, value: Value) -> _Sizes:
-    """Return what the object says of its storages; all references to one must agree."""
-    stated: _Sizes = {}
+def _storage_sizes(path: Path, value: Value) -> _Sizes:
+    """Return the sizes of storages in an object; all references to a storage must agree."""
+    sizes: _Sizes = {}
     for reference in _references(path, value):
         match reference.pid:
             case ("module", *_):
@@ -179,21 +177,21 @@ def _stated_storages(path: Path, value: Value) -> _Sizes:
             raise NotMergeableError(f"{path}: a storage of unknown type {kind}", hint=_HINT)
         if any(view is not None for view in views):
             raise NotMergeableError(
-                f"{path}: storage {key} is a view of another one, as torch before 1.0 wrote them",
+                f"{path}: storage {key} is a view of another storage, as torch before 1.0 wrote it",
                 hint=_HINT,
             )
-        sizes = elements, elements * _ELEMENT_SIZES[kind]
-        if stated.setdefault(key, sizes) != sizes:
+        own = elements, elements * _ELEMENT_SIZES[kind]
+        if sizes.setdefault(key, own) != own:
             raise CorruptError(f"{path}: corrupt: two sizes of storage {key} in its pickle")
-    return stated
+    return sizes
 
 
 def _references(path: Path, value: Value) -> Iterator[Persistent]:
-    """Yield every reference to a storage inside a value, however it is nested, cycles included."""
+    """Yield every reference to a storage inside a value, at any depth and with cycles."""
     seen: set[int] = set()
-    left = [value]
-    while left:
-        value = left.pop()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         if isinstance(value, Persistent):
             yield value
             continue
@@ -210,7 +208,7 @@ def _references(path: Path, value: Value) -> Iterator[Persistent]:
                 parts = chain(value.keys(), value.values())
             case tuple() | list() | set() | frozenset():
                 parts = value
-        left.extend(part for part in parts if isinstance(part, _NESTED))
+        pending.extend(part for part in parts if isinstance(part, _NESTED))
 
 
 _NESTED = (Persistent, Record, tuple, list, dict, set, frozenset)

@@ -1,13 +1,13 @@
-"""The rows of DCP's `.metadata`, many at once: columns of numbers, and no object for each.
+"""Read the rows of DCP's `.metadata` as columns of numbers, without an object per row.
 
 A checkpoint of many ranks has 10^6 chunks, `ChunkStorageMetadata` in lists, and as many items,
 `MetadataIndex` and `_StorageInfo` in a dict. A pickler writes them in batches: a mark, up to 1,000
-entries, APPENDS or SETITEMS. A batch that is nothing but such rows, opcode for opcode, is matched
-by a regular expression and becomes one `Boxes` or `Places`, at the charges of its records. Any
-other batch is the machine's, from its mark on.
+entries, APPENDS or SETITEMS. A batch that consists of such rows, opcode for opcode, is matched by a
+regular expression and becomes one `ChunkRows` or `ItemRows`, at the charges of its records. The
+machine runs any other batch, from its mark on.
 
-In the memo is `SKIPPED` for what was not made. No metadata of torch recall it; a pickle that does
-is read again, by the machine alone.
+The memo has `SKIPPED` for objects that were not made. torch's metadata never recall them; a pickle
+that does is read again, by the machine alone.
 """
 
 import re
@@ -45,10 +45,10 @@ STORAGE_INFO = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.checkpoint.filesystem._StorageInfo",
 )
-_MOST = 1 << 58  # larger numbers, and negative ones, are the machine's
-_FIRST = 256  # memo entries that BINGET reaches, where the machine does not look for SKIPPED
-_DEEPEST = 900  # marks, below the machine's own bound
-_PAIRS = 10_000  # that the machine adds to a dict at a time
+_MOST = 1 << 58  # the machine reads rows with larger or negative numbers
+_FIRST = 256  # memo entries in reach of BINGET, for which the machine does not test SKIPPED
+_DEEPEST = 900  # marks; below the machine's own bound
+_PAIRS = 10_000  # pairs that the machine adds to a dict at a time
 _MARK, _LONG1 = b"(\x8a"
 
 _INT = b"(?:K.|M..|J....|\x8a(?:" + b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(1, 9)) + b"))"
@@ -66,20 +66,20 @@ _Atoms = list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
+class ChunkRows:
     """Chunks of a tensor: `values` is (count, 2, dimensions), offsets and sizes in elements."""
 
     values: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Items and where they are stored, as columns.
+class ItemRows:
+    """Items and their places, as columns.
 
     Attributes:
         names: flat names.
-        ndim: how many offsets an item has.
-        offsets: of all items, one after another, in elements.
+        ndim: number of offsets of each item.
+        offsets: offsets of all items, concatenated, in elements.
         files: paths in the checkpoint.
         spans: (count, 2): offset and length, in bytes of the file.
     """
@@ -92,9 +92,9 @@ class Places:
 
 
 def unpickle_metadata(data: bytes) -> Value:
-    """Return what a pickle of DCP's metadata describes; `Boxes` and `Places` in place of rows.
+    """Return the value of a pickle of DCP's metadata, with `ChunkRows` and `ItemRows` for rows.
 
-    `Boxes` are elements of lists; `Places` are keys of dicts, whose value is None.
+    `ChunkRows` are elements of lists; `ItemRows` are keys of dicts, with the value None.
 
     Raises:
         MalformedPickleError, DangerousPickleError: see `unpickle`.
@@ -106,39 +106,39 @@ def unpickle_metadata(data: bytes) -> Value:
 
 
 def row_operations() -> tuple[Operation, ...]:
-    """Return the machine's steps, with one that reads batches of rows."""
+    """Return the machine's steps, with a step for MARK that reads batches of rows."""
     step = _Rows().step
-    return tuple(step if code == _MARK else one for code, one in enumerate(OPERATIONS))
+    return tuple(step if code == _MARK else own for code, own in enumerate(OPERATIONS))
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The step of MARK; strings that are equal are one object."""
+    """The step of MARK; equal strings become one object."""
 
     texts: dict[str, str] = field(default_factory=dict)
 
     def step(self, m: Machine) -> None:
-        """Read a batch of rows; any other mark is the machine's."""
+        """Read a batch of rows, or else open a mark."""
         if len(m.memo) >= _FIRST and m.stack and len(m.marks) < _DEEPEST:
             count = len(m.memo)
             match m.stack[-1]:
-                case list() as target if _boxes(m, target):
+                case list() as target if _chunks(m, target):
                     return
-                case dict() as target if self._places(m, target):
+                case dict() as target if self._items(m, target):
                     return
             del m.memo[count:]
         m.mark()
 
-    def _places(self, m: Machine, target: dict[Value, Value]) -> bool:
-        """Read a batch of items into a dict; if it cannot, only the memo has changed."""
+    def _items(self, m: Machine, target: dict[Value, Value]) -> bool:
+        """Read a batch of items into a dict; False (with a changed memo) for any other batch."""
         first = _probe("item", None).match(m.data, m.pos)
         if first is None or not _are(m, _constants(first), _ITEM):
             return False
         memo, numbers, cost = m.memo, list[bytes](), 0
         names, files, ndim = list[str](), list[str](), list[int]()
         pos = m.pos
-        for found in _matches(m.data, pos, *_patterns("item", _constants(first), None)):
-            length, fqn, get, index, sizes, length2, path, get2, start, end = found.groups()
+        for match in _matches(m.data, pos, *_patterns("item", _constants(first), None)):
+            length, fqn, get, index, sizes, length2, path, get2, start, end = match.groups()
             memo += _TWO
             name = self._text(memo, length, fqn, get)
             dimensions = _DIMENSIONS.get(sizes[-2:-1])
@@ -155,12 +155,12 @@ class _Rows:
             cost += _item_cost(dimensions) + _number_cost([index])
             cost += 0 if fqn is None else TEXT_COST + 4 * len(fqn)
             cost += 0 if path is None else TEXT_COST + 4 * len(path)
-            pos = found.end()
+            pos = match.end()
         tokens = _numbers_of(numbers)
         values = _values(tokens)
         if m.data[pos : pos + 1] != b"u" or values is None:
             return False
-        target[_placed(names, files, np.array(ndim, np.int64), values)] = None
+        target[_item_rows(names, files, np.array(ndim, np.int64), values)] = None
         m.pos = pos + 1
         m.charge(cost + _number_cost(tokens) + TABLE_COST * -(-len(names) // _PAIRS))
         return True
@@ -168,11 +168,11 @@ class _Rows:
     def _text(
         self, memo: list[Value], length: bytes | None, stored: bytes | None, get: bytes
     ) -> str | None:
-        """Return a string that is stored (in the memo, too), or recalled; None if it cannot be."""
+        """Return a stored string, and add it to the memo, or a recalled string; None if invalid."""
         if length is None or stored is None:
             index = int.from_bytes(get[1:], "little")
-            known = memo[index] if index < len(memo) else None
-            return known if type(known) is str else None
+            recalled = memo[index] if index < len(memo) else None
+            return recalled if type(recalled) is str else None
         if length[0] != len(stored):
             return None
         try:
@@ -187,29 +187,29 @@ class _Rows:
 _TWO, _FOUR, _FIVE = ([SKIPPED] * count for count in (2, 4, 5))
 
 
-def _placed(names: list[str], files: list[str], ndim: Ints, values: Ints) -> Places:
-    """Return the items of a batch; `values` are the offsets, offset and length of each."""
+def _item_rows(names: list[str], files: list[str], ndim: Ints, values: Ints) -> ItemRows:
+    """Return the items of a batch; `values` are offsets, offset in the file and length of each."""
     ends = np.cumsum(ndim + 2)
     of_span = np.stack([ends - 2, ends - 1], axis=1)
-    return Places(names, ndim, np.delete(values, of_span.ravel()), files, values[of_span])
+    return ItemRows(names, ndim, np.delete(values, of_span.ravel()), files, values[of_span])
 
 
-def _boxes(m: Machine, target: list[Value]) -> bool:
-    """Read a batch of chunks into a list; if it cannot, nothing has changed."""
+def _chunks(m: Machine, target: list[Value]) -> bool:
+    """Read a batch of chunks into a list; False, with nothing changed, for any other batch."""
     first = _probe("chunk", None).match(m.data, m.pos)
     if first is None or not _are(m, _constants(first), _CHUNK):
         return False
     ndim = len(_numbers_of([first["sizes"]]))
     numbers, pos = list[bytes](), m.pos
-    for found in _matches(m.data, pos, *_patterns("chunk", _constants(first), ndim)):
-        numbers += found.groups()
-        pos = found.end()
+    for match in _matches(m.data, pos, *_patterns("chunk", _constants(first), ndim)):
+        numbers += match.groups()
+        pos = match.end()
     tokens = _numbers_of(numbers)
     values = _values(tokens)
     if m.data[pos : pos + 1] != b"e" or values is None:
         return False
     count = len(numbers) // 2
-    target.append(Boxes(values.reshape(count, 2, ndim)))
+    target.append(ChunkRows(values.reshape(count, 2, ndim)))
     m.pos = pos + 1
     m.memo += [SKIPPED] * (count * (8 if ndim else 6))
     m.charge(count * _chunk_cost(ndim) + _number_cost(tokens))
@@ -219,10 +219,10 @@ def _boxes(m: Machine, target: list[Value]) -> bool:
 def _matches(
     data: bytes, pos: int, plain: "re.Pattern[bytes]", framed: "re.Pattern[bytes]"
 ) -> Iterator["re.Match[bytes]"]:
-    """Yield the rows from a byte on; in a few of them, a new frame of the pickle begins."""
-    while (found := plain.match(data, pos) or framed.match(data, pos)) is not None:
-        yield found
-        pos = found.end()
+    """Yield the rows from a byte on; a new frame of the pickle begins inside a few rows."""
+    while (match := plain.match(data, pos) or framed.match(data, pos)) is not None:
+        yield match
+        pos = match.end()
 
 
 # --- patterns ------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ def _pattern(
 
     Args:
         kind: "chunk" or "item".
-        constants: of the classes, and of the names of their attributes, as they are recalled.
-        ndim: how many sizes there are; None for any number.
-        gap: what may be before every opcode.
+        constants: patterns of the opcodes that recall classes and names of attributes.
+        ndim: the number of sizes; None for any number.
+        gap: a pattern before every opcode.
     """
     get = iter(constants)
     any_of = [2, 1, 3, 0, *range(4, _MOST_DIMENSIONS + 1)] if ndim is None else [ndim]
@@ -264,7 +264,7 @@ def _pattern(
 
 @lru_cache
 def _probe(kind: str, ndim: int | None) -> "re.Pattern[bytes]":
-    """Return the pattern of a row whose constants are not known: they are its groups `c0`, ...."""
+    """Return the pattern of a row with unknown constants, which are its groups `c0`, ...."""
     count = len(_CHUNK if kind == "chunk" else _ITEM)
     gets = (b"(?P<c%d>" % number + _GET + b")" for number in range(count))
     return _pattern(kind, gets, ndim, _FRAME)
@@ -279,9 +279,9 @@ def _patterns(
     return _pattern(kind, literal, ndim, b""), _pattern(kind, literal, ndim, _FRAME)
 
 
-def _constants(found: "re.Match[bytes]") -> tuple[bytes, ...]:
-    named = found.groupdict()
-    return tuple(named[name] for name in sorted(named, key=lambda one: one[1:]) if name[0] == "c")
+def _constants(match: "re.Match[bytes]") -> tuple[bytes, ...]:
+    groups = match.groupdict()
+    return tuple(groups[name] for name in sorted(groups, key=lambda key: key[1:]) if name[0] == "c")
 
 
 def _of(name: str) -> frozenset[str]:
@@ -297,14 +297,14 @@ _ITEM = (
 
 
 def _are(m: Machine, gets: Iterable[bytes], expected: Sequence[frozenset[str] | str]) -> bool:
-    """Return whether what is recalled are these strings, and globals of these names."""
-    for get, one in zip(gets, expected, strict=True):
+    """Return whether the recalled values are these strings, and globals of these names."""
+    for get, wanted in zip(gets, expected, strict=True):
         index = int.from_bytes(get[1:], "little")
-        known = m.memo[index] if index < len(m.memo) else None
-        if isinstance(one, str):
-            if known != one or type(known) is not str:
+        recalled = m.memo[index] if index < len(m.memo) else None
+        if isinstance(wanted, str):
+            if recalled != wanted or type(recalled) is not str:
                 return False
-        elif not isinstance(known, Global) or known.dotted not in one:
+        elif not isinstance(recalled, Global) or recalled.dotted not in wanted:
             return False
     return True
 
@@ -313,12 +313,12 @@ def _are(m: Machine, gets: Iterable[bytes], expected: Sequence[frozenset[str] | 
 
 
 def _numbers_of(stored: Iterable[bytes]) -> list[bytes]:
-    """Return the opcodes of integers in parts of a pickle that are integers, tuples and frames."""
+    """Return the opcodes of integers in parts of a pickle with integers, tuples and frames only."""
     return [number for number in _TOKEN.findall(b"".join(stored)) if number]
 
 
 def _values(numbers: list[bytes]) -> Ints | None:
-    """Return the integers of these opcodes; None if one is negative or too large."""
+    """Return the integers of these opcodes; None if any is negative or too large."""
     ends = np.cumsum([len(number) for number in numbers], dtype=np.int64)
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64) if numbers else ends
     values = numbers_at(b"".join(numbers), starts)
@@ -326,14 +326,14 @@ def _values(numbers: list[bytes]) -> Ints | None:
 
 
 def _number_cost(numbers: Iterable[bytes]) -> int:
-    """Return what the machine charges for integers: nothing for those of a byte, nor for None."""
+    """Return the machine's charge for integers; None and integers of one byte cost nothing."""
     charged = [number for number in numbers if number[0] not in b"KN"]
     long = sum(number[1] for number in charged if number[0] == _LONG1)
     return NUMBER_COST * len(charged) + 2 * long
 
 
 def _size_cost(ndim: int) -> int:
-    """Return what the machine charges for a `torch.Size` without its integers."""
+    """Return the machine's charge for a `torch.Size` without its integers."""
     own = TUPLE_COST * bool(ndim) + SLOT_COST * ndim * (ndim > len(_TUPLES))
     return own + TUPLE_COST + RECORD_COST
 

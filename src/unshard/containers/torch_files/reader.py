@@ -1,7 +1,7 @@
-"""Whatever `torch.save` ever wrote, opened: the zip, or the legacy format before it.
+"""Open files of `torch.save`: the zip, or the legacy format before it.
 
-What it contains and where its storages are, both inert; no weights are read. Older and other files
-of torch (tar archives, TorchScript) are recognised and refused.
+Reads the inert value and the places of storages, but no weights. Older and other files of torch
+(tar archives, TorchScript) are recognised and refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +28,9 @@ _TAR_MEMBERS = (b"sys_info", b"pickle", b"storages", b"tensors")
 
 
 class TorchFile(NamedTuple):
-    """A torch.save file: `value` is what was saved, `storages` are byte ranges by key.
+    """A torch.save file: `value` is the saved object, `storages` are byte ranges by key.
 
-    `root` is the stem of the name under which torch saved it, where the file says so.
+    `root` is the stem of the name under which torch saved it, if the file has it.
     """
 
     path: Path
@@ -40,13 +40,13 @@ class TorchFile(NamedTuple):
 
 
 def read_torch_file(path: Path, *, offset: int = 0, length: int | None = None) -> TorchFile:
-    """Open a torch.save file, or a window inside one; a `length` of None is all that follows.
+    """Open a torch.save file, or a window of a file; a `length` of None reaches to the end.
 
     Raises:
         IncompleteError: the file is empty or truncated.
         CorruptError: it is not a file of torch.save, or contradicts itself.
         UnsafeError: its pickle refers to code that runs commands.
-        NotMergeableError: a format of torch that is recognised, but not read.
+        NotMergeableError: it is in a known but unsupported format of torch.
     """
     archive = open_torch_file(path, offset=offset, length=length)
     if isinstance(archive, TorchFile):
@@ -59,37 +59,37 @@ def open_torch_file(
 ) -> TorchFile | TorchZip:
     """Open a torch.save file as `read_torch_file` does, but leave the pickle of a zip closed."""
     head = _head(path, offset, length)
-    if head[:1] == b"\x80" and LEGACY_MAGIC[4:14] in head[:32]:  # whatever its pickle protocol
+    if head[:1] == b"\x80" and LEGACY_MAGIC[4:14] in head[:32]:  # in any pickle protocol
         from unshard.containers.torch_files.legacy import read_torch_legacy
 
-        with _blaming(path):
+        with _naming(path):
             value, storages = read_torch_legacy(path, offset=offset, length=length)
         return TorchFile(path, value, storages)
     # Source: `torch.serialization.legacy_load`.
     member = head[:100].rstrip(b"\0")
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar" or member in _TAR_MEMBERS:
         raise NotMergeableError(
-            f"{path}: a tar archive, as torch before 0.4 (2018) saved",
+            f"{path}: a tar archive of torch before 0.4 (2018)",
             expected="a zip, or the legacy format of torch 0.4 to 1.5",
-            hint="load it with a torch that reads it (torch.load(…, weights_only=False)) and save "
-            "it again; tensors alone, not a pickled model",
+            hint="load it with torch.load(…, weights_only=False) in a torch that reads it, and "
+            "save its tensors again, not a pickled model",
         )
     return read_torch_zip(path, offset=offset, length=length)
 
 
 def unpickled(path: Path, data: bytes) -> Value:
-    """Return what a pickle of this file describes.
+    """Return the value of a pickle in this file.
 
     Raises:
         CorruptError: it is not valid.
         UnsafeError: it refers to code that runs commands.
     """
-    with _blaming(path):
+    with _naming(path):
         return unpickle(data)[0]
 
 
 def unpickled_metadata(path: Path) -> Value:
-    """Return what a file of DCP's metadata describes, with rows as columns: `unpickle_metadata`.
+    """Return the value of a file of DCP's metadata, with rows as columns: `unpickle_metadata`.
 
     Raises:
         IncompleteError: it is empty.
@@ -99,12 +99,12 @@ def unpickled_metadata(path: Path) -> Value:
     from unshard.containers.torch_files.metadata_rows import unpickle_metadata
 
     data = read_metadata_file(path)
-    with _blaming(path):
+    with _naming(path):
         return unpickle_metadata(data)
 
 
 def read_metadata_file(path: Path) -> bytes:
-    """Return what a file of metadata contains.
+    """Return the bytes of a file of metadata.
 
     Raises:
         IncompleteError: it is empty.
@@ -121,8 +121,8 @@ def read_metadata_file(path: Path) -> bytes:
 
 
 @contextmanager
-def _blaming(path: Path) -> Iterator[None]:
-    """Name the file of a bad pickle."""
+def _naming(path: Path) -> Iterator[None]:
+    """Turn errors of a pickle into errors with the name of its file."""
     try:
         yield
     except MalformedPickleError as error:
@@ -142,8 +142,9 @@ def _head(path: Path, offset: int, length: int | None) -> bytes:
             head = pread(file, _HEAD if length is None else min(_HEAD, length), offset)
     except OSError as error:
         raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error
-    if LEGACY_MAGIC.startswith(head):  # also where there is nothing at all
-        what = "truncated in its first bytes" if head else "the file is empty"
-        hint = "the save was interrupted, or is still under way; take another checkpoint"
-        raise IncompleteError(f"{path}: {what}", hint=hint)
+    if LEGACY_MAGIC.startswith(head):  # also true of an empty file
+        raise IncompleteError(
+            f"{path}: {'truncated in its first bytes' if head else 'the file is empty'}",
+            hint="the save was interrupted, or is still under way; take another checkpoint",
+        )
     return head

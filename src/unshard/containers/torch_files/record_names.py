@@ -1,7 +1,7 @@
 """The hash of names that torch writes into `.data/serialization_id`.
 
-torch combines the hashes of the names in the order of a `std::unordered_set`, so both that order
-and `std::hash` are those of libstdc++, with which torch is built on Linux.
+torch combines the hashes of the names in the order of a `std::unordered_set`. Both that order and
+`std::hash` are libstdc++'s here, with which torch is built on Linux.
 
 Sources: torch's `caffe2/serialize/inline_container.cc`, libstdc++'s `hash_bytes.cc` and
 `bits/hashtable.h`.
@@ -16,14 +16,14 @@ _GOLDEN = 0x9E3779B9
 _COUNTS = (
     *(13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933),
     *(351061, 712697, 1447153),
-)  # of buckets, each at least twice the one before
+)  # numbers of buckets of a growing set
 
 
 def combined_hash(hashes: Iterable[int]) -> int:
     """Return torch's combination of hashes, `c10::hash_combine`."""
     seed = 0
-    for one in hashes:
-        seed ^= (one + _GOLDEN + (seed << 6) + (seed >> 2)) & _MASK
+    for value in hashes:
+        seed ^= (value + _GOLDEN + (seed << 6) + (seed >> 2)) & _MASK
     return seed
 
 
@@ -34,35 +34,35 @@ def hash_of_names(names: tuple[str, ...]) -> int:
 
 
 def _as_iterated(hashes: Sequence[int]) -> list[int]:
-    """Return hashes in the order in which a set iterates that they were inserted into."""
-    found: list[int] = []
+    """Return hashes in the order of iteration of a set after their insertion."""
+    ordered: list[int] = []
     for size, count in enumerate(_COUNTS):
         until = count if size + 1 < len(_COUNTS) else len(hashes)
-        # A set that is full is first put into more buckets, in the order of iteration.
-        found = list(_bucketed([*found, *hashes[len(found) : until]], count))
+        # A full set moves its elements into more buckets, in the order of iteration.
+        ordered = list(_bucketed([*ordered, *hashes[len(ordered) : until]], count))
         if until >= len(hashes):
             break
-    return found
+    return ordered
 
 
 def _bucketed(hashes: Iterable[int], count: int) -> Iterator[int]:
-    """Yield hashes as a set iterates: what came last is in front, of the buckets and in each."""
+    """Yield hashes in the order of iteration: the latest bucket and its latest hash come first."""
     buckets: dict[int, list[int]] = {}
-    for one in hashes:
-        buckets.setdefault(one % count, []).append(one)
+    for value in hashes:
+        buckets.setdefault(value % count, []).append(value)
     for bucket in reversed(buckets.values()):
         yield from reversed(bucket)
 
 
 def _murmur(data: bytes) -> int:
-    """Return what `std::hash` gives for a string: MurmurHash64A."""
-    found = _SEED ^ (len(data) * _FACTOR & _MASK)
+    """Return `std::hash` of a string: MurmurHash64A."""
+    value = _SEED ^ (len(data) * _FACTOR & _MASK)
     whole = len(data) // 8 * 8
     for start in range(0, whole, 8):
         part = int.from_bytes(data[start : start + 8], "little") * _FACTOR & _MASK
         part = (part ^ part >> 47) * _FACTOR & _MASK
-        found = (found ^ part) * _FACTOR & _MASK
+        value = (value ^ part) * _FACTOR & _MASK
     if data[whole:]:
-        found = (found ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
-    found = (found ^ found >> 47) * _FACTOR & _MASK
-    return found ^ found >> 47
+        value = (value ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _MASK
+    value = (value ^ value >> 47) * _FACTOR & _MASK
+    return value ^ value >> 47

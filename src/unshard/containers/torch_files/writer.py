@@ -1,7 +1,8 @@
-"""Files as `torch.save` writes them: plain values and tensors in a zip, written without torch.
+"""Write files like `torch.save`: plain values and tensors in a zip, without torch.
 
-`torch.load` reads them with `weights_only=True`, also with `mmap=True`. The same value gives the
-same bytes: times are fixed. The pickle has only what torch's restricted unpickler knows.
+`torch.load` reads them with `weights_only=True`, also with `mmap=True`: the pickle names only
+classes that torch's restricted unpickler knows. The same value gives the same bytes, because times
+are fixed.
 
 Sources: `torch._weights_only_unpickler`, `torch._utils._rebuild_tensor_v2` and
 `_rebuild_tensor_v3`.
@@ -17,7 +18,7 @@ from typing import BinaryIO
 from zipfile import ZipFile, ZipInfo
 
 from unshard.containers.open_files import opened
-from unshard.containers.pickles.pickler import Call, pickled
+from unshard.containers.pickles.pickler import PickledCall, pickled
 from unshard.containers.pickles.records import Global, Persistent
 from unshard.containers.strided import read_exactly
 from unshard.tensors.boxes import row_major_strides
@@ -25,8 +26,8 @@ from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import DType
 
 Plain = object
-"""What can be written: None, bool, int, float, str, bytes and `SavedTensor`; and lists, tuples,
-dicts, sets, OrderedDicts and Counters of them."""
+"""None, bool, int, float, str, bytes and `SavedTensor`; and lists, tuples, dicts, sets,
+OrderedDicts and Counters of them."""
 
 STORAGES = {
     "float64": "DoubleStorage",
@@ -42,7 +43,7 @@ STORAGES = {
     "complex64": "ComplexFloatStorage",
     "complex128": "ComplexDoubleStorage",
 }
-"""torch's storage classes by dtype; the dtypes that have none are stored untyped."""
+"""torch's storage classes by dtype; other dtypes are stored untyped."""
 
 _ROOT = "archive"
 _VERSION = b"3\n"
@@ -50,7 +51,7 @@ _ALIGNMENT = 64
 _BLOCK = 1 << 20
 _LOCAL_SIZE = 30
 _ZIP64_FIELD = 20
-_ZIP64_FROM = 1 << 30  # zipfile would decide by itself from about 2 GiB on
+_ZIP64_FROM = 1 << 30  # lower than zipfile's own limit of about 2 GiB, so it never decides
 _UNIX = 3
 
 
@@ -59,10 +60,10 @@ class SavedTensor:
     """A tensor to write.
 
     Attributes:
-        dtype: of its elements.
+        dtype: the dtype of its elements.
         shape: its sizes.
-        source: its elements, row-major: the bytes, or where they are in a file; None if only the
-            pickle is written.
+        source: its elements, row-major: bytes, or a range of a file; None if only the pickle is
+            written.
     """
 
     dtype: DType
@@ -123,14 +124,14 @@ def _elements(tensor: SavedTensor) -> Iterator[bytes | bytearray]:
 
 
 def write_pickle(value: Plain) -> tuple[bytes, tuple[SavedTensor, ...]]:
-    """Return the pickle of a value, and the tensors whose storages it names "0", "1", ….
+    """Return the pickle of a value, and the tensors of its storages "0", "1", ….
 
     Raises:
         TypeError, ValueError: it cannot be written (see `pickler.pickled`).
     """
     tensors: list[SavedTensor] = []
 
-    def reduce(part: object) -> Call:
+    def reduce(part: object) -> PickledCall:
         if not isinstance(part, SavedTensor):
             raise TypeError(f"a value of type {type(part).__name__} cannot be written")
         tensors.append(part)
@@ -139,8 +140,8 @@ def write_pickle(value: Plain) -> tuple[bytes, tuple[SavedTensor, ...]]:
     return pickled(value, reduce), tuple(tensors)
 
 
-def rebuilt(tensor: SavedTensor, key: str) -> Call:
-    """Return the call that makes a tensor of the storage with this key."""
+def rebuilt(tensor: SavedTensor, key: str) -> PickledCall:
+    """Return the call that makes a tensor from the storage with this key."""
     storage = STORAGES.get(tensor.dtype.name)
     kind = Global("torch", storage) if storage else Global("torch.storage", "UntypedStorage")
     count = tensor.nbytes // tensor.dtype.itemsize if storage else tensor.nbytes
@@ -148,6 +149,6 @@ def rebuilt(tensor: SavedTensor, key: str) -> Call:
     strides = row_major_strides(tensor.shape)
     args = (at, 0, tensor.shape, strides, False, OrderedDict[str, object]())
     if storage:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
+        return PickledCall(Global("torch._utils", "_rebuild_tensor_v2"), args)
     dtype = Global("torch", tensor.dtype.name)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype))
+    return PickledCall(Global("torch._utils", "_rebuild_tensor_v3"), (*args, dtype))

@@ -1,11 +1,11 @@
-"""The container of `torch.save`: a zip of stored (uncompressed) records, read without torch.
+"""Read the zip of `torch.save`, whose records are stored uncompressed, without torch.
 
-Only the directory and the pickle are read here; of every storage the byte range is worked out.
+Reads the directory and the pickle, and computes the byte range of every storage.
 Facts this module relies on (torch's `PyTorchStreamWriter`):
 
 * all records are under one root folder whose name need not match the file's;
-* sizes are right only in the central directory, data offsets follow only from the local header
-  (its padding field is missing in the central directory), CRCs may be zero;
+* sizes are correct only in the central directory, data offsets need the local header (its padding
+  field is missing in the central directory), CRCs may be zero;
 * the zip may be a window inside a larger file (one item of a `.distcp` file).
 """
 
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from struct import unpack_from
 from typing import NamedTuple
@@ -26,9 +27,9 @@ from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.tensors.boxes import Ints
 
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""The first pickle of the format before this one."""
+"""The first pickle of the legacy format."""
 MAX_PICKLE = 256 * 1024 * 1024
-"""Of 50,000 tensors some 20 MB, of ShardedTensors more."""
+"""The most bytes of a pickle. 50,000 tensors take about 20 MB, ShardedTensors more."""
 
 _EOCD = b"PK\x05\x06"
 _EOCD64 = b"PK\x06\x06"
@@ -73,8 +74,8 @@ class Storages(Mapping[str, StorageRecord]):
     """The storages of a file by key, in columns.
 
     Attributes:
-        keys_in_order: their keys.
-        offset, size, crc: of each, see `StorageRecord`.
+        keys_in_order: the keys.
+        offset, size, crc: columns of `StorageRecord`.
     """
 
     def __init__(self, keys: list[str], offset: Ints, size: Ints, crc: Ints) -> None:
@@ -97,15 +98,14 @@ class Storages(Mapping[str, StorageRecord]):
 
 @dataclass(frozen=True, slots=True)
 class TorchZip:
-    """A torch.save file, opened as far as its pickle.
+    """A torch.save file with its pickle unread.
 
     Attributes:
         path: the file.
-        pickle: the bytes of data.pkl; they fit its CRC-32, if it has one.
+        pickle: the bytes of data.pkl, checked with its CRC-32 if it has one.
         storages: byte ranges of the storages, by key.
-        passed_over: begins and ends, in the window, of bytes that are read with the directory, and
-            that nothing depends on but the CRCs of `storages`: CRCs, except that of the pickle, and
-            first values.
+        passed_over: begins and ends, in the window, of bytes that are read with the directory but
+            affect only the CRCs of `storages`: CRCs, except the pickle's, and first values.
         root: the folder of its records: the stem of the name under which torch saved it.
     """
 
@@ -135,28 +135,28 @@ class _Entries(NamedTuple):
 def read_torch_zip(
     path: Path, *, offset: int = 0, length: int | None = None, pread: Pread | None = None
 ) -> TorchZip:
-    """Read the directory and the pickle of a torch.save file, or of a window inside one.
+    """Read the directory and the pickle of a torch.save file, or of a window of a file.
 
-    A `length` of None is all that follows `offset`. With a `pread`, which works as `os.pread`, the
-    file is not opened here, and `length` must be given.
+    A `length` of None reaches to the end of the file. With a `pread`, which works like `os.pread`,
+    the file is not opened here, and `length` is required.
 
     Raises:
         IncompleteError: the file is empty or truncated.
-        CorruptError: it contradicts the zip format, or is not one that torch.save writes.
-        NotMergeableError: legacy (before torch 1.6) or big-endian files.
+        CorruptError: it contradicts the zip format, or torch.save does not write such zips.
+        NotMergeableError: it is in the legacy format (before torch 1.6) or big-endian.
     """
     if pread is not None and length is not None:
-        return _Reader(path, pread, partial(_each, pread), offset, length).read()
+
+        def each(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            return list(starmap(pread, ranges))
+
+        return _ZipReader(path, pread, each, offset, length).read()
     with opened(path) as file:
         size = size_of(file) - offset if length is None else length
-        return _Reader(path, preader(file), partial(pread_many, file), offset, size).read()
+        return _ZipReader(path, preader(file), partial(pread_many, file), offset, size).read()
 
 
-def _each(pread: Pread, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-    return [pread(count, at) for count, at in ranges]
-
-
-class _Reader(NamedTuple):
+class _ZipReader(NamedTuple):
     path: Path
     pread: Pread
     pread_many: Callable[[Sequence[tuple[int, int]]], list[bytes]]
@@ -246,7 +246,7 @@ class _Reader(NamedTuple):
         return _Entries(names, header, plain, rows["crc"].astype(np.int64), crc_at, compressed)
 
     def widen(self, extra: bytes, plain: int, stored: int, header: int) -> tuple[int, int, int]:
-        """Take 64-bit values from the zip64 field, for those that do not fit 32 bits."""
+        """Replace values that do not fit 32 bits by the 64-bit values of the zip64 field."""
         values = [plain, stored, header]
         if _FULL32 not in values:
             return plain, stored, header
@@ -269,7 +269,7 @@ class _Reader(NamedTuple):
         """Return (start, size, number of entries) of the central directory."""
         if self.size == 0:
             raise IncompleteError(f"{self.path}: the file is empty", hint=_INTERRUPTED)
-        for most in (22, _MAX_TAIL):  # torch writes no comment behind it
+        for most in (22, _MAX_TAIL):  # torch writes no comment after it
             tail_size = min(self.size, most)
             tail = self.bytes_at(self.size - tail_size, tail_size)
             at = tail.rfind(_EOCD)
@@ -292,7 +292,7 @@ class _Reader(NamedTuple):
         return start, size, count
 
     def data_starts(self, records: _Entries) -> Ints:
-        """Return where the data of records start: only their local headers know."""
+        """Return the starts of the records' data, from their local headers."""
         self.refuse(records, records.compressed, "is compressed; torch.save never compresses")
         named = np.array([_LOCAL_SIZE + len(name) for name in records.names], np.int64)
         outside = (records.header < 0) | (records.header + named + 4 > self.size)
@@ -301,17 +301,18 @@ class _Reader(NamedTuple):
         headers = self.headers(records, named + room)
         data = np.frombuffer(b"".join(headers), np.uint8)
         end = np.cumsum(named + room) - room
-        found = data[(end - named)[:, None] + np.arange(_LOCAL_SIZE)].view(_HEADER)[:, 0]
-        self.refuse(records, found["mark"] != _LOCAL_MARK, "has no local header at {}")
+        fields = data[(end - named)[:, None] + np.arange(_LOCAL_SIZE)].view(_HEADER)[:, 0]
+        self.refuse(records, fields["mark"] != _LOCAL_MARK, "has no local header at {}")
         pairs = zip(headers, records.names, strict=True)
         renamed = np.array([head[_LOCAL_SIZE:-room] != name for head, name in pairs], np.bool_)
-        renamed |= found["name_size"] != named - _LOCAL_SIZE
+        renamed |= fields["name_size"] != named - _LOCAL_SIZE
         self.refuse(records, renamed, "has another name in its local header")
-        extra = found["extra_size"].astype(np.int64)
+        extra = fields["extra_size"].astype(np.int64)
         start: Ints = records.header + named + extra
         beyond = start + records.size > self.size
         self.refuse(records, beyond, "reaches beyond the end of the file")
-        # The fields of a local header must fill it: a wrong size would shift the data.
+        # The extra fields of a local header must fill it: a wrong size would shift the data. One
+        # or two fields are checked here, more fields one by one.
         one = 4 + _uint16(data, end + 2)
         two = one + 4 + _uint16(data, np.minimum(end + one + 2, end + room - 2))
         filled = (extra == 0) | (extra == one) | ((extra == two) & (one <= room - 4))
@@ -320,12 +321,12 @@ class _Reader(NamedTuple):
         return start
 
     def headers(self, records: _Entries, counts: Ints) -> list[bytes]:
-        """Return the local headers of records, so many bytes of each."""
-        places = (records.header + self.offset).tolist()
-        found = self.pread_many(list(zip(counts.tolist(), places, strict=True)))
-        if sum(map(len, found)) != int(counts.sum()):
+        """Return the first bytes of each record's local header, `counts` bytes of each."""
+        offsets = (records.header + self.offset).tolist()
+        headers = self.pread_many(list(zip(counts.tolist(), offsets, strict=True)))
+        if sum(map(len, headers)) != int(counts.sum()):
             raise IncompleteError(f"{self.path}: cannot read its local headers: truncated")
-        return found
+        return headers
 
     def check_extra(self, records: _Entries, row: int, begin: int, size: int) -> None:
         extra = self.bytes_at(begin, size)
@@ -336,14 +337,14 @@ class _Reader(NamedTuple):
         self.refuse(records, bad & (at != size), "has a local header of contradictory sizes")
 
     def refuse(self, records: _Entries, bad: NDArray[np.bool_], what: str) -> None:
-        """Raise what is wrong with the first of the bad records; {} is where its header is."""
+        """Raise an error for the first bad record; `what` may have {} for its header's offset."""
         if bad.any():
             row = int(bad.argmax())
             name = records.names[row].decode("utf-8", "replace")
             raise self.corrupt(f"record {name} {what.format(records.header[row])}")
 
     def root(self, names: list[bytes]) -> bytes:
-        """Return the folder that all records are in, with its slash."""
+        """Return the folder of all records, with its slash."""
         if any(name.endswith(b"/constants.pkl") for name in names):
             raise NotMergeableError(
                 f"{self.path}: a TorchScript archive, not a state dict",

@@ -1,8 +1,8 @@
-"""Lay out a file of `torch.save` before any of its data is there: every byte but the storages.
+"""Lay out a file of `torch.save` before its data exist: every byte but the storages.
 
-The zip is the one that torch's `PyTorchStreamWriter` makes on Linux, byte for byte. The
-checksums of the storages are in their data descriptors, in the central directory and in
-`.data/serialization_id`, so these are written again when the data is there.
+The zip equals that of torch's `PyTorchStreamWriter` on Linux, byte for byte. The checksums of the
+storages are in their data descriptors, in the central directory and in `.data/serialization_id`, so
+these are written again once the data is written.
 
 Sources: torch's `caffe2/serialize/inline_container.cc`, miniz, files of torch 2.4 to 2.15.
 """
@@ -17,15 +17,15 @@ from unshard.containers.torch_files.record_names import combined_hash, hash_of_n
 
 _ALIGNMENT = 64
 _FULL64, _FULL32, _FULL16 = (1 << 64) - 1, (1 << 32) - 1, (1 << 16) - 1
-_UTF8, _DESCRIBED = 0x0800, 0x0008  # names are UTF-8; sizes and checksum follow the data
+_UTF8, _DESCRIBED = 0x0800, 0x0008  # flags: names are UTF-8; sizes and checksum follow the data
 _ID_DIGITS = 20
 _ID_NAME = ".data/serialization_id"
 _WITH_ALIGNMENT = (2, 7)
-_BY_NUMBER = (2, 7)  # before, storages were in the order of their numbers as text
+_BY_NUMBER = (2, 7)  # earlier versions sorted storages by their numbers as text
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _ZipEntry:
     """A file of the zip: `content` is None for a storage, `data` is the offset of its bytes."""
 
     name: bytes
@@ -44,7 +44,7 @@ class _Record:
 
     @property
     def end(self) -> int:
-        """The offset behind its data descriptor, which an empty one does not have."""
+        """The offset after its data descriptor, which an empty file does not have."""
         return self.data + self.size + len(self.descriptor(0))
 
     @property
@@ -75,33 +75,33 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class ZipLayout:
-    """Where everything is in a file.
+    """The layout of a zip.
 
     Attributes:
-        records: what the zip has, in the order of the file.
-        order: the numbers of the storages, in the order of the file.
+        records: the files of the zip, in order.
+        order: the numbers of the storages, in the same order.
         storages: offset and size of the data of each storage, bytes, by number.
-        size: of the file, bytes.
+        size: size of the zip, bytes.
     """
 
-    records: tuple[_Record, ...]
+    records: tuple[_ZipEntry, ...]
     order: tuple[int, ...]
     storages: tuple[tuple[int, int], ...]
     size: int
 
     def fixed(self, crcs: Sequence[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes of everything but the storages, in the order of the file.
+        """Yield offset and bytes of all parts but the storages, in the order of the file.
 
         Args:
-            crcs: CRC-32 of each storage, by number; None while they are not known.
+            crcs: CRC-32 of each storage, by number; None before the data is written.
         """
-        known = iter([0 if crcs is None else crcs[number] for number in self.order])
+        storage_crcs = iter([0 if crcs is None else crcs[number] for number in self.order])
         directory, written = bytearray(), list[int]()
         for record in self.records:
             content = record.content
             if record.name.endswith(_ID_NAME.encode()):
                 content = _id_of(self.records, written)
-            crc = next(known) if content is None else crc32(content)
+            crc = next(storage_crcs) if content is None else crc32(content)
             written += [crc] if record.size else []
             yield record.start, record.local_header() + (content or b"")
             yield record.data + record.size, record.descriptor(crc)
@@ -110,7 +110,7 @@ class ZipLayout:
         yield at, bytes(directory) + _end(len(self.records), at, len(directory))
 
 
-def _id_of(records: Sequence[_Record], crcs: Sequence[int]) -> bytes:
+def _id_of(records: Sequence[_ZipEntry], crcs: Sequence[int]) -> bytes:
     """Return the hashes of the names, without the folder, and of the checksums."""
     names = tuple(record.name.decode().partition("/")[2] for record in records[:-1])
     numbers = hash_of_names(names), combined_hash(crcs)
@@ -118,7 +118,7 @@ def _id_of(records: Sequence[_Record], crcs: Sequence[int]) -> bytes:
 
 
 def _end(count: int, at: int, size: int) -> bytes:
-    """Return what follows the central directory of `size` bytes at offset `at`."""
+    """Return the end records for a central directory of `size` bytes at offset `at`."""
     end64 = pack("<4sQ2H2L4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, size, at)
     locator = pack("<4sLQL", b"PK\6\7", 0, at + size, 1)
     few, near = min(count, _FULL16), min(at, _FULL32)
@@ -129,8 +129,7 @@ def _end(count: int, at: int, size: int) -> bytes:
 def lay_out_zip(root: str, pickle: bytes, sizes: Sequence[int], version: Version) -> ZipLayout:
     """Lay out a file with storages of these sizes, in bytes, for a version of torch.
 
-    `root` is the name of the folder that everything is in; torch takes the file's own, without
-    its suffix.
+    `root` is the folder of all records; torch uses the file's name without its suffix.
     """
     alignment = str(_ALIGNMENT).encode()
     named: list[tuple[str, bytes | None, int]] = [("data.pkl", pickle, len(pickle))]
@@ -140,12 +139,12 @@ def lay_out_zip(root: str, pickle: bytes, sizes: Sequence[int], version: Version
     keys = range(len(sizes)) if version >= _BY_NUMBER else sorted(range(len(sizes)), key=str)
     named += [(f"data/{key}", None, sizes[key]) for key in keys]
     named += [("version", b"3\n", 2), (_ID_NAME, b"0" * 2 * _ID_DIGITS, 2 * _ID_DIGITS)]
-    records: list[_Record] = []
+    records: list[_ZipEntry] = []
     for name, content, size in named:
         start = records[-1].end if records else 0
-        records.append(_Record(f"{root}/{name}".encode(), content, size, start))
-    places = [(one.data, one.size) for one in records if one.content is None]
-    storages = tuple(place for _, place in sorted(zip(keys, places, strict=True)))
+        records.append(_ZipEntry(f"{root}/{name}".encode(), content, size, start))
+    spans = [(record.data, record.size) for record in records if record.content is None]
+    storages = tuple(span for _, span in sorted(zip(keys, spans, strict=True)))
     at = records[-1].end
     directory = sum(len(record.directory_entry(0)) for record in records)
     size = at + directory + len(_end(len(records), at, directory))
