@@ -7,8 +7,7 @@ import pytest
 
 from unshard.errors import UsageError
 from unshard.evaluate.comparing import as_results, best_numbers, compare_runs, describe_settings
-from unshard.evaluate.jobs import Result
-from unshard.evaluate.settings import Settings
+from unshard.evaluate.jobs import Result, Settings
 
 
 def result(

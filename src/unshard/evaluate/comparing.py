@@ -13,8 +13,7 @@ from math import hypot
 from statistics import fmean
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import BASE_STEP, Result
-from unshard.evaluate.settings import Settings
+from unshard.evaluate.jobs import BASE_STEP, Result, Settings
 
 _DEFAULTS = {"number": 0, "profile": "", "completed_at": 0.0}
 Line = tuple[str, str, str, str]
@@ -150,7 +149,7 @@ def best_numbers(
     Args:
         results: of any runs.
         metrics: "task/metric" or "task/metric,filter".
-        higher_is_better: the direction; None: the evaluator's, of each metric.
+        higher_is_better: the direction; None: the evaluator's.
 
     Raises:
         UsageError: a metric has no result, or the direction is not known, or not the same.
@@ -240,9 +239,8 @@ def compare_runs(
 def best_of(results: Sequence[Result], *, higher_is_better: bool | None = None) -> Result | None:
     """Return the best result, the first among equals; None if the better direction is not known.
 
-    Args:
-        results: of a metric, one for each step, by rising step; at least one.
-        higher_is_better: the direction; None: that of the last result.
+    `results` are of one metric, by rising step, at least one. Without `higher_is_better`, the
+    direction of the last one counts.
     """
     if higher_is_better is None:
         higher_is_better = results[-1].higher_is_better

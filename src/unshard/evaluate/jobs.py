@@ -1,4 +1,4 @@
-"""Jobs, requests, runs and results, as plain values. Pure.
+"""Jobs, requests, settings, runs and results, as plain values. Pure.
 
 A job evaluates one checkpoint, one set of its weights, with one profile and its tasks. It belongs
 to a step of a training run: its results are logged under that step, even if a later one ends first.
@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from unshard.errors import UnshardError
 from unshard.evaluate.process import Process
-from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Scalar, Whole, expects
 
 BASE_STEP = 0  # the step of the base model, with which training began
@@ -177,14 +176,10 @@ class Request:
     Attributes:
         checkpoint: path on the server's machine; sharded, or a Hugging Face directory.
         profile: the name of an evaluator in the server's configuration.
-        tasks: the tasks to evaluate.
         step: the training step of the checkpoint; None if it is not known.
         run: the name of the training run; several runs may have it.
-        weights: "model" or "ema".
-        arguments: the client's arguments for the evaluator.
         fingerprint: of the checkpoint's files: another training may start in the same directory.
         stamps: the files' stamps in the fingerprint: see `pins.files.read_stamps`.
-        run_id: the id of the training run.
         directory: of the training run, if the checkpoint is outside (a base model).
         again: a text that makes the key unique, to evaluate again after completion.
         user: the user who submitted it, if tokens have names.
@@ -229,6 +224,43 @@ class Request:
         return replace(self, fingerprint="").key
 
 
+NOT_SETTINGS = frozenset({"batch_size", "max_batch_size", "num_gpus"})
+"""The arguments that are recorded, but do not change the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a measurement.
+
+    Attributes:
+        arguments: the profile's arguments for the evaluator, updated with the submission's.
+        revision: a digest of everything else in the profile that can change a number; empty for
+            measurements of an earlier version, which did not record it.
+        evaluator: its name and version, if its results have them.
+        basis: the revision without the profile's own arguments, which `arguments` has.
+    """
+
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    revision: str = ""
+    evaluator: str | None = None
+    basis: str = ""
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """The arguments that can change a number; False is the default of every flag."""
+        return {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in self.arguments.items()
+            if key not in NOT_SETTINGS and value is not False
+        }
+
+    @property
+    def id(self) -> str:
+        """A hash that is equal for numbers that can be compared."""
+        parts = json.dumps([self.compared, self.basis or self.revision], sort_keys=True)
+        return hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A training run.
@@ -255,13 +287,11 @@ class Job:
         attempts: the number of attempts that were started.
         failures: the number of failed attempts since the last submission; an attempt that was
             lost with the server does not count.
-        process: of the running attempt.
         error: why the job, or its last attempt, failed; or why it expired.
         metrics: by "task/metric", or "task/metric,filter" unless the filter is "none".
         stderr: the standard errors of the metrics, where known.
         results: the evaluator's own file, on the server.
         superseded_by: the id of the job that replaced this one; None if it was skipped.
-        run: the training run.
         settings: the settings of the measurement; None: it has not started.
         hidden: why its results are left out of curves and tables; None: they are shown.
         was_hidden: the reason of a hiding that was undone.

@@ -42,10 +42,7 @@ class _JsonFormatter(logging.Formatter):
 def log_to_stderr(level: int, form: str, *, as_json: bool = False) -> None:
     """Log to stderr, unless the process has set up its logging already.
 
-    Args:
-        level: the lowest level that is written.
-        form: the format of a line for `logging.Formatter`.
-        as_json: write JSON objects instead.
+    `form` is the format of a line for `logging.Formatter`; `as_json` writes JSON objects instead.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if as_json else _PrintableFormatter(form))

@@ -51,11 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The directory of a training run, which holds its checkpoints.
-
-    Attributes:
-        path: of the directory; it may contain links.
-    """
+    """The directory of a training run, which holds its checkpoints; its path may contain links."""
 
     path: Path
 
@@ -261,11 +257,8 @@ def write_record(folder: int, name: str, fields: Mapping[str, object]) -> None:
 def lock_file(path: Path | str, *, within: int | None = None) -> int | None:
     """Lock a file, made if need be; return its descriptor, None if another process has the lock.
 
-    On a file system without locks every process gets it.
-
-    Args:
-        path: of the file, or its name in `within`.
-        within: the directory that contains it.
+    On a file system without locks every process gets it. `within` is the directory of the file, or
+    None if `path` is whole.
 
     Raises:
         OSError: it cannot be opened, or is a link.

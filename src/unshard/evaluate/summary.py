@@ -23,9 +23,7 @@ _NUMBERS = frozenset(
 def summarise(client: EvalClient, run: str) -> str:
     """Return the best and the last step of a run per metric, as a table; or "" without any results.
 
-    Args:
-        client: of the server.
-        run: the run's directory, or the name of one or several runs.
+    `run` is the run's directory, or the name of one or several runs.
 
     Raises:
         UnshardError: the server does not answer.
@@ -46,10 +44,7 @@ def tables_of(
 ) -> list[str]:
     """Return a table with a row per metric and run and, if runs share steps, one of differences.
 
-    Args:
-        compared: at least one.
-        as_markdown: whether to write Markdown instead of aligned columns.
-        width: of the terminal, cells; None: unlimited.
+    `compared` is not empty. `width` is that of the terminal, in cells; None: unlimited.
     """
     settings = describe_settings(one.last for one in compared)
     tables: list[Sequence[Row]] = [[_row_of_run(one, settings) for one in compared]]

@@ -70,13 +70,12 @@ Whole = Annotated[int, Field(ge=0, le=LARGEST), expects("a whole number, at leas
 
 @contextmanager
 def in_our_words(subject: Callable[[str], str]) -> Iterator[None]:
-    """Raise pydantic's problems as one error of ours.
+    """Raise pydantic's problems as one error of ours, with every key that has an invalid value.
 
-    Args:
-        subject: makes the first line of an error from the dotted name of a key.
+    `subject` makes the first line of a problem from the dotted name of its key.
 
     Raises:
-        UsageError: names every key with an invalid value.
+        UsageError: a value is invalid.
     """
     try:
         yield

@@ -4,10 +4,9 @@ from pathlib import Path
 import pytest
 
 from evaluation.running import script_profile
-from unshard.evaluate.jobs import Job, Request, Status
+from unshard.evaluate.jobs import Job, Request, Settings, Status
 from unshard.evaluate.server.attempts.merging import link_best, link_of
 from unshard.evaluate.server.queue.outcomes import find_best, find_removable
-from unshard.evaluate.settings import Settings
 
 
 def job(name: str, at: float, step: int | None = None, **metrics: float) -> Job:

@@ -11,7 +11,7 @@ import yaml
 from evaluation.local_tasks import lm_eval_tasks, work_at
 from evaluation.running import script_profile
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Arguments, Request
+from unshard.evaluate.jobs import Arguments, Request, Settings
 from unshard.evaluate.server.admission import list_unfitting
 from unshard.evaluate.server.evaluators import revision
 from unshard.evaluate.server.evaluators.command import CommandProfile
@@ -19,7 +19,6 @@ from unshard.evaluate.server.evaluators.lm_eval import LmEvalProfile
 from unshard.evaluate.server.evaluators.lmms_eval import LmmsEvalProfile
 from unshard.evaluate.server.evaluators.work import OwnArguments, Profile
 from unshard.evaluate.server.server_yaml import read_server_yaml
-from unshard.evaluate.settings import Settings
 
 OWN = OwnArguments(
     apply_chat_template=True,

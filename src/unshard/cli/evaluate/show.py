@@ -48,12 +48,9 @@ def print_jobs(jobs: Sequence[Row], *, as_json: bool) -> None:
 
 
 def job_lines(jobs: Sequence[Row], *, run: str | None, as_json: bool) -> list[str]:
-    """Return jobs as a table, each with its results and its error below, or as JSON.
+    """Return jobs as a table, each with its results and its error below, or all fields as JSON.
 
-    Args:
-        jobs: from the server.
-        run: the run of all these jobs, if there is a filter.
-        as_json: whether to return all fields, as JSON.
+    `run` is the run of all these jobs, if there is a filter.
     """
     if as_json:
         return [json.dumps({"jobs": list(jobs)})]
@@ -107,14 +104,10 @@ def result_lines(
     as_json: bool,
     best: Container[object] | None = None,
 ) -> list[str]:
-    """Return results as a table, CSV or JSON.
+    """Return results as a table, as CSV, or all fields as JSON.
 
-    Args:
-        results: from the server.
-        run: the run of all these results, if there is a filter.
-        as_csv: whether to return CSV.
-        as_json: whether to return all fields, as JSON.
-        best: the numbers of the results to mark; None: without this column.
+    `run` is the run of all these results, if there is a filter. `best` are the numbers of the
+    results to mark in a further column; None: without this column.
     """
     if best is not None:
         results = [{**one, "best": one.get("number") in best} for one in results]
@@ -250,10 +243,6 @@ def show_lines(read: Callable[[], Sequence[str]], every_s: float | None) -> None
 
     On a terminal new lines replace the old ones, elsewhere they are printed after each change.
     While the server is away, the lines stay, and the reason is shown.
-
-    Args:
-        read: returns the lines, from the server.
-        every_s: seconds between two requests; None: print once.
     """
     if every_s is None:
         print("\n".join(read()))

@@ -20,8 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unshard.api.hinting import write_hint
-from unshard.evaluate.sinks.base import PacedSink, Sink
-from unshard.evaluate.sinks.open import open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink, open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.integrations.harmless import ignoring_errors
@@ -36,11 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class UnshardEvalCallback(TrainerCallback):
-    """Submits the Trainer's checkpoints, and logs the results as they come.
+    """Submits the Trainer's checkpoints, and logs the results, also to further `sinks`.
 
-    Args:
-        config: a YAML file, its text, a mapping, or an `EvalConfig`.
-        sinks: further destinations of results.
+    `config` is a YAML file, its text, a mapping, or an `EvalConfig`.
     """
 
     def __init__(

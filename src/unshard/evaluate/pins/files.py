@@ -118,11 +118,8 @@ def changed_files(checkpoint: Path, files: Mapping[str, Identity]) -> list[str]:
     """Return the files that were rewritten in place, replaced or removed.
 
     Some mounts give files other inode numbers, or coarser times. If no file has its old inode
-    number, only sizes and times count; a time rounded down to a coarser grain is equal.
-
-    Args:
-        checkpoint: a directory, or a single file.
-        files: the former identities, by path relative to the checkpoint.
+    number, only sizes and times count; a time rounded down to a coarser grain is equal. `files` are
+    the former identities, by path relative to the checkpoint.
     """
     is_folder = checkpoint.is_dir()
     now: dict[str, Identity] = {}

@@ -312,9 +312,7 @@ def _remove_opened(pins: int, name: str, folder: int) -> None:
 def sweep(run: Path, owner: str = "") -> None:
     """Remove unfinished pins of killed processes, which were making or removing them.
 
-    Args:
-        run: the run's directory.
-        owner: a server that is not making a pin now: its unfinished pins are removed at any age.
+    `owner` is a server that is not making a pin now: its unfinished pins are removed at any age.
     """
     for pins, directory in _directories(run, partial=True):
         try:
@@ -341,12 +339,8 @@ def enforce_quota(
 ) -> None:
     """Remove the oldest pins of a run that exceed the quota, and unfinished pins.
 
-    Args:
-        run: the run's directory.
-        quota: the limits of these pins.
-        are_servers: whether to count the pins of all servers, also of those that are gone for good,
-            or else those of clients.
-        spare: the names of pins that are not removed.
+    `are_servers` counts the pins of all servers, even of servers that are gone for good, or else
+    those of clients. Pins whose names are in `spare` are not removed.
     """
     pins = []
     if quota != Quota(None, None):  # else no pin needs to be read

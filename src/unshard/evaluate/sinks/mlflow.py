@@ -23,12 +23,7 @@ _LARGEST_BATCH = 1000
 
 
 class MlflowSink:
-    """Writes to an existing run: the trainer's, or another.
-
-    Args:
-        run_id: of the run.
-        tracking_uri: of its server; None: the process's tracking URI.
-    """
+    """Writes to an existing run, on the server of `tracking_uri` or else of the process."""
 
     def __init__(self, run_id: str, tracking_uri: str | None = None) -> None:
         self.name = f"mlflow-{run_id}"

@@ -18,11 +18,7 @@ from unshard.evaluate.sinks.base import PREFIX
 
 
 class TensorBoardSink:
-    """Writes event files.
-
-    Args:
-        log_dir: the log directory of the training run.
-    """
+    """Writes event files; `log_dir` is the log directory of the training run."""
 
     def __init__(self, log_dir: Path) -> None:
         self.name = f"tensorboard-{log_dir}"

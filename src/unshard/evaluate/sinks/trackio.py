@@ -15,8 +15,7 @@ from trackio.run import Run
 class TrackioSink:
     """Writes to a run, from the process and thread that logs to it.
 
-    Args:
-        run: as returned by `trackio.init`; its owner finishes it, even before the last result.
+    Its owner finishes the run, even before the last result.
     """
 
     is_ready = True  # always: every result is a separate row

@@ -16,11 +16,7 @@ from unshard.evaluate.sinks.base import STEP_METRIC
 
 
 class TrainerWandbSink:
-    """Adds results to the training run, from the trainer's process and thread.
-
-    Args:
-        run: as returned by `wandb.init`; it stays open.
-    """
+    """Adds results to the training run, which stays open, from the trainer's process and thread."""
 
     def __init__(self, run: wandb.Run) -> None:
         self.name = f"wandb-{run.id}"
@@ -59,11 +55,7 @@ class TrainerWandbSink:
 class WandbSink:
     """Writes from another process than the trainer's, to its own run in the trainer's group.
 
-    Args:
-        project: of the training run.
-        group: the name of the training run.
-
-    The same names continue the same run.
+    `group` is the name of the training run. The same names continue the same run.
     """
 
     def __init__(self, project: str, group: str) -> None:

@@ -251,11 +251,8 @@ class EvalConfig:
     def is_due(self, step: int, previous: int | None) -> bool:
         """Return whether a checkpoint is the first at or after an evaluation step.
 
-        Step 0 is not due if there is a base model, which is evaluated as that step.
-
-        Args:
-            step: of the checkpoint.
-            previous: the step of the previous checkpoint, if there is one.
+        Step 0 is not due if there is a base model, which is evaluated as that step. `previous` is
+        the step of the previous checkpoint.
         """
         if self.eval_strategy == "no" or (step == BASE_STEP and self.base is not None):
             return False

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
-from unshard.evaluate.jobs import EvaluationError, Status
-from unshard.evaluate.settings import NOT_SETTINGS
+from unshard.evaluate.jobs import NOT_SETTINGS, EvaluationError, Status
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool, request_key
@@ -74,13 +73,8 @@ class ServedRun:
     def has_job(self, checkpoint: Path, step: int, version: str, weights: str) -> bool:
         """Return whether the spool or the server has the job of a checkpoint, with our settings.
 
-        A job that another client submitted is followed, so that its result is fetched too.
-
-        Args:
-            checkpoint: the checkpoint, which the server may know by another path.
-            step: of the checkpoint.
-            version: its fingerprint.
-            weights: "model" or "ema".
+        A job that another client submitted is followed, so that its result is fetched too. The
+        server may have the checkpoint by another path; `version` is its fingerprint.
         """
         request = _without(("checkpoint", "again"), self._submitter.request(step))
         request["weights"] = weights

@@ -82,11 +82,7 @@ def _check_job_id(job_id: str) -> str:
 
 
 class Spool:
-    """The spool of a run.
-
-    Args:
-        run: the run's directory; nothing is written there before the first submission.
-    """
+    """The spool of a run; nothing is written there before the first submission."""
 
     def __init__(self, run: Path) -> None:
         self.run = run

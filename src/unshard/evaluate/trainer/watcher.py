@@ -39,11 +39,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The server's answer to a submission.
+    """The server's answer to a submission of sets of weights.
 
     Attributes:
-        step: of the checkpoint.
-        weights: the submitted sets of weights.
         refused: why the server refused them; None if it accepted them.
     """
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Arguments, Flag, Request
+from unshard.evaluate.jobs import NOT_SETTINGS, Arguments, Flag, Request
 from unshard.evaluate.server.config.arguments import LAUNCH_PLACEHOLDERS, placeholders_in
 from unshard.evaluate.server.config.keys import (
     Environment,
@@ -22,7 +22,6 @@ from unshard.evaluate.server.config.keys import (
     find_program,
 )
 from unshard.evaluate.server.evaluators.revision import digests_of, is_setting
-from unshard.evaluate.settings import NOT_SETTINGS
 from unshard.evaluate.values import expects, whole
 
 

@@ -110,10 +110,8 @@ def answer(view: BaseModel) -> Response:
 def answer_page(name: str, entries: Iterator[tuple[str | int, str]], limit: int) -> Response:
     """Return the first page of a list: `{name: [...], "next": CURSOR or null}`.
 
-    Args:
-        name: the name of the list.
-        entries: a cursor for each entry, from which a client can continue, and the entry's JSON.
-        limit: the most entries. A page also ends after 1 MiB.
+    `entries` have a cursor, from which a client can continue, and the entry's JSON. A page ends
+    after `limit` entries or 1 MiB.
     """
     page, size, last, after = list[str](), 0, None, None
     for cursor, entry in entries:

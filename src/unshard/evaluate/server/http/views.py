@@ -6,10 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from unshard.evaluate.jobs import Arguments, Job, Request, Status, TrainingRun, WeightsName
+from unshard.evaluate.jobs import (
+    Arguments,
+    Job,
+    Request,
+    Settings,
+    Status,
+    TrainingRun,
+    WeightsName,
+)
 from unshard.evaluate.server.http.answers import BoundedText, Tasks
 from unshard.evaluate.server.queue.job_files import JobFile
-from unshard.evaluate.settings import Settings
 from unshard.evaluate.values import LARGEST, Whole, expects
 
 Number = Annotated[int, Field(ge=0, le=LARGEST)]

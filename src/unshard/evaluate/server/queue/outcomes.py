@@ -12,7 +12,7 @@ from functools import partial
 from typing import assert_never
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Filters, Job, Status, backoff
+from unshard.evaluate.jobs import Filters, Job, Settings, Status, backoff
 from unshard.evaluate.server.attempts.attempt import Attempt
 from unshard.evaluate.server.attempts.merging import Merger, link_best, link_of
 from unshard.evaluate.server.endings import (
@@ -33,7 +33,6 @@ from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
-from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unshard.errors import UnshardError
-from unshard.evaluate.jobs import Job, Status
+from unshard.evaluate.jobs import Job, Settings, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.run_folder import unlock
 from unshard.evaluate.server.attempts.attempt import Attempt, AttemptRunner, Halt, Limits
@@ -30,7 +30,6 @@ from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
 from unshard.evaluate.server.warm.worker import EngineWorker
-from unshard.evaluate.settings import Settings
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from unshard.errors import UsageError
-from unshard.evaluate.jobs import Status
+from unshard.evaluate.jobs import Settings, Status
 from unshard.evaluate.run_folder import PINS
 from unshard.evaluate.server.store.runs import (
     add_name,
@@ -26,7 +26,6 @@ from unshard.evaluate.server.store.runs import (
     record_run,
 )
 from unshard.evaluate.server.store.statements import as_request, settings_as_json
-from unshard.evaluate.settings import Settings
 from unshard.read.step_names import STATE_FOLDER
 
 _log = logging.getLogger(__name__)

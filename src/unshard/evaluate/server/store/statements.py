@@ -17,11 +17,11 @@ from unshard.evaluate.jobs import (
     Phase,
     Request,
     Result,
+    Settings,
     Status,
     TrainingRun,
 )
 from unshard.evaluate.process import Process
-from unshard.evaluate.settings import Settings
 
 _EVENTS = 100_000
 _LONGEST_ERROR = 20_000  # characters

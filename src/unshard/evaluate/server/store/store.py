@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Status
+from unshard.evaluate.jobs import Filters, Job, JobEvent, Phase, Request, Result, Settings, Status
 from unshard.evaluate.process import Process
 from unshard.evaluate.server.store.connections import Connections
 from unshard.evaluate.server.store.records import (
@@ -44,7 +44,6 @@ from unshard.evaluate.server.store.statements import (
     settings_as_json,
     storable,
 )
-from unshard.evaluate.settings import Settings
 
 _NEWEST = """SELECT id, status FROM jobs WHERE key = ?1 AND (?2 = '' OR again = ?2)
     ORDER BY number DESC LIMIT 1"""

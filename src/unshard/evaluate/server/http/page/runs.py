@@ -10,8 +10,15 @@ from pydantic import BaseModel, Field
 
 from unshard.evaluate.jobs import Filters, TrainingRun
 from unshard.evaluate.server.http.answers import BoundedText, Served, answer
-from unshard.evaluate.server.http.page.cells import make_cells, metric_of, sort_runs
-from unshard.evaluate.server.http.page.plots import PlotList, as_csv, fold, make_plots
+from unshard.evaluate.server.http.page.plots import (
+    PlotList,
+    as_csv,
+    fold,
+    make_cells,
+    make_plots,
+    metric_of,
+    sort_runs,
+)
 from unshard.evaluate.server.http.page.rendering import HEADERS, render_file
 from unshard.evaluate.server.http.page.routes import FEW, Views, rows_of
 from unshard.evaluate.server.service import Service
