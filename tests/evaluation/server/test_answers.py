@@ -25,10 +25,12 @@ def server(tmp_path: Path) -> Iterator[Still]:
         yield made
 
 
-def complete(server: Still, step: int, files: Mapping[str, Sequence[Sample | str]]) -> Job:
+def complete(
+    server: Still, step: int, files: Mapping[str, Sequence[Sample | str]], run: str = "run"
+) -> Job:
     """Add a job that has these samples; a text is a line as it is."""
     store = server.service.store
-    job, _ = store.submit(Request("/x", "script", ("task",), step, "run"), pin=None)
+    job, _ = store.submit(Request("/x", "script", ("task",), step, run), pin=None)
     claimed = store.claim(time.time(), job.id)
     assert claimed is not None
     output = server.service.scheduler.directory_of(claimed) / "output"
@@ -95,11 +97,16 @@ def test_what_both_evaluators_write_is_read(server: Still) -> None:
     )
     samples = list_samples(server.service.work_dir, job)
     assert set(samples) == {"gen", "mme"}
-    first, _, choice, only = read_answers(server.service, job, samples["gen"])
+    first, *odd, choice, only = read_answers(server.service, job, samples["gen"])
+    assert odd == [None] * 3
+    assert first is not None
+    assert choice is not None
+    assert only is not None
     assert first[1:] == ("question 0", "42", "target 0", {"exact_match": 1.0})
     assert choice[1:] == ("Which?", "choice 1", "target 1", {"acc": 1.0})
     assert only.answer == "False"
     (seen,) = read_answers(server.service, job, samples["mme"])
+    assert seen is not None
     assert seen[1:] == ("Look: <image>", "seen", '["a", "b"]', {"mme": 1.0})
 
 
@@ -115,7 +122,7 @@ def test_two_steps_are_compared_question_by_question(server: Still) -> None:
     for one, other in ((early, late), (late, early)):  # the earlier step is always first
         address = f"/view/answers?job={one.id}&with={other.id}"
         text = server.client.get(address).text
-        counted = "5 questions in both; from step 10 to step 20:"
+        counted = "5 questions in both jobs. From <bdi>step 10</bdi> to <bdi>step 20</bdi>:"
         assert f"{counted} 1 lost, 1 gained, 1 changed, 2 same" in " ".join(text.split())
         assert "new" not in text
         assert "<img" not in text
@@ -142,3 +149,54 @@ def test_a_large_file_is_shown_page_by_page(server: Still, monkeypatch: pytest.M
     assert (first.count("<section"), last.count("<section")) == (20, 5)
     assert "(the first 45)" in first
     assert ('rel="next"' in first, 'rel="next"' in last) == (True, False)
+
+
+def test_lines_that_are_no_samples_are_left_out_and_counted(
+    server: Still, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_MOST_LINE", 1 << 16)
+    deep = f'{{"arguments": {"[" * 900}{"]" * 900}, "doc_id": 1}}'
+    lines: list[Sample | str] = [
+        generated(0, "a", 1),
+        {**generated(1, "b", 1), "doc_id": "", "doc_hash": "", "target": None},
+        json.dumps(generated(2, "c", 0)).replace('"exact_match": 0', f'"exact_match": {"9" * 400}'),
+        deep,
+        "[" * 20_000,
+        "{}",
+        generated(3, "long " * (1 << 18), 1),
+        generated(4, "\ud800", 1),
+    ]
+    job = complete(server, 1, {"samples_t.jsonl": lines})
+    page = server.client.get(f"/view/answers?job={job.id}")
+    assert page.status_code == 200
+    assert "4 lines of the files left out" in page.text
+    assert ": 4 questions" in page.text
+    assert r"\ud800" in page.text
+    assert page.text.count("Target:") == 3
+    assert "null" not in page.text
+
+
+def test_answers_of_two_runs_name_both(server: Still) -> None:
+    one, other = (
+        complete(server, 5, {"samples_t.jsonl": [generated(0, "a", 1)]}, run)
+        for run in ("first", "second")
+    )
+    page = server.client.get(f"/view/answers?job={one.id}&with={other.id}").text
+    assert "<h1><bdi>Answers: t, first and second</bdi></h1>" in page
+    assert "1 question in both jobs. From <bdi>first, step 5</bdi> to" in page
+    assert page.count("second, step 5") == 4  # numbers, list of jobs, answer and its label
+
+
+def test_a_job_without_answers_says_why(server: Still) -> None:
+    none, own = complete(server, 1, {}), complete(server, 2, {"samples_t.jsonl": []})
+    other = complete(server, 3, {"samples_u.jsonl": []})
+    waits, _ = server.service.store.submit(Request("/x", "script", ("t",), 9, "run"), pin=None)
+    for address, why in (
+        (f"job={none.id}", f"job {none.id} has no samples"),
+        (f"job={waits.id}", "is queued: its answers are shown when it ends"),
+        (f"job={own.id}&task=x", f"job {own.id} has no samples of the task 'x'"),
+        (f"job={own.id}&with={other.id}", "have no task in common"),
+        ("job=", "no job is named"),
+    ):
+        answer = server.client.get(f"/view/answers?{address}")
+        assert (answer.status_code, why in answer.json()["detail"]) == (404, True), answer.text

@@ -68,7 +68,7 @@ def find_job(service: Service, job_id: str) -> Job:
     """
     job = service.job(job_id)
     if job is None:
-        raise HTTPException(404, f"job {job_id} does not exist")
+        raise HTTPException(404, f"job {job_id} does not exist" if job_id else "no job is named")
     return job
 
 

@@ -6,14 +6,14 @@ read twice, first without keeping texts.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import HTMLResponse
 
 from unshard.evaluate.jobs import Filters, Job, Status
+from unshard.evaluate.server.evaluators.documents import as_finite
 from unshard.evaluate.server.http.answers import BoundedText, find_job
 from unshard.evaluate.server.http.page.routes import Views
 from unshard.evaluate.server.http.page.runs import Paged
@@ -27,9 +27,12 @@ _MOST = 20_000  # questions
 _MOST_LINE = 4 << 20  # bytes
 _MOST_TEXT = 4000  # characters; the question is the end of a prompt with examples
 _OTHERS = 200
+_ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _OWN_KEYS = frozenset({"doc_id", "idx"})
 
-Key = tuple[str, str]
+Key = tuple[str, str, str]
+"""The filter, `doc_id`, and the digest of the question."""
+
 Change = Literal["lost", "gained", "changed", "same"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 
@@ -44,30 +47,40 @@ class ModelAnswer(NamedTuple):
     scores: Mapping[str, float]
 
 
-def read_answers(service: Service, job: Job, name: str) -> Iterator[ModelAnswer]:
-    """Yield the answers in a file of samples, up to a bound; other lines are ignored."""
+def read_answers(service: Service, job: Job, name: str) -> Iterator[ModelAnswer | None]:
+    """Yield the answers in a file of samples, up to a bound; None for each other line."""
     file = open_file(service.work_dir, job, name)
     if file is None:
         return
     with file:
-        for number in range(_MOST):
-            if not (line := file.readline(_MOST_LINE)):
-                return
-            with suppress(ValueError, TypeError, LookupError, AttributeError):
-                yield _as_answer(json.loads(line), number)
+        for number, line in enumerate(islice(_lines(file), _MOST)):
+            try:
+                answer = _as_answer(json.loads(line), number)
+            # Evaluators' code may write anything, in any depth and of any size.
+            except _ODD:
+                answer = None
+            yield answer
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of a line that is too long, its begin."""
+    while line := file.readline(_MOST_LINE):
+        yield line
+        while len(line) == _MOST_LINE and not line.endswith(b"\n"):
+            line = file.readline(_MOST_LINE)
 
 
 def _as_answer(sample: Mapping[str, object], number: int) -> ModelAnswer:
     metrics = sample.get("metrics")
     names = metrics if isinstance(metrics, list) else sample.keys() - _OWN_KEYS
     scores = {str(key): score for key in names if (score := _score(sample.get(key))) is not None}
-    document = f"{sample.get('doc_id', number)} {sample.get('doc_hash', '')}"
-    prompts = list(_texts(sample.get("arguments"))) or [_write(sample.get("doc"))]
+    place = (str(sample.get("doc_id", number)), str(sample.get("doc_hash", "")))
+    prompts = list(_texts(sample.get("arguments"))) or [_write(sample["doc"])]
     return ModelAnswer(
-        (str(sample.get("filter", "")), document),
+        (str(sample.get("filter", "")), *place),
         prompts[0][-_MOST_TEXT:],
         _answer_of(sample)[:_MOST_TEXT],
-        _write(sample.get("target"))[:_MOST_TEXT],
+        _write(sample.get("target", ""))[:_MOST_TEXT],
         dict(sorted(scores.items())),
     )
 
@@ -92,7 +105,7 @@ def _answer_of(sample: Mapping[str, object]) -> str:
 
 def _score(value: object) -> float | None:
     value = value.get("score") if isinstance(value, dict) else value
-    return float(value) if isinstance(value, int | float) else None
+    return as_finite(int(value) if isinstance(value, bool) else value)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -105,6 +118,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _write(value: object) -> str:
+    value = "" if value is None else value
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -131,20 +145,28 @@ class AnswersPage(Paged):
     show: Change | Literal[""] = ""
 
 
-def _compare(
-    service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage
-) -> tuple[list[tuple[Change, list[ModelAnswer]]], dict[Change, int], bool]:
-    """Return a page of answers, the number of answers of each change, and whether more follow."""
+class _Comparison(NamedTuple):
+    """A page of answers, how many there are of each change, and how many lines are left out."""
 
-    def read(job: Job) -> Iterator[ModelAnswer]:
+    pairs: list[tuple[Change, list[ModelAnswer]]]
+    changes: dict[Change, int]
+    has_more: bool
+    left_out: int
+
+
+def _compare(service: Service, jobs: Sequence[Job], task: str, wanted: AnswersPage) -> _Comparison:
+    """Return the answers of a page and the numbers of all."""
+
+    def read(job: Job) -> Iterator[ModelAnswer | None]:
         return read_answers(service, job, list_samples(service.work_dir, job)[task])
 
-    def without_texts(one: ModelAnswer) -> ModelAnswer:
-        return one._replace(question="", target="", answer=str(hash(one.answer)))
+    def without_texts(one: ModelAnswer | None) -> ModelAnswer | None:
+        return one and one._replace(question="", target="", answer=str(hash(one.answer)))
 
-    others = {one.key: without_texts(one) for one in read(jobs[-1])}
+    read_once = [list(map(without_texts, read(job))) for job in jobs]
+    others = {one.key: one for one in read_once[-1] if one}
     counts, changes = dict.fromkeys(CHANGES, 0), dict[Key, Change]()
-    for one in map(without_texts, read(jobs[0])):
+    for one in filter(None, read_once[0]):
         if (other := others.get(one.key)) is not None:
             change = _change_of(one, other)
             counts[change] += 1
@@ -152,9 +174,32 @@ def _compare(
                 changes[one.key] = change
     start = (wanted.page - 1) * _SHOWN
     shown = dict(islice(changes.items(), start, start + _SHOWN))
-    by_job = [{one.key: one for one in read(job) if one.key in shown} for job in jobs]
+    by_job = [{one.key: one for one in read(job) if one and one.key in shown} for job in jobs]
     pairs = [(change, [by_key[key] for by_key in by_job]) for key, change in shown.items()]
-    return pairs, counts, len(changes) > start + _SHOWN
+    left_out = sum(answers.count(None) for answers in read_once)
+    return _Comparison(pairs, counts, len(changes) > start + _SHOWN, left_out)
+
+
+def _samples_of(service: Service, jobs: Sequence[Job], task: str) -> list[str]:
+    """Return the tasks of which all jobs have samples.
+
+    Raises:
+        HTTPException: 404: there are none, or not of this task.
+    """
+    samples = [list_samples(service.work_dir, job) for job in jobs]
+    for job, own in zip(jobs, samples, strict=True):
+        if not job.status.is_final:
+            raise HTTPException(
+                404, f"job {job.id} is {job.status}: its answers are shown when it ends"
+            )
+        if not own:
+            raise HTTPException(404, f"job {job.id} has no samples")
+        if task and task not in own:
+            raise HTTPException(404, f"job {job.id} has no samples of the task {task!r:.200}")
+    tasks = [one for one in samples[0] if one in samples[-1]]
+    if not tasks:
+        raise HTTPException(404, f"jobs {jobs[0].id} and {jobs[-1].id} have no task in common")
+    return tasks
 
 
 @router.get("/view/answers")
@@ -164,27 +209,23 @@ def answers(views: Views, wanted: Annotated[AnswersPage, Query()]) -> HTMLRespon
     own = find_job(service, wanted.job)
     jobs = [own, *([find_job(service, wanted.other)] if wanted.other else [])]
     jobs.sort(key=lambda job: (job.request.step or 0, job.created_at))
-    samples = [list_samples(service.work_dir, job) for job in jobs]
-    tasks = [task for task in samples[0] if task in samples[-1]]
-    task = wanted.task or next(iter(tasks), "")
-    if task not in tasks:
-        raise HTTPException(404, "these jobs have no samples of the same task")
-    pairs, counts, has_more = _compare(service, jobs, task, wanted)
+    tasks = _samples_of(service, jobs, wanted.task)
+    task = wanted.task or tasks[0]
     weights, profile = own.request.weights, own.request.profile
     filters = Filters(Status.COMPLETED, own.run.id, weights=weights, profile=profile)
     newest = islice(service.store.newest(filters), _OTHERS)
     others = {job.id: job for job in (*jobs, *newest) if job.id != own.id}
+    runs = list(dict.fromkeys(one.run.label for one in jobs))
     return views.show(
         "answers.html",
-        f"Answers: {task}",
+        f"Answers: {task}" + (f", {' and '.join(runs)}" if len(runs) > 1 else ""),
         wanted=wanted,
         own=own,
         jobs=jobs,
+        runs=runs,
         others=list(others.values()),
         task=task,
         tasks=tasks,
-        pairs=pairs,
-        changes=counts,
-        has_more=has_more,
         most=_MOST,
+        **_compare(service, jobs, task, wanted)._asdict(),
     )

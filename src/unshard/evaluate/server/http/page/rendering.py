@@ -112,6 +112,7 @@ def _environment() -> Environment:
         finalize=_finalize,
     )
     environment.filters |= {
+        "plural": _plural,
         "when": _when,
         "size": human_size,
         "number": lambda value, digits=6: f"{value:.{digits}g}",
@@ -140,6 +141,10 @@ def _when(seconds: float | None) -> object:
     at = datetime.fromtimestamp(seconds, UTC)
     element = Markup('<time datetime="{}">{} UTC</time>')
     return element.format(at.isoformat(timespec="milliseconds"), at.strftime("%Y-%m-%d %H:%M"))
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _middle(text: str, length: int = 60) -> str:
