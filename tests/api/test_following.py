@@ -139,7 +139,7 @@ def test_outputs_of_other_options_are_told_and_left(run: Path, out: Path) -> Non
     (report,) = follow(run, out, dtype="bfloat16", listener=heard.append)
     assert report.step == 30
     (said,) = told(heard)
-    assert said.startswith("what was done with other options is left as it is; ")
+    assert said.startswith("outputs that were made with other options are kept; ")
     again = follow(run, out, dtype="bfloat16", overwrite=True)
     assert [(one.step, *one.dtypes) for one in again] == [
         (step, "bfloat16") for step in (5, 10, 20)
@@ -480,8 +480,8 @@ def test_a_command_that_is_given_later_is_not_for_earlier_steps(
     assert follow(run, out, exec=exec_, listener=heard.append) == []
     texts = sorted(one.partition(";")[0] for one in told(heard))
     assert texts == [
+        "outputs that were made with other options are kept",
         "step 5, whose output was removed, is not done again",
-        "what was done with other options is left as it is",
     ]
     assert [one.step for one in follow(run, out, exec=exec_, overwrite=True)] == [5, 10, 20]
     assert (tmp_path / "ran").read_text().split() == ["5", "10", "20"]

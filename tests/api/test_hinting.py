@@ -65,7 +65,7 @@ def test_a_model_that_several_files_name_differently_is_to_be_filled_in(tmp_path
     (line,) = (one for one in hint(tmp_path) if one.label == "merge")
     assert line.command.endswith(" --base MODEL")
     assert "a/first" in line.comment
-    assert "MODEL is what training started from" in line.comment
+    assert "MODEL is the model that training started from" in line.comment
 
 
 def test_a_critic_needs_its_own_config_and_the_actor_does_not(tmp_path: Path) -> None:

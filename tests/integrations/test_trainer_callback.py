@@ -27,7 +27,7 @@ from oracle.writers.trainer import Sentences
 from ranks import contents, snapshot
 from tiny_models import tiny_model, tiny_tokenizer, with_adapter
 from trainer_child import plain_arguments
-from unshard.api.following.followed import Followed
+from unshard.api.following.followed import FollowState
 from unshard.integrations.transformers import UnshardCallback, write_companions
 from unshard.write.dirfd import closing, try_lock
 from waiting import LIMIT_S, wait_until
@@ -272,7 +272,7 @@ def test_it_is_started_again_if_that_of_an_earlier_training_was_in_the_way(
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     train(run)
-    earlier = Followed(out)
+    earlier = FollowState(out)
 
     def let_it_end() -> None:
         taken = "another process follows a run into this directory"

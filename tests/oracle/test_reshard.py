@@ -184,7 +184,7 @@ def test_one_rank_of_fsdp1_gets_no_dtensors(tmp_path: Path) -> None:
             {key: getattr(one, "_local_tensor", one) for key, one in found.items()}, tensors
         )
         report = unshard.reshard(output, tmp_path / f"{version} again", world_size=3)
-        assert any("go on with FSDP2" in note for note in report.notes) is (version == 1)
+        assert any("continue with FSDP2" in note for note in report.notes) is (version == 1)
 
 
 def test_what_every_rank_has_whole_stays_whole(tmp_path: Path) -> None:
@@ -378,10 +378,10 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world_size": 4, "mesh": (2, 3)}, "--mesh 2x3 has 6 ranks, not 4 as --world-size says"),
+        ({"world_size": 4, "mesh": (2, 3)}, "--mesh 2x3 has 6 ranks, not --world-size 4"),
         ({"world_size": 0}, "--world-size 0: is not possible"),
         ({"world_size": 10**9}, "--world-size 1000000000: is not possible"),
-        ({"world_size": 4, "mesh": (2, 2)}, r"the mesh of the checkpoint names 1 \(fsdp\)"),
+        ({"world_size": 4, "mesh": (2, 2)}, r"the mesh of the checkpoint has 1 \(fsdp\)"),
         ({"world_size": 4, "mesh": (2, 2), "mesh_names": ["a"]}, "1 name for 2 dimensions"),
         ({"world_size": 4, "mesh": (2, 2), "mesh_names": ["a", "a"]}, "a name of its own"),
         ({"world_size": 4, "torch": "1.0"}, "--torch 1.0: unknown"),

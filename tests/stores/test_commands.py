@@ -290,5 +290,5 @@ def test_a_bucket_is_resharded_to_a_disk(run: str, local: Path, tmp_path: Path) 
     unshard.reshard(run, tmp_path / "ours", world_size=3, verify="full")
     unshard.reshard(local, tmp_path / "truth", world_size=3)
     assert contents(tmp_path / "ours") == contents(tmp_path / "truth")
-    with pytest.raises(UsageError, match="a reshard is written to a disk"):
+    with pytest.raises(UsageError, match="a reshard cannot write to an object store"):
         unshard.reshard(local, f"{run}/out", world_size=3)

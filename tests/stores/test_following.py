@@ -14,7 +14,7 @@ from bucket_server import BUCKET, Request, Store
 from evaluation.runs import checkpoint
 from ranks import assert_same, merged, save_ranks, some_tensors
 from unshard import OutputError, UnshardError, UsageError
-from unshard.api.following.followed import Entry, Followed
+from unshard.api.following.followed import FollowState, StepRecord
 from unshard.errors import StoreError
 from unshard.progress import Event, Warned
 from unshard.stores.remote_path import path_of
@@ -110,13 +110,13 @@ def test_a_removal_takes_the_config_first_and_the_record_last(store: Store, tmp_
 def test_the_second_process_in_a_store_ends_before_it_forgets_a_step(store: Store) -> None:
     assert store.endpoint
     place = path_of(f"s3://{BUCKET}/following-shared")
-    first, second = Followed(place), Followed(place)
-    done = Entry(5, 0, "a", "{}", "run")
+    first, second = FollowState(place), FollowState(place)
+    done = StepRecord(5, 0, "a", "{}", "run")
     first.put("checkpoint-5", done)
     for _ in range(2):  # what it writes is the same but for who writes it
         with pytest.raises(UsageError, match="another process follows a run into this directory"):
             second.put("checkpoint-5", done)
-    assert list(Followed(place).steps) == ["checkpoint-5"]
+    assert list(FollowState(place).steps) == ["checkpoint-5"]
 
 
 def test_of_two_followers_into_a_store_one_ends(store: Store, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""`hint`: the lines for one run, filled in as far as its files say; no weights are read.
+"""`hint`: commands for a run, filled in from its files, without reading weights.
 
-`MERGE.txt` has them next to the checkpoints, for any step and relative to its directory: a run is
-moved, and mounted elsewhere.
+`MERGE.txt` has them next to the checkpoints, for any step. Its paths are relative, because runs are
+moved and mounted elsewhere.
 """
 
 import os
@@ -16,7 +16,7 @@ from unshard import __version__
 from unshard.api.inspecting import plan_merge
 from unshard.api.making import Prepared
 from unshard.api.options import MergeOptions, given_path
-from unshard.api.resharding.formats import format_of
+from unshard.api.resharding.target import format_of
 from unshard.api.sources import adapter_beside, is_adapter, read_checkpoint
 from unshard.containers.open_files import read_whole
 from unshard.errors import IncompleteError, UnknownFormatError, UnshardError, printable
@@ -31,9 +31,9 @@ from unshard.stores.remote_path import RemotePath
 from unshard.write.dirfd import write_whole
 
 _OURS = "# Written by unshard "
-_told = set[Path]()  # runs for which this process has written it
-_FILLED_IN = {
-    "base MODEL": "MODEL is what training started from: a directory, or an id of the hub",
+_written = set[Path]()  # directories in which this process has written MERGE.txt
+_PLACEHOLDERS = {
+    "base MODEL": "MODEL is the model that training started from: a directory, or an id of the hub",
     "config FILE": "FILE is the config.json of this model",
     "lora-alpha N": "N is the lora_alpha of your LoraConfig",
     "tasks TASKS": "TASKS are names such as gsm8k,ifeval",
@@ -42,7 +42,7 @@ _FILLED_IN = {
 
 
 class HintLine(NamedTuple):
-    """What a line is for, the line itself ("" if none works), and what to know about it."""
+    """The purpose of a command, the command ("" if none works), and a comment."""
 
     label: str
     command: str
@@ -50,41 +50,41 @@ class HintLine(NamedTuple):
 
 
 def hint(checkpoint: str | Path) -> list[HintLine]:
-    """Return the lines for a checkpoint; for a run, those for its highest complete step.
+    """Return the commands for a checkpoint, or for the highest complete step of a run.
 
     Raises:
         CheckpointError: as for `inspect`.
     """
-    place = given_path(checkpoint, "the checkpoint").resolve()
-    source = read_checkpoint(place, MergeOptions())
-    at = source.location.path if place in source.location.path.parents else place
+    path = given_path(checkpoint, "the checkpoint").resolve()
+    source = read_checkpoint(path, MergeOptions())
+    at = source.location.path if path in source.location.path.parents else path
     return list(_lines(source, at, str))
 
 
 def as_text(lines: Iterable[HintLine]) -> str:
-    """Return lines for a shell, each after a comment."""
-    pairs = ((" ".join(f"# {one.label}: {one.comment}".split()), one.command) for one in lines)
+    """Return commands for a shell, each after a comment."""
+    pairs = ((" ".join(f"# {line.label}: {line.comment}".split()), line.command) for line in lines)
     return printable("\n".join("\n".join([*filter(None, pair), ""]) for pair in pairs))
 
 
-def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
+def write_hint(checkpoint: str | Path, written: set[Path] = _written) -> None:
     """Write `MERGE.txt` next to a checkpoint that was just saved, once per process.
 
-    Nothing is written into a store, for a checkpoint that is not complete, or over another file of
-    this name. A file that has these lines already is not touched.
+    Nothing is written into a store, for an incomplete checkpoint, or over a foreign file of this
+    name. A file that already has these lines is not touched.
 
     Raises:
         UnshardError: the checkpoint cannot be read.
         OSError: the file cannot be written.
     """
-    place = given_path(checkpoint, "the checkpoint").absolute()
-    if isinstance(place, RemotePath) or place.parent in told:
+    path = given_path(checkpoint, "the checkpoint").absolute()
+    if isinstance(path, RemotePath) or path.parent in written:
         return
-    told.add(place.parent)
+    written.add(path.parent)
     try:
-        source = read_checkpoint(place, MergeOptions())
+        source = read_checkpoint(path, MergeOptions())
     except (IncompleteError, UnknownFormatError):
-        told.discard(place.parent)
+        written.discard(path.parent)
         return
     location, top = source.location, run_of(source.location)
     name, file = location.path.name.removesuffix(".ckpt"), top / "MERGE.txt"
@@ -103,27 +103,27 @@ def write_hint(checkpoint: str | Path, told: set[Path] = _told) -> None:
 
 
 def _lines(source: Checkpoint, at: Path, write: Callable[[Path], str]) -> Iterator[HintLine]:
-    """Yield the lines for a step, or a path inside one; `write` returns how a path is given."""
-    location, given = source.location, [write(at)]
+    """Yield the commands for a step, or a path inside a step; `write` formats a path."""
+    location, checkpoint = source.location, write(at)
     output, is_step = location.default_output, at == location.path
     fuse = {"lora": "fuse"} if adapter_beside(source) else {}
-    call = Call("unshard merge", given, fuse)
+    call = Call("unshard merge", [checkpoint], fuse)
     main, added = _merge("merge", call, at, f"into {write(output)}", None if fuse else source)
     yield main
     sets = next(find(at, Choice(role=EVERY_ROLE))) if is_step else location
-    others = {one.role: one for one in sets.others if one.role not in (None, location.role)}
+    others = {other.role: other for other in sets.others if other.role not in (None, location.role)}
     for role in others:
-        call = Call("unshard merge", given, {"role": role})
+        call = Call("unshard merge", [checkpoint], {"role": role})
         yield _merge(f"merge the {role}", call, at, f"into {write(output)}-{role}")[0]
     if is_step and at_same_step(location, "ema"):
-        call = Call("unshard merge", given, {"weights": "ema"})
+        call = Call("unshard merge", [checkpoint], {"weights": "ema"})
         yield _line("merge the EMA weights", call, added, f"into {write(output)}-ema")
     if lora_names(source.catalog.tensors):
-        names = [*given, write(output.with_name(f"{output.name}-adapter"))]
-        alpha = [one for one in added if one.option == "lora-alpha"]
-        yield _line("LoRA", Call("unshard merge", names, {"lora": "adapter"}), alpha, "for PEFT")
+        paths = [checkpoint, write(output.with_name(f"{output.name}-adapter"))]
+        alpha = [mention for mention in added if mention.option == "lora-alpha"]
+        yield _line("LoRA", Call("unshard merge", paths, {"lora": "adapter"}), alpha, "for PEFT")
     if main.command:
-        base = [one for one in added if one.option == "base"]
+        base = [mention for mention in added if mention.option == "base"]
         call = Call("unshard verify", [write(output)], {"against": write(at)})
         yield _line("verify", call, base, "compare every tensor of the merged model")
     if main.command and is_step:
@@ -147,17 +147,17 @@ def _lines_while_it_trains(
 def _reshards(
     source: Checkpoint, at: Path, sets: Sequence[Location], write: Callable[[Path], str]
 ) -> Iterator[HintLine]:
-    """Yield a line for each set that other ranks do not load as it is; torch's DCP they do."""
+    """Yield a command for each set of weights, unless any number of ranks loads it, as with DCP."""
     kind, form, run = format_of(source), source.location.format, run_of(source.location)
     is_loaded = form.sharded and ReshardFormat.ACCELERATE in form.reshards_to
     to = {} if kind and not kind.is_dcp else {"to": "verl" if kind else "accelerate"}
     if kind is ReshardFormat.DCP or not is_loaded or (to and is_adapter(source)):
         return
-    folder = Path() if isinstance(run, RemotePath) else run.parent  # it writes to a disk
-    for one in sets:
-        inner = one.weights_dir.relative_to(one.step_dir) if kind is ReshardFormat.VERL else ""
-        paths = at, folder / f"{run.name}-resharded" / one.step_dir.name / inner
-        options = {"world-size": "N", **to} | ({} if one is sets[0] else {"role": one.role})
+    folder = Path() if isinstance(run, RemotePath) else run.parent  # a reshard needs a disk
+    for own in sets:
+        inner = own.weights_dir.relative_to(own.step_dir) if kind is ReshardFormat.VERL else ""
+        paths = at, folder / f"{run.name}-resharded" / own.step_dir.name / inner
+        options = {"world-size": "N", **to} | ({} if own is sets[0] else {"role": own.role})
         call = Call("unshard reshard", [*map(write, paths)], options)
         yield _line("resume elsewhere", call, (), "for another number of ranks, or trainer")
 
@@ -165,31 +165,32 @@ def _reshards(
 def _merge(
     label: str, call: Call, at: Path, comment: str, source: Checkpoint | None = None
 ) -> tuple[HintLine, list[Mention]]:
-    """Return the line of a merge, with the options that it needs, and these."""
-    made: Prepared | UnshardError
+    """Return the command of a merge with the options that it needs, and these options."""
+    planned: Prepared | UnshardError
     options, notes = MergeOptions(**call.options), tuple[str, ...]()
     try:
         source = source or read_checkpoint(at, options)
-        made, notes = plan_merge(source, options)
+        planned, notes = plan_merge(source, options)
     except UnshardError as error:
-        made = error
-    if isinstance(made, Prepared):
-        added = [one for note in notes for one in additions(note) if one.option == "dtype"]
-        here = source and source.config_of and source.config_of.directory
-        if here and not here.is_absolute():  # it is named as seen from the current directory
-            added += additions(Text(f"⟦+--base {shlex.quote(str(here.absolute()))}⟧"))
+        planned = error
+    mentions = [mention for note in notes for mention in additions(note)]
+    if isinstance(planned, Prepared):
+        added = [mention for mention in mentions if mention.option == "dtype"]
+        base = source and source.config_of and source.config_of.directory
+        if base and not base.is_absolute():  # relative paths depend on the current directory
+            added += additions(Text(f"⟦+--base {shlex.quote(str(base.absolute()))}⟧"))
     else:
         needed = ("base", "config", "lora-alpha")
-        added = [one for note in notes for one in additions(note) if one.option in needed]
-        if any("⟦--base " in marked(note) for note in notes):  # several are named
+        added = [mention for mention in mentions if mention.option in needed]
+        if any("⟦--base " in marked(note) for note in notes):  # the note names several bases
             added += additions(Text("⟦+--base MODEL⟧"))
         if not added:
-            return HintLine(label, "", f"nothing: {made.subject}"), added
-        comment = "; ".join(filter(None, [comment, made.found]))
+            return HintLine(label, "", f"nothing: {planned.subject}"), added
+        comment = "; ".join(filter(None, [comment, planned.found]))
     return _line(label, call, added, comment), added
 
 
 def _line(label: str, call: Call, added: Iterable[Mention], comment: str) -> HintLine:
     command = Command(merge=call).line([*added])
-    meanings = (text for option, text in _FILLED_IN.items() if f"--{option}" in command)
+    meanings = (text for option, text in _PLACEHOLDERS.items() if f"--{option}" in command)
     return HintLine(label, command, "; ".join([comment, *meanings]))

@@ -1,4 +1,4 @@
-"""`inspect`: what a checkpoint contains, and what `merge` would write."""
+"""`inspect`: describe a checkpoint, and the output of its merge."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from unshard.write.companions import plain_json
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: its name, dtype, global shape, placements as torch prints them, stored chunks."""
+    """A tensor: name, dtype, global shape, placements as torch prints them, number of chunks."""
 
     name: str
     dtype: str
@@ -42,11 +42,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardCounts:
-    """How the tensors of a checkpoint are spread.
+    """How the tensors of a checkpoint are distributed.
 
     Attributes:
-        keys: for each file of weights, in the order of ranks, how many tensors have parts in it.
-        sharded: how many tensors are cut; replicated: how many are whole wherever they are.
+        keys: number of tensors with parts in each file of weights, in the order of ranks.
+        sharded: number of tensors that are cut; replicated: number of all other tensors.
     """
 
     keys: dict[str, int]
@@ -73,11 +73,11 @@ class OptimizerInfo:
     """The state of an optimizer.
 
     Attributes:
-        tensors: how many tensors of each kind ("exp_avg") it has.
+        tensors: number of tensors of each kind ("exp_avg").
         dtypes: dtypes, with tensor counts; `size_bytes`: bytes of all full tensors.
-        step: how many steps the parameters were trained; None if unknown, or if they differ.
-        groups: the hyper-parameters of each parameter group, and how many `parameters` are in it.
-        names: how the parameters' names are known: "recorded" in the files, or "by order".
+        step: number of training steps of the parameters; None if unknown, or if they differ.
+        groups: the hyper-parameters of each parameter group, and its number of `parameters`.
+        names: source of the parameters' names: "recorded" in the files, or "by order".
         problem: why it cannot be read; empty if it can.
     """
 
@@ -92,32 +92,32 @@ class OptimizerInfo:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Inspection:
-    """The contents of a checkpoint, and what `merge` would write.
+    """The contents of a checkpoint, and the output of its merge.
 
     Attributes:
-        path: the directory of the weights, or the one file that is meant.
+        path: the directory of the weights, or the single file.
         format, writer, step, world_size: as in `Catalog`.
-        role, weights: which set of weights this is.
-        meshes: device meshes, as "fsdp=4" or "4 x 2" where they have no names; with tensor counts.
-        placements: placements, with tensor counts; for tensors without "plain", or, where the
-            format states boxes, into how many parts each dimension is cut: "cut 4 x 1".
+        role, weights: the chosen set of weights.
+        meshes: device meshes, as "fsdp=4", or as "4 x 2" without names; with tensor counts.
+        placements: placements, with tensor counts; "plain" for tensors without placements, or
+            "cut 4 x 1" with the number of parts per dimension, if the format records boxes.
         dtypes: dtypes, with tensor counts.
         parameters: number of elements; `size_bytes`: bytes of the full tensors.
-        latest: the latest step that each marker of the run states, by the marker's name; None for
-            a marker without a number.
+        latest: the latest step of the run by each of its marker files; None for a marker without a
+            number.
         has_ema: whether there are EMA weights next to these.
         lora_tensors: number of LoRA tensors among them.
         shared: groups of names that are stored once (tied weights).
         compressed: whether reading needs a temporary decompressed copy on disk (zstd).
         missing: files of ranks that do not exist.
         skipped: values that are not tensors.
-        config_dtype: the dtype that config.json names.
-        companions: names of config, tokenizer and similar files that a merge would copy.
+        config_dtype: the dtype in config.json.
+        companions: names of config, tokenizer and similar files that a merge copies.
         training_state: names of files with optimizer, scheduler or random state.
-        optimizer: the state of the optimizer; None where none was found.
-        output: where `merge` writes by default.
-        would_write: one line about what `merge` would write, and where.
-        notes: the warnings of such a merge, with options as `unshard merge` has them.
+        optimizer: the state of the optimizer; None if there is none.
+        output: default output of `merge`.
+        would_write: one line about the output of `merge`.
+        notes: the warnings of such a merge, with the options of `unshard merge`.
         tensors: every tensor.
     """
 
@@ -151,11 +151,11 @@ class Inspection:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings of `merge`, with options as Python has them."""
+        """The warnings of `merge`, with the options of Python."""
         return tuple(reword_warning(note, PYTHON) for note in self.notes)
 
     def __repr__(self) -> str:
-        """Return one line: what it is, where, and how much."""
+        """Return one line: path, format, step and sizes."""
         step = "" if self.step is None else f", step {self.step}"
         return (
             f"<Inspection of {self.path!r}: {self.format}{step}, "
@@ -167,7 +167,7 @@ class Inspection:
 @accepting(ReadKeywords)
 @disconnecting()
 def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspection:
-    """Describe a checkpoint, and what `merge` would write; nothing is written.
+    """Describe a checkpoint, and the output of its merge; nothing is written.
 
     Args:
         checkpoint: as for `merge`.
@@ -177,20 +177,20 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
         CheckpointError: it cannot be read.
     """
     chosen = MergeOptions(**options)
-    found = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
-    made, notes = plan_merge(found, chosen)
-    if not isinstance(made, Prepared):
-        return _describe(found, chosen, "nothing: " + made.subject, notes)
-    layout = made.plan.layout
+    source = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
+    planned, notes = plan_merge(source, chosen)
+    if not isinstance(planned, Prepared):
+        return _describe(source, chosen, "nothing: " + planned.subject, notes)
+    layout = planned.plan.layout
     files = counted(len(layout.files), "file")
-    would_write = f"{found.location.default_output}: {files}, {layout.total_size:,} bytes"
-    return _describe(found, chosen, would_write + found.config_source, notes)
+    would_write = f"{source.location.default_output}: {files}, {layout.total_size:,} bytes"
+    return _describe(source, chosen, would_write + source.config_source, notes)
 
 
 def plan_merge(
     checkpoint: Checkpoint, options: MergeOptions
 ) -> tuple[Prepared | ConversionError | NoConfigError, tuple[str, ...]]:
-    """Return what a merge would write, or why nothing, and its warnings, or what to do."""
+    """Return a planned merge and its warnings, or its error and advice."""
     sources = Sources((checkpoint,))
     try:
         refuse_unloadable(sources, options)
@@ -216,9 +216,9 @@ def _describe_optimizer(checkpoint: Checkpoint, options: MergeOptions) -> Optimi
         size_bytes=sum(entry.size_bytes for _, entry in entries),
         step=steps.pop() if len(steps) == 1 else None,
         groups=tuple(
-            {**{key: plain_json(one) for key, one in group.values.items()}, "parameters": count}
+            {key: plain_json(value) for key, value in group.values.items()}
+            | {"parameters": len(group.params)}
             for group in state.groups
-            for count in [len(group.params)]
         ),
         names=state.names,
     )

@@ -1,4 +1,4 @@
-"""`verify`: a merged model compared with what it was merged from, or with another model."""
+"""`verify`: compare a merged model with its checkpoint, another model, or checksums."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,11 +29,11 @@ from unshard.showing import hearing
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
-# What shaped the output shapes what it is compared with, but for casts, which are allowed for,
-# another file, and what says how to read: this depends on what `against` is.
+# The recorded options of the output also apply to the other side, except casts, which are allowed
+# for, the optimizer, which is another file, and options that depend on the form of `against`.
 _OTHERWISE = {"dtype", "keep_fp32", "optimizer", "base", "ep_size"}
 _ACCEPTING = MergeKeywords(allow_missing=True, allow_unexpected=True)
-_AS_MERGED = [name for name, one in OPTIONS.items() if one.shapes and name not in _OTHERWISE]
+_AS_MERGED = [name for name, option in OPTIONS.items() if option.shapes and name not in _OTHERWISE]
 
 
 @accepting(VerifyKeywords)
@@ -53,22 +53,22 @@ def verify(
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, another model, or checksums.
 
-    The output's names are also compared with those that its config implies, if it determines them.
-    Memory is bounded. If the dtypes differ and `merge` may cast between them, the values of
-    `against` are cast first, so a bfloat16 merge of a float32 checkpoint equals it exactly.
+    The output's names are also compared with those in its config, if it determines them. Memory is
+    bounded. If the dtypes differ and `merge` may cast between them, the values of `against` are
+    cast first, so a bfloat16 merge of a float32 checkpoint equals it exactly.
 
     Args:
         output: a directory with whole weights, or one file; shards next to them are ignored.
         against: a checkpoint or a model, converted as by `merge`, without a cast.
         checksums: instead, a file with the SHA-256 of each tensor: lines of `sha256sum`, or JSON:
-            `unshard.json`, what `unshard checksums --json` prints, or the answer of vLLM's weight
+            `unshard.json`, the output of `unshard checksums --json`, or the answer of vLLM's weight
             checker, if each rank has whole tensors.
         atol: allowed |ours - theirs|; `rtol` adds to it.
         rtol: allowed |ours - theirs| / |theirs|. If both are 0, the comparison is bit by bit.
         dtype: cast both to this first: bfloat16, float16 or float32, given as for `merge`.
-        load: also load names and shapes with transformers or diffusers, whichever the config is
-            for (extra `torch`). Of an output in an object store, config.json is copied into a
-            temporary directory for that.
+        load: also load names and shapes with transformers or diffusers, depending on the config
+            (extra `torch`). For an output in an object store, config.json is copied into a
+            temporary directory.
         names: "hub" or "training", as given to `merge`; default: as in the output's record.
         listener: as for `merge`.
         options: as given to `merge`; the defaults of `include`, `exclude`, `quantize` and
@@ -77,23 +77,23 @@ def verify(
             `against`.
 
     Raises:
-        UnshardError: one of the tree in `unshard.errors`; models that differ are not an error.
+        UnshardError: see `unshard.errors`; models that differ are not an error.
     """
     has_more = load or bool(options.get("engine"))
     _check(against, checksums, (atol, rtol), has_more=has_more)
-    place = given_path(output, "the output")
+    path = given_path(output, "the output")
     other = given_path("." if against is None else against, "⟦--against⟧")
-    with blaming(place):
-        chosen = _as_merged(place, names, options)
+    with blaming(path):
+        chosen = _as_merged(path, names, options)
     with ExitStack() as stack:
         heard = stack.enter_context(hearing(listener))
         heard(Stage("reading"))
-        ours = open_whole(place, chosen.reading)
-        mine = _cast(as_stored(ours.catalog), dtype)
+        ours = open_whole(path, chosen.reading)
+        our_tensors = _cast(as_stored(ours.catalog), dtype)
         if checksums is not None:
             file = given_path(checksums, "⟦--checksums⟧")
             with Sources((ours,)).steady():
-                return compare_checksums(mine, file, chosen.resources, heard)
+                return compare_checksums(our_tensors, file, chosen.resources, heard)
         theirs = read_checkpoint(other, chosen)
         heard(Chosen(f"comparing {ours.location.place} with {theirs.title}"))
         for note in theirs.catalog.notes:
@@ -103,17 +103,16 @@ def verify(
             theirs = inflated(theirs, stack)
         if _has_scales(theirs) and not _has_scales(ours):
             chosen = replace(chosen, dtype="float32")  # exact: dequantised, and then cast to ours
-        other_side = _cast(_choose_form(theirs, chosen, {one.name for one in mine}), dtype)
-        tolerances = Tolerances(atol, rtol)
-        both = Sources((ours, theirs))  # what differs may be of another step
+        names_of_ours = {tensor.name for tensor in our_tensors}
+        their_tensors = _cast(_choose_form(theirs, chosen, names_of_ours), dtype)
+        both = Sources((ours, theirs))  # a difference may be due to a file that changes meanwhile
         with both.steady(), engine_for(chosen.engine, chosen.resources, heard) as engine:
-            found = compare(mine, other_side, tolerances, engine)
-        found = replace(found, by_config=_compare_by_config(ours, chosen))
+            comparison = compare(our_tensors, their_tensors, Tolerances(atol, rtol), engine)
+        comparison = replace(comparison, by_config=_compare_by_config(ours, chosen))
         if load:
             heard(Stage("loading"))
-            loading = _load(ours, mine)
-            found = replace(found, loading=loading)
-        return found
+            comparison = replace(comparison, loading=_load(ours, our_tensors))
+        return comparison
 
 
 def _check(
@@ -123,7 +122,7 @@ def _check(
     *,
     has_more: bool,
 ) -> None:
-    if not all(0 <= one < inf for one in tolerances):
+    if not all(0 <= tolerance < inf for tolerance in tolerances):
         raise UsageError("⟦--atol⟧, ⟦--rtol⟧: a tolerance must be a number, 0 or more")
     if against is checksums is None:
         raise UsageError("verify needs either ⟦--against⟧ or ⟦--checksums⟧")
@@ -136,7 +135,7 @@ def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:
     """Load names and shapes of an output by the library of its config.
 
     Raises:
-        UsageError: that cannot be tried: for this library, or because it is not installed.
+        UsageError: the library is not supported, or not installed.
         OutputError: it does not load them.
     """
     from unshard.write.verification.load import forms_of, verify_load
@@ -165,12 +164,13 @@ def _has_scales(checkpoint: Checkpoint) -> bool:
 
 
 def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> MergeOptions:
-    """Return the options to convert the other side by: as given, or as recorded in the output."""
+    """Return the options for converting the other side: as given, or as recorded in the output."""
     path = (output if output.is_dir() else output.parent) / RECORD_NAME
     record = JsonFields(path, json_object(path) if path.is_file() else {}).inside("options")
     take = {bool: record.flag, int: record.count, float: record.number}
-    found = {name: take.get(OPTIONS[name].kind, record.text)(name) for name in _AS_MERGED}
-    merged = cast("MergeKeywords", {name: one for name, one in found.items() if one is not None})
+    recorded = {name: take.get(OPTIONS[name].kind, record.text)(name) for name in _AS_MERGED}
+    recorded = {name: value for name, value in recorded.items() if value is not None}
+    merged = cast("MergeKeywords", recorded)
     if merged.get("lora") == "both":
         merged["lora"] = "fuse"
     if names is not None or options.get("base") is not None:
@@ -179,8 +179,9 @@ def _as_merged(output: Path, names: Names | None, options: VerifyKeywords) -> Me
     merged["config"] = own if own.is_file() else "none"
     if (output / MODULES).is_file():
         merged["config"] = output
-    chosen = MergeOptions(**options).chosen  # an empty expression is none, as is no alpha
-    given = {name: one for name, one in chosen.items() if one or name not in _AS_MERGED}
+    chosen = MergeOptions(**options).chosen
+    # An empty regular expression, or an alpha of 0, overrides nothing.
+    given = {name: value for name, value in chosen.items() if value or name not in _AS_MERGED}
     return MergeOptions(**merged | cast("MergeKeywords", given) | _ACCEPTING)
 
 
@@ -190,35 +191,34 @@ def _compare_by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | No
     expected = expected_names(names, ours.config, options)
     if expected is None:
         return None
-    known = {*expected.names, *expected.excused}
-    there = {*names, *expected.excused}
+    present, allowed = {*names, *expected.excused}, {*expected.names, *expected.excused}
     return ByConfig(
-        tuple(name for name in expected.names if name not in there),
-        tuple(name for name in names if name not in known),
+        tuple(name for name in expected.names if name not in present),
+        tuple(name for name in names if name not in allowed),
     )
 
 
 def _choose_form(
     checkpoint: Checkpoint, options: MergeOptions, ours: set[str]
 ) -> Sequence[Converted]:
-    """Return what the output is compared with: a model as it is, or a checkpoint as merged.
+    """Return the tensors of a checkpoint as merged, or of a whole model as stored.
 
-    A whole model is taken as it is if that fits the output's names better; a head that it stores
-    twice, tied, is not missed.
+    A whole model is compared as it is stored if that fits the output's names better; a tied head
+    that the output does not have is left out.
     """
     merged: Sequence[Converted] = convert(Sources((checkpoint,)), options, all_shapes=False).tensors
     if checkpoint.location.format.sharded or checkpoint.adapter is not None:
         return merged
     stored = as_stored(checkpoint.catalog)
-    wanted = {one.name for one in merged}
-    if len(ours ^ {one.name for one in stored}) > len(ours ^ wanted):
+    unmatched = [len(ours ^ {one.name for one in tensors}) for tensors in (stored, merged)]
+    if unmatched[0] > unmatched[1]:
         return merged
     tied = find_stored_ties(checkpoint.catalog.tensors, checkpoint.config)
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 
 def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Converted]:
-    """Return tensors that are cast to a dtype where a merge may cast them; None: as they are."""
+    """Return tensors, cast to `dtype` where a merge may cast them."""
     if dtype is None:
         return tensors
     rule = precision(dtype, None, None, None)

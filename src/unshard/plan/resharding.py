@@ -118,7 +118,8 @@ def _placements(entry: TensorEntry, dimensions: int) -> tuple[Placement, ...] | 
     if len(cut) > 1:
         dims = ", ".join(map(str, sorted(cut)))
         raise NotMergeableError(
-            f"tensor {entry.fqn}: the mesh ({', '.join(names)}) cuts several dimensions ({dims})",
+            f"tensor {entry.fqn}: is cut along several dimensions ({dims}) by the mesh "
+            f"({', '.join(names)})",
             expected="one dimension cut by FSDP; other dimensions may be cut only by a mesh "
             f"dimension named {' or '.join(sorted(TENSOR_PARALLEL))}",
             hint="merge the checkpoint instead; other parallelism is not resharded",

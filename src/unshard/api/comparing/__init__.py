@@ -1,1 +1,1 @@
-"""Checkpoints compared with one another, without a merge of any."""
+"""Compare checkpoints with one another, and apply their differences, without a merge."""

@@ -1,4 +1,4 @@
-"""The command of `--exec`: what is run for each output, and how its failure is reported."""
+"""Run the command of `--exec` for an output, and report its failure."""
 
 import os
 import re
@@ -18,20 +18,20 @@ _STDERR = 2
 _GRACE_S = 10.0
 
 
-def command_of(given: str | Sequence[str | PathLike[str]]) -> tuple[str, ...]:
-    """Return a command as its arguments; a text is split as a shell does, and no shell runs it.
+def command_of(text: str | Sequence[str | PathLike[str]]) -> tuple[str, ...]:
+    """Return a command as its arguments; a text is split like a shell's, but no shell runs it.
 
     Raises:
         UsageError: there is no such program, or the text cannot be split.
     """
     try:
-        command = shlex.split(given) if isinstance(given, str) else [fspath(one) for one in given]
+        command = shlex.split(text) if isinstance(text, str) else list(map(fspath, text))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"⟦--exec {given}⟧: {error}") from error
+        raise UsageError(f"⟦--exec {text}⟧: {error}") from error
     if not command or shutil.which(command[0]) is None:
         raise UsageError(
-            f"⟦--exec {given}⟧: there is no program {command[0] if command else 'in it'}",
-            expected="a program and its arguments; for what only a shell can do, a script",
+            f"⟦--exec {text}⟧: there is no program {command[0] if command else 'in it'}",
+            expected="a program and its arguments; use a script for features of a shell",
         )
     return tuple(command)
 
@@ -39,14 +39,14 @@ def command_of(given: str | Sequence[str | PathLike[str]]) -> tuple[str, ...]:
 def run_command(command: Sequence[str], *, output: str, step: str) -> None:
     """Run a command; `{output}` and `{step}` in its arguments are replaced.
 
-    What it prints goes to stderr: stdout has reports. If this process is ended meanwhile, so is the
-    command, with all that it has started.
+    Its output goes to stderr, because stdout has reports. If this process is interrupted, the
+    command and its process group are ended, too.
 
     Raises:
-        UnshardError: it could not be run, or did not end with 0.
+        UnshardError: the command could not be run, or did not exit with 0.
     """
     values = {"output": output, "step": step}
-    arguments = [_FIELD.sub(lambda found: values[found[1]], one) for one in command]
+    arguments = [_FIELD.sub(lambda match: values[match[1]], argument) for argument in command]
     line = f"the command for step {step}: {shlex.join(arguments)}"
     try:
         running = subprocess.Popen(  # noqa: S603 (the user's own command)
@@ -67,7 +67,7 @@ def run_command(command: Sequence[str], *, output: str, step: str) -> None:
 
 
 def _end(running: "subprocess.Popen[bytes]") -> None:
-    """End a command and what it has started."""
+    """End a command and its process group."""
     with suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

@@ -1,13 +1,13 @@
-"""Watch a run's directory for checkpoints that are complete, for trainers without hooks.
+"""Watch a run's directory for complete checkpoints, for trainers without hooks.
 
-A checkpoint is complete when its trainer has left its mark (`marks`), and its files have kept their
-sizes and times since the last look. A directory that is renamed when it is complete (NeMo-RL,
-xtuner) has no step until then. Without a mark its format knows whether a file is missing or not
-finished (`Format.missing`). In an object store, where uploads may come in any order, a checkpoint
-must also be whole as a merge reads it: no file, rank or tensor is missing.
+A checkpoint is complete when its trainer has written its marker (`marks`), and its files have kept
+their sizes and times since the last look. A directory that is renamed when it is complete (NeMo-RL,
+xtuner) has no step until then. If a format has no marker, it detects missing and unfinished files
+(`Format.missing`). In an object store, where uploads may come in any order, a checkpoint must also
+be readable by a merge: no file, rank or tensor is missing.
 
-A trainer that resumes from an earlier step saves later ones again, over their files. Such a step is
-complete when every file was written again, or a mark is newer than those that were.
+A trainer that resumes from an earlier step overwrites the files of later steps. Such a step is
+complete when every file was written again, or its marker is newer than the files that were.
 """
 
 import logging
@@ -45,40 +45,46 @@ def check_run(run: Path) -> None:
         raise error
     try:
         is_file = run.is_file()
-        found = [] if is_file else discover(run, Choice(None, "actor", None))
+        checkpoints = [] if is_file else discover(run, Choice(None, "actor", None))
     except (UnshardError, OSError):
         return  # no checkpoint yet
-    place, what = run.resolve(), "file" if is_file else "checkpoint"
-    is_inside = any(place in one.step_dir.parents for one in found)
-    if is_file or (not step_numbers(place) and not is_inside):
-        raise UsageError(f"{run} is a {what}", expected="the directory of the run's checkpoints")
+    path, kind = run.resolve(), "file" if is_file else "checkpoint"
+    has_steps = any(path in checkpoint.step_dir.parents for checkpoint in checkpoints)
+    if is_file or (not step_numbers(path) and not has_steps):
+        raise UsageError(f"{run} is a {kind}", expected="the directory of the run's checkpoints")
 
 
-class _Seen(NamedTuple):
-    """A checkpoint that was returned; if its weights are written again, some `place` is.
+class _SeenCheckpoint(NamedTuple):
+    """A checkpoint that a look has returned.
 
-    `files` are those that the whole checkpoint had then.
+    Attributes:
+        step: its step.
+        stamps: sizes and times of its weights.
+        files: all files that it had.
+        watched: paths of which at least one changes when the weights are written again.
+        written: their times, in ns; None if a path was gone.
     """
 
     step: int | None
     stamps: Stamps
     files: frozenset[str]
-    places: list[Path]
+    watched: list[Path]
     written: list[int] | None
 
 
 class CheckpointFinder:
-    """Looks at a run again and again, and returns every complete checkpoint once.
+    """Polls a run, and returns every complete checkpoint once.
 
-    One that is saved again is returned again; in an object store only if a look found it removed.
+    A checkpoint that is saved again is returned again; in an object store only if a look has found
+    it removed.
 
     Args:
         run: the directory of the steps.
-        choice: which weights are meant, and whose; by default the model's.
-        tell: is called with what a user should know.
+        choice: role and weights; by default the model's.
+        tell: called with messages for the user.
 
     Attributes:
-        reasons: why the last look did not return a step that is there, by step.
+        reasons: why the last look did not return an existing step, by step.
     """
 
     def __init__(
@@ -91,12 +97,12 @@ class CheckpointFinder:
         self._choice = choice or Choice(weights="model")
         self._tell = tell
         self._before: dict[Path, Mapping[str, object]] = {}  # see `_status_of`
-        self._unread: dict[Path, Mapping[str, object]] = {}  # of those that were read in vain
-        self._seen: dict[Path, _Seen] = {}
-        self._former: dict[Path, _Seen] = {}  # of those that have changed since
-        self._done: set[int] = set()  # the steps of those that have not
+        self._unread: dict[Path, Mapping[str, object]] = {}  # status at a failed read
+        self._seen: dict[Path, _SeenCheckpoint] = {}
+        self._former: dict[Path, _SeenCheckpoint] = {}  # seen, but changed since
+        self._done: set[int] = set()  # steps of seen checkpoints that have not changed
         self._warned: set[str] = set()
-        self._told: dict[int, str] = {}  # the reason that was logged last, by step
+        self._logged: dict[int, str] = {}  # the last logged reason, by step
         self.reasons: dict[int, str] = {}
 
     @property
@@ -105,7 +111,7 @@ class CheckpointFinder:
         return _JUST_WRITTEN in self.reasons.values()
 
     def look(self) -> list[Location]:
-        """Return the checkpoints that are complete since the last look, the lowest step first."""
+        """Return the checkpoints that became complete since the last look, lowest step first."""
         look_again(self._run)
         self.reasons = {}
         try:
@@ -113,41 +119,42 @@ class CheckpointFinder:
         except StoreError as error:
             self._warn(f"the run cannot be listed now: {error}")
             return []
-        found = []
+        complete = []
         for location in steps:
             path = location.path
-            merged_from = path.with_name(f"{path.name}-fsdp")  # by lmms-engine; removed since
-            if path in self._seen or merged_from in self._former:
+            source = path.with_name(f"{path.name}-fsdp")  # lmms-engine merges it, and removes it
+            if path in self._seen or source in self._former:
                 continue
-            stamps = _stamps_now(location)  # of what `_is_ready` then finds unchanged
+            stamps = _stamps_now(location)  # taken before `_is_ready` checks for changes
             if self._is_ready(location) and self._is_new(location, stamps):
-                found.append(location)
-        return found
+                complete.append(location)
+        return complete
 
     def _is_new(self, location: Location, stamps: Stamps) -> bool:
-        """Take note of a complete checkpoint; return whether it is not the one known before."""
-        path, places = location.path, [location.path]
+        """Record a complete checkpoint; return whether it differs from the one seen before."""
+        path, watched = location.path, [location.path]
         is_remote = isinstance(path, RemotePath)
-        written, files = _times(places), frozenset(self._before[path])
-        if stamps and not is_remote:  # they may be newer by now, which the next look is to notice
+        written, files = _times(watched), frozenset(self._before[path])
+        if stamps and not is_remote:
             newest = max(stamps, key=lambda name: stamps[name][1])
-            places = [*location.roots, location.weights_dir / newest]
+            watched = [*location.roots, location.weights_dir / newest]
             times = _times(location.roots)
+            # The time in the stamps, not the current one: the next look must notice a new save.
             written = None if times is None else [*times, stamps[newest][1]]
         former = self._former.pop(path, None)
         is_new = former is None or former.stamps != stamps or not stamps or is_remote
         files = files if former is None or is_new else former.files
-        self._seen[path] = _Seen(location.step, stamps, files, places, written)
+        self._seen[path] = _SeenCheckpoint(location.step, stamps, files, watched, written)
         self._done |= set() if location.step is None else {location.step}
         return is_new
 
     def found(self, location: Location) -> str:
-        """Return the `stamp` of a checkpoint when a look found it complete."""
+        """Return the `stamp` of a checkpoint at the look that returned it."""
         stamps = self._seen[location.path].stamps
         return fingerprint(stamps) if stamps else self.stamp(location)
 
     def is_as_found(self, location: Location) -> bool:
-        """Return whether the weights are as a look returned them, and no file is gone.
+        """Return whether the weights are unchanged since a look, and no file is gone.
 
         Raises:
             StoreError: as for `stamp`.
@@ -159,15 +166,15 @@ class CheckpointFinder:
             files = _status_of(path).keys()
             is_same = stamps_of(location) == seen.stamps and seen.files <= files
         if not is_same and path in self._seen and isinstance(path, RemotePath):
-            self._former[path] = self._seen.pop(path)  # no look would notice it
+            self._former[path] = self._seen.pop(path)  # looks do not notice it in a store
             self._done.discard(seen.step or 0)
         return is_same
 
     def stamp(self, location: Location) -> str:
-        """Return what distinguishes this version of a checkpoint from others; "" if it is gone.
+        """Return the fingerprint of this version of a checkpoint; "" if it is gone.
 
         Raises:
-            StoreError: the store cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or refuses.
         """
         try:
             return fingerprint(stamps_of(location))
@@ -175,82 +182,82 @@ class CheckpointFinder:
             return ""
 
     def _warn(self, why: str) -> None:
-        """Log why a checkpoint is not found, once."""
+        """Report a reason without a step, once."""
         if why not in self._warned:
             self._tell(why)
         self._warned.add(why)
 
     def _pass_over(self, step: int, what: str, why: str) -> None:
-        """Log why a step is not returned: one line, because trainers write a step for minutes.
+        """Report once why a step is not returned, because trainers write a step for minutes.
 
-        Another reason is logged if a later step is complete: then none is writing this one.
+        A new reason is reported if a later step is complete: then no trainer is writing this step.
         """
         why = why.partition("\n")[0]
         self.reasons[step] = f"{what} yet: {why}"
         is_late = any(later > step for later in self._done)
-        if step not in self._told or (is_late and self._told[step] != why):
+        if step not in self._logged or (is_late and self._logged[step] != why):
             self._tell(f"step {step} is {what} yet: {why}")
-            self._told[step] = why
+            self._logged[step] = why
 
     def _steps(self) -> list[Location]:
-        """Return the checkpoints of all steps; a broken step does not hold up the others.
+        """Return the checkpoints of all steps but those that were returned and have not changed.
 
-        Those that were returned and have not changed are not listed again: with hundreds of steps
-        that takes long, and in an object store every folder is a request.
+        Listing hundreds of steps takes long, and in an object store every folder is a request. An
+        error in one step does not affect the others.
         """
         for path, seen in list(self._seen.items()):
-            if _times(seen.places) != seen.written:
+            if _times(seen.watched) != seen.written:
                 self._former[path] = self._seen.pop(path)
                 self._done.discard(seen.step or 0)
         is_remote = isinstance(self._run, RemotePath)
         if (is_remote or self._done) and (folders := step_folders(self._run)):
-            return self._of_steps(folders)
+            return self._in_folders(folders)
         try:
-            return self._found(self._choice)
+            return self._matching(self._choice)
         except (UnshardError, OSError) as error:
             folders = step_folders(self._run)
             if not folders:
                 self._warn(f"no checkpoint yet: {error}")
-        return self._of_steps(folders)
+        return self._in_folders(folders)
 
-    def _of_steps(self, folders: Mapping[int, Path]) -> list[Location]:
-        found: list[Location] = []
-        for number in [one for one in folders if one not in self._done]:
+    def _in_folders(self, folders: Mapping[int, Path]) -> list[Location]:
+        locations: list[Location] = []
+        for number in [step for step in folders if step not in self._done]:
             try:
-                found += self._found(self._choice._replace(step=number))
+                locations += self._matching(self._choice._replace(step=number))
             except (UnshardError, OSError) as error:
-                # A trainer that has just made its folders is nothing to tell of.
-                if not self._done or any(one.is_file() for one in folders[number].rglob("*")):
+                # Folders that a trainer has just made, without a file, are not worth a message.
+                if not self._done or any(path.is_file() for path in folders[number].rglob("*")):
                     self._pass_over(number, "not taken", str(error))
-        return found
+        return locations
 
-    def _found(self, choice: Choice) -> list[Location]:
-        """Return the checkpoints of steps; of an actor and a critic, the actor."""
+    def _matching(self, choice: Choice) -> list[Location]:
+        """Return the checkpoints of steps, without critics unless a role was chosen."""
         if choice.role is not None:
             return all_steps(self._run, choice)
         try:
-            found = all_steps(self._run, choice)
+            locations = all_steps(self._run, choice)
         except UsageError:
-            found = all_steps(self._run, choice._replace(role="actor"))
-        return [one for one in found if one.role != "critic"]
+            locations = all_steps(self._run, choice._replace(role="actor"))
+        return [location for location in locations if location.role != "critic"]
 
     def _is_ready(self, location: Location) -> bool:
         """Return whether nothing has changed since the last look, and nothing is missing."""
-        place = location.path
-        before = self._before.get(place)
+        path = location.path
+        before = self._before.get(path)
         try:
-            now = self._before[place] = _status_of(place)
-            if before != now or now == self._unread.get(place):
+            now = self._before[path] = _status_of(path)
+            if before != now or now == self._unread.get(path):
                 if location.step is not None:
                     is_new = before != now
                     self.reasons[location.step] = _JUST_WRITTEN if is_new else "not complete yet"
                 return False
             why = why_incomplete(location)
-            former = self._former.get(place)
+            former = self._former.get(path)
             why = why or half_saved(location, former.stamps if former else {})
-            if why is None and isinstance(place, RemotePath):
+            if why is None and isinstance(path, RemotePath):
                 why = _why_unread(location)
-                self._unread |= {} if why is None else {place: now}
+                self._unread |= {} if why is None else {path: now}
         except OSError:  # the trainer has just removed it
             return False
         except StoreError as error:
@@ -261,32 +268,32 @@ class CheckpointFinder:
 
 
 def _stamps_now(location: Location) -> Stamps:
-    """Return the stamps of a checkpoint; none of one that is gone, or in a store that fails."""
+    """Return the stamps of a checkpoint; {} if it is gone, or its store fails."""
     with suppress(OSError, StoreError):
         return stamps_of(location)
     return {}
 
 
 def _times(places: Iterable[Path]) -> list[int] | None:
-    """Return when each path was written, in ns; None if one is gone."""
+    """Return the time of the last write to each path, in ns; None if a path is gone."""
     with suppress(OSError):
         return [path.stat().st_mtime_ns for path in places]
     return None
 
 
 def _status_of(place: Path) -> Mapping[str, object]:
-    """Return what changes with any file of a checkpoint: size and time, or size and ETag."""
+    """Return size and time, or size and ETag, of every file of a checkpoint."""
     if isinstance(place, RemotePath) and not place.is_file():
         return listed(place.bucket, place.key)
     inside = [place] if place.is_file() else place.rglob("*")
     files = {path: path.stat() for path in inside if path.is_file()}
-    return {str(path): (one.st_size, one.st_mtime_ns) for path, one in files.items()}
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in files.items()}
 
 
 def _why_unread(location: Location) -> str | None:
-    """Return what a checkpoint in a store lacks; None also if it fails for another reason.
+    """Return why a merge could not read a checkpoint in a store yet.
 
-    That is for the server to report: waiting would not help.
+    None also for errors that waiting does not solve, which the server reports.
     """
     options = MergeOptions(role=location.role, weights=location.weights, config="none")
     try:

@@ -1,4 +1,4 @@
-"""The options of following a run as one value."""
+"""The options of `follow` as one value."""
 
 import re
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
-    """How a run is followed; `follow` explains each.
+    """The options of `follow`, which explains each.
 
     Raises:
-        UsageError: a value is not one of this option.
+        UsageError: a value is invalid.
     """
 
     newest: bool = False
@@ -39,10 +39,9 @@ class Following:
             value, kind = getattr(self, name), Real if name == "interval" else int
             if not isinstance(value, kind) and (value is not None or name == "retry"):
                 raise UsageError(f"{name}: {value!r} is not a number")
-        if self.keep is not None and self.keep < 1:
-            raise UsageError(f"⟦--keep {self.keep}⟧: at least 1 is needed")
-        if self.retry < 0:
-            raise UsageError(f"⟦--retry {self.retry}⟧: at least 0 is needed")
+        for name, value, least in (("keep", self.keep, 1), ("retry", self.retry, 0)):
+            if value is not None and value < least:
+                raise UsageError(f"⟦--{name} {value}⟧: at least {least} is needed")
         if not (isfinite(self.interval) and self.interval > 0):
             raise UsageError(f"⟦--interval {self.interval}⟧: seconds above 0 are needed")
         if self.exec is not None:
@@ -51,16 +50,16 @@ class Following:
             object.__setattr__(self, "idle", seconds_of(self.idle))
 
 
-def seconds_of(given: float | str) -> float:
-    """Return a time in seconds, which may be given as "90", "90s", "30m", "2h" or "1d"."""
-    found = _TIME.fullmatch(str(given))
-    if found is None:
-        raise UsageError(f"⟦--idle {given}⟧: is not a time", expected="30m, 2h, 90s")
-    return float(found[1]) * _SECONDS[found[2]]
+def seconds_of(time: float | str) -> float:
+    """Return the seconds of a time such as "90", "90s", "30m", "2h" or "1d"."""
+    match = _TIME.fullmatch(str(time))
+    if match is None:
+        raise UsageError(f"⟦--idle {time}⟧: is not a time", expected="30m, 2h, 90s")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
-def check_options(options: MergeOptions) -> None:
-    """Refuse what does not fit all steps."""
+def check_options(options: MergeOptions, output: Path) -> None:
+    """Refuse options that do not fit all steps, and uploads from a store."""
     if options.role == EVERY_ROLE:
         raise UsageError(
             "⟦--follow⟧ follows one model of a step, and ⟦--role all⟧ means several",
@@ -70,12 +69,10 @@ def check_options(options: MergeOptions) -> None:
         raise UsageError(f"⟦--follow⟧ and ⟦--step {options.step}⟧ exclude each other")
     if options.dry_run:
         raise UsageError("⟦--follow⟧ and ⟦--dry-run⟧ exclude each other")
-
-
-def check_push(repo: str, output: Path) -> None:
-    """Refuse a repository to which outputs cannot be uploaded."""
+    if options.push_to_hub is None:
+        return
     if isinstance(output, RemotePath):
         raise UsageError(
             f"⟦--push-to-hub⟧ needs outputs on a disk, and {as_given(output)} is in an object store"
         )
-    check_repo(repo, may_ask=True)
+    check_repo(options.push_to_hub, may_ask=True)

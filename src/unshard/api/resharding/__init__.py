@@ -1,1 +1,1 @@
-"""`reshard`: a training checkpoint, for another number of ranks."""
+"""`reshard`: write a training checkpoint for another number of ranks."""

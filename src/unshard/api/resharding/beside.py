@@ -1,4 +1,4 @@
-"""What lies next to the weights that are resharded: it is carried, or named in a note."""
+"""Carry the files next to the weights of a reshard, or name them in a note."""
 
 import re
 from collections.abc import Iterator
@@ -26,48 +26,48 @@ _OF_RANK = re.compile(
 
 
 def open_ema(source: Checkpoint) -> tuple[Checkpoint, ...]:
-    """Return lmms-engine's EMA weights of a step, if any: the tensors that are stored there."""
+    """Return the tensors in lmms-engine's EMA folder of a step, if it has one."""
     own = source.location.weights_dir
     folder = own.with_name(own.name.replace("pytorch_model_", "pytorch_ema_model_"))
     if folder == own or not folder.is_dir() or not any(folder.iterdir()):
         return ()
-    found = open_latest(folder, Choice(weights="ema"), ReadOptions())
-    tensors = found.catalog.tensors.items()
-    stored = {name: one for name, one in tensors if one.chunks.paths[0].parent == folder}
-    return (replace(found, catalog=replace(found.catalog, tensors=stored)),)
+    ema = open_latest(folder, Choice(weights="ema"), ReadOptions())
+    tensors = ema.catalog.tensors.items()
+    stored = {name: entry for name, entry in tensors if entry.chunks.paths[0].parent == folder}
+    return (replace(ema, catalog=replace(ema.catalog, tensors=stored)),)
 
 
-def add_beside(source: Checkpoint, writing: Writing) -> None:
-    """Add an adapter next to the weights, what states its alpha, and a note of all else."""
-    location, others = source.location, writing.others
-    has_lora = bool(lora_names(source.catalog.tensors))
-    own = None if has_lora else find_adapter(location)  # which no layout has among its weights
+def add_beside(writing: Writing) -> None:
+    """Add an adapter next to the weights, its config, and a note of files that are not copied."""
+    source, others = writing.source, writing.others
+    location, has_lora = source.location, bool(lora_names(source.catalog.tensors))
+    own = None if has_lora else find_adapter(location)  # layouts do not have it among the weights
     for path in filter(None, (*adapter_files(location), own)):
         if has_lora or location.step_dir in path.parents:
             others.copied.setdefault(path.name, path)
-    if location.place != location.weights_dir:  # a file, next to anything
+    if location.place != location.weights_dir:  # a single file, whose neighbours are unrelated
         return
-    read = chain(*(one.states.states for one in (source, *writing.ema)))
-    known = {*others.copied.values(), *(one for one in read if one.name != "config.json")}
+    read = chain(*(opened.states.states for opened in (source, *writing.ema)))
+    known = {*others.copied.values(), *(path for path in read if path.name != "config.json")}
     top = location.step_dir if location.role is None else location.weights_dir
-    every = {*known, *((one.parent / re.sub(r"\d+", "#", one.name)) for one in known)}
-    inside = {folder for one in known for folder in one.parents}
-    names = [one.relative_to(top).as_posix() for one in _left(top, every, inside)]
-    if names:
-        others.notes.append(f"not copied from {top.name}: {shortened(names, 20)}")
+    patterns = {path.parent / re.sub(r"\d+", "#", path.name) for path in known}
+    folders = {folder for path in known for folder in path.parents}
+    rest = [path.relative_to(top).as_posix() for path in _rest(top, known | patterns, folders)]
+    if rest:
+        others.notes.append(f"not copied from {top.name}: {shortened(rest, 20)}")
 
 
-def _left(folder: Path, known: set[Path], inside: set[Path]) -> Iterator[Path]:
-    """Yield what a folder has besides known files, and those of other ranks."""
+def _rest(folder: Path, known: set[Path], folders: set[Path]) -> Iterator[Path]:
+    """Yield all paths of a folder but known files, also of other ranks ("#" is a number)."""
     for path in sorted(folder.iterdir()):
-        if path in inside:
-            yield from _left(path, known, inside)
+        if path in folders:
+            yield from _rest(path, known, folders)
         elif known.isdisjoint({path, folder / re.sub(r"\d+", "#", path.name)}):
             yield from [] if path.name.startswith((".", FSDP_CONFIG)) else [path]
 
 
 def carried_with_ranks(source: Checkpoint, files: SourceFiles, world: int) -> Addition:
-    """Return the files next to those of ranks, those of ranks for another number of them."""
+    """Return the files next to rank files; files of ranks are adapted to the number of ranks."""
     before, added = source.catalog.world_size, Addition()
     for name, path in files.small.items():
         if path.name == FSDP_CONFIG:
@@ -87,16 +87,16 @@ def carried_with_ranks(source: Checkpoint, files: SourceFiles, world: int) -> Ad
             if file is None:
                 added.notes.append(f"rank {rank} gets no {kind}: the file is missing")
                 continue
-            found = plain_values(read_torch_file(file))
-            added.saved[files.renamed(file, world, rank)] = found.value
-            if found.notes and not rank:
-                added.notes.append(f"{file.name}: left out {', '.join(found.notes)}")
+            state = plain_values(read_torch_file(file))
+            added.saved[files.renamed(file, world, rank)] = state.value
+            if state.notes and not rank:
+                added.notes.append(f"{file.name}: left out {', '.join(state.notes)}")
     if world > 1 and source.optimizer is not None and is_fsdp1(source):
         added.notes.append(
-            f"{FSDP_CONFIG} says FSDP1, which on several ranks loads the model, but no moments of "
-            "whole parameters: with the optimizer, go on with FSDP2"
+            f"{FSDP_CONFIG} records FSDP1, which on several ranks loads the model, but no moments "
+            "of whole parameters: to load the optimizer, continue with FSDP2"
         )
-    skipped = [one.fqn for one in source.catalog.skipped]
+    skipped = [value.fqn for value in source.catalog.skipped]
     if skipped:
         added.notes.append(f"left out of the model: {', '.join(skipped[:5])} (not tensors)")
     return added
@@ -105,8 +105,8 @@ def carried_with_ranks(source: Checkpoint, files: SourceFiles, world: int) -> Ad
 def _loader_note(before: int, world: int) -> str:
     return (
         f"the dataloaders of {counted(before, 'rank')} have no equivalent on {world}: rank R gets "
-        f"the position of rank R modulo {before}, so it goes on after as many batches of its own, "
-        "and some samples of this epoch may be seen twice or not at all"
+        f"the position of rank R modulo {before}, so it skips as many batches of its own, and some "
+        "samples of this epoch may be seen twice or not at all"
     )
 
 
@@ -124,12 +124,12 @@ def carried_with_dcp(source: Checkpoint, world: int) -> Addition:
             ranks.setdefault(match["accelerate"] is None, {})[number] = path
         elif _SMALL.fullmatch(path.name):
             files.copied[path.name] = path
-    for is_trainer, found in ranks.items():
-        before = max(found) + 1
+    for is_trainer, paths in ranks.items():
+        before = max(paths) + 1
         for rank in range(world):
             name = trainer_rng(rank, world) if is_trainer else f"random_states_{rank}.pkl"
-            if rank % before in found:
-                files.copied[name] = found[rank % before]
+            if rank % before in paths:
+                files.copied[name] = paths[rank % before]
             else:
                 files.notes.append(f"rank {rank} gets no random state: the file is missing")
         if before != world:

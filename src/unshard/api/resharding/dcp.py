@@ -1,12 +1,12 @@
-"""The items of DCP: those of the checkpoint again, or anew for one in another format.
+"""The items of a DCP output.
 
-Of a checkpoint of DCP, every tensor and object stays under its own name. Nothing is interpreted, so
-what only the trainer knows stays where it looks for it. Of others, it is the dict that `dcp.load`
-is given:
+The items of a DCP checkpoint are copied under their own names, without interpretation, so that
+trainer-specific state keeps its keys. For other formats, the items are those of a dict for
+`dcp.load`:
 
-    model                 what `get_model_state_dict` returns
-    optimizer             what `get_optimizer_state_dict` returns
-    lr_scheduler          what the scheduler's `state_dict` returns (in one directory only)
+    model                 the result of `get_model_state_dict`
+    optimizer             the result of `get_optimizer_state_dict`
+    lr_scheduler          the scheduler's `state_dict` (in one directory only)
 
 accelerate has model and optimizer in directories of their own.
 
@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from unshard.api.resharding.placing import cut_dimension, placed_alone
+from unshard.api.resharding.target import ReshardTarget
 from unshard.containers.open_files import opened
 from unshard.containers.strided import read_exactly
 from unshard.containers.torch_files.dcp_files import object_data
@@ -41,22 +42,20 @@ from unshard.write.stage import scratch_directory
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _LARGEST = 1 << 30
-"""Bytes of a compressed object."""
+"""Bound on the bytes of a decompressed object."""
 _Items = Iterator[SavedEntry | SavedObject]
 
 
-def saved_anew(
-    source: Checkpoint, to: ReshardFormat, scheduler: Plain, version: Version
-) -> list[DcpDirectory]:
-    """Return the directories of a checkpoint in another format, which is placed (see `placing`).
+def saved_anew(source: Checkpoint, target: ReshardTarget, scheduler: Plain) -> list[DcpDirectory]:
+    """Return the directories for a checkpoint in another format that is placed (see `placing`).
 
     Raises:
-        NotMergeableError: a value is not one that can be written.
+        NotMergeableError: a value cannot be written.
     """
-    tensors = source.catalog.tensors.items()
+    tensors, version = source.catalog.tensors.items(), target.version
     model: list[SavedEntry | SavedObject] = [_saved((_MODEL, name), one) for name, one in tensors]
     state = [] if source.optimizer is None else [*_state(source.optimizer, version)]
-    if to is ReshardFormat.ACCELERATE:
+    if target.format is ReshardFormat.ACCELERATE:
         several = {"pytorch_model_fsdp_0": model, "optimizer_0": state}
         return [DcpDirectory(name, items) for name, items in several.items() if items]
     return [DcpDirectory("", [*model, *state, *_objects((SCHEDULER,), scheduler, version)])]
@@ -67,7 +66,7 @@ def _saved(path: ItemPath, entry: TensorEntry) -> SavedEntry:
 
 
 def _state(state: OptimizerState, version: Version) -> _Items:
-    """Yield the items of an optimizer's state, in the order of its parameters, and its groups."""
+    """Yield the items of an optimizer's state in the order of its parameters, then its groups."""
     tensors = state.tensors
     for parameter in state.parameters:
         path = (_OPTIMIZER, "state", parameter)
@@ -80,10 +79,10 @@ def _state(state: OptimizerState, version: Version) -> _Items:
 
 
 def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedObject]:
-    """Yield the items that torch makes of a value: dicts are flattened, and lists that have any.
+    """Yield the items into which torch flattens a value: dicts, and lists that contain dicts.
 
     Raises:
-        NotMergeableError: a value is not one that can be written.
+        NotMergeableError: a value cannot be written.
     """
     if isinstance(value, Mapping):
         for key, part in value.items():
@@ -98,7 +97,7 @@ def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedOb
             where = ".".join(map(str, path))
             raise NotMergeableError(
                 f"{where}: cannot be written: {error}",
-                hint="files of ranks that stay in their format can have it: leave out --to",
+                hint="rank files in their own format can contain it: leave out --to",
             ) from error
         yield SavedObject(path, data)
 
@@ -106,7 +105,7 @@ def _objects(path: ItemPath, value: Plain, version: Version) -> Iterator[SavedOb
 def _is_item(value: Plain) -> bool:
     """Return whether torch saves a value as one item: not a dict, nor a list of dicts or tensors.
 
-    A list inside counts as what it has; a tuple is always one item.
+    Lists inside a list are searched, too; a tuple is always one item.
     """
     if not isinstance(value, list):
         return not isinstance(value, Mapping)
@@ -114,30 +113,31 @@ def _is_item(value: Plain) -> bool:
 
 
 def saved_again(source: Checkpoint, stack: ExitStack) -> list[DcpDirectory]:
-    """Return the directories of a DCP checkpoint; the stack removes what is decompressed for it.
+    """Return the directories of a DCP checkpoint; the stack removes decompressed files.
 
     Raises:
-        NotMergeableError: it was saved without flattening, so torch kept one rank's part only.
+        NotMergeableError: it was saved without flattening, so torch kept only one rank's part.
         CheckpointError: a tensor has holes, or an object cannot be read.
     """
     root = dcp_root(source.location)
     return [
-        DcpDirectory("" if one.weights_dir == root else one.weights_dir.name, _items(one, stack))
-        for one in (source.location, *places_beside(source.location))
+        DcpDirectory("" if at.weights_dir == root else at.weights_dir.name, _items(at, stack))
+        for at in (source.location, *places_beside(source.location))
     ]
 
 
-def _items(place: Location, stack: ExitStack) -> list[SavedEntry | SavedObject]:
-    """Return everything that a directory has, in its order."""
-    metadata = read_metadata(metadata_files(place))
+def _items(location: Location, stack: ExitStack) -> list[SavedEntry | SavedObject]:
+    """Return all items of a directory, in its order."""
+    metadata = read_metadata(metadata_files(location))
     if not metadata.steps:
         raise NotMergeableError(
-            f"{place.weights_dir}: was saved without flattening (flatten_state_dict=False)",
+            f"{location.weights_dir}: was saved without flattening (flatten_state_dict=False)",
             expected="tensors under names of their own",
             hint="give --to FORMAT, which writes the model alone",
         )
-    found, _ = read_tensors(metadata, {name: name for name in metadata.tensors}, place.roots)
-    catalog = Catalog("", 1, found, roots=place.roots)
+    own_names = {name: name for name in metadata.tensors}
+    entries, _ = read_tensors(metadata, own_names, location.roots)
+    catalog = Catalog("", 1, entries, roots=location.roots)
     check_coverage(catalog)
     if inflated_bytes(catalog):
         catalog = inflate(catalog, scratch_directory(stack) / "items")
@@ -145,7 +145,7 @@ def _items(place: Location, stack: ExitStack) -> list[SavedEntry | SavedObject]:
     items: list[SavedEntry | SavedObject] = []
     for name, path in metadata.steps.items():
         if name in metadata.objects:
-            items.append(SavedObject(path, _data(*place_of(metadata, place, name), name)))
+            items.append(SavedObject(path, _data(*place_of(metadata, location, name), name)))
         elif name in tensors:
             entry = placed_alone(tensors[name])
             items.append(SavedEntry(path, entry, entry.dtype, cut_dimension(entry)))
@@ -153,7 +153,7 @@ def _items(place: Location, stack: ExitStack) -> list[SavedEntry | SavedObject]:
 
 
 def _data(path: Path, item: Item, name: str) -> bytes:
-    """Return what an object contains."""
+    """Return the bytes of an object."""
     if item.compressed:
         return inflated_object(path, item, name, _LARGEST)
     with opened(path) as file:

@@ -1,45 +1,53 @@
-"""What is written for: a mesh of ranks, and a version of torch."""
+"""The target of a reshard: the format, a mesh of ranks, and a version of torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
-from unshard.errors import UsageError
+from unshard.errors import NotMergeableError, UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
+from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint
 from unshard.showing import counted
 from unshard.tensors.placements import DeviceMesh
 
 PLAIN_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")
-"""The mesh of tensors that state none."""
+"""The mesh of tensors without a recorded mesh."""
 
 _MOST_RANKS = 99_999
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """What to write for: the mesh as each rank sees it, and the version of torch."""
+class ReshardTarget:
+    """The format to write, the mesh as each rank sees it, and the version of torch."""
 
+    format: ReshardFormat
     meshes: Sequence[DeviceMesh]
     torch: str
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.meshes)
+
+    @property
     def version(self) -> Version:
-        """The version of torch, as the writers have it."""
+        """The version of torch for the writers."""
         return VERSIONS[self.torch]
 
     @classmethod
-    def of(  # noqa: PLR0917 (what the options say)
+    def of(  # noqa: PLR0917 (one argument per option)
         cls,
         source: Checkpoint,
+        kind: ReshardFormat,
         world_size: int,
         mesh: Sequence[int] | None,
         mesh_names: Sequence[str] | None,
         device: str | None,
         torch: str,
-    ) -> "Target":
-        """Return the target that the options mean.
+    ) -> "ReshardTarget":
+        """Return the target of these options.
 
         Raises:
             UsageError: they do not fit.
@@ -50,29 +58,29 @@ class Target:
         if not 1 <= world_size <= _MOST_RANKS:
             limits = f"from 1 to {_MOST_RANKS}"
             raise UsageError(f"--world-size {world_size}: is not possible", expected=limits)
+        sizes = "x".join(map(str, shape))
         if min(shape, default=0) < 1 or prod(shape) != world_size:
-            sizes = "x".join(map(str, shape))
-            what = f"--mesh {sizes} has {prod(shape)} ranks, not {world_size} as --world-size says"
-            raise UsageError(what)
-        known = _mesh_of(source)
-        of_fsdp = [name for name in known.dim_names or () if name not in TENSOR_PARALLEL]
+            raise UsageError(
+                f"--mesh {sizes} has {prod(shape)} ranks, not --world-size {world_size}"
+            )
+        own = _mesh_of(source)
+        of_fsdp = [name for name in own.dim_names or () if name not in TENSOR_PARALLEL]
         names = tuple(mesh_names or of_fsdp[-len(shape) :] or ("fsdp",))
         if mesh_names is None and len(names) != len(shape):
             raise UsageError(
-                f"--mesh {'x'.join(map(str, shape))}: has {len(shape)} dimensions, and the mesh of "
-                f"the checkpoint names {len(names)} ({', '.join(names)})",
+                f"--mesh {sizes}: has {len(shape)} dimensions, and the mesh of the checkpoint has "
+                f"{len(names)} ({', '.join(names)})",
                 hint="name them: --mesh-names ddp,fsdp",
             )
         _check_names(names, shape)
         if device is not None and not device.isidentifier():
             raise UsageError(f"--device {device!r}: is not a type of device", expected="cuda, cpu")
-        # torch compares them, and the mesh that `fully_shard` makes by itself has none.
-        own = None if mesh_names is None and known.dim_names is None else names
-        return cls(meshes_of(shape, own, device or known.device_type or "cuda"), torch)
+        # torch compares names, and the default mesh of `fully_shard` has none.
+        written = None if mesh_names is None and own.dim_names is None else names
+        return cls(kind, meshes_of(shape, written, device or own.device_type or "cuda"), torch)
 
 
 def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
-    """Raise if the names of a mesh's dimensions do not fit it, or are not of FSDP."""
     if not TENSOR_PARALLEL.isdisjoint(names):
         raise UsageError(
             f"--mesh-names {','.join(names)}: tensor parallelism is not written",
@@ -83,14 +91,51 @@ def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
         what = f"--mesh-names {','.join(names)}: every dimension needs a name of its own"
         raise UsageError(what, expected="names such as ddp,fsdp")
     if len(names) != len(shape):
-        given, wanted = counted(len(names), "name"), counted(len(shape), "dimension")
-        what = f"--mesh-names {','.join(names)}: {given} for {wanted}"
+        count, dimensions = counted(len(names), "name"), counted(len(shape), "dimension")
+        what = f"--mesh-names {','.join(names)}: {count} for {dimensions}"
         raise UsageError(what, hint="give one name per dimension of --mesh: --mesh-names A,B")
 
 
 def _mesh_of(source: Checkpoint) -> DeviceMesh:
-    """Return the mesh of a checkpoint's tensors; one of most dimensions, if there are several."""
-    found = [one.sharding.mesh for one in source.catalog.tensors.values() if one.sharding]
-    if not found:  # each rank has all of the model, as without FSDP
-        return PLAIN_MESH
-    return max(found, key=lambda mesh: len(mesh.shape))
+    """Return the mesh of a checkpoint's tensors; of several, one with the most dimensions."""
+    entries = source.catalog.tensors.values()
+    meshes = [entry.sharding.mesh for entry in entries if entry.sharding]
+    return max(meshes, key=lambda mesh: len(mesh.shape), default=PLAIN_MESH)
+
+
+def wanted_format(source: Checkpoint, to: str | None) -> ReshardFormat:
+    """Return the format `--to`, by default that of the source.
+
+    Raises:
+        UsageError: `to` is unknown.
+        NotMergeableError: the source's own format cannot be written; or trainers that load the
+            format do not load the source's names.
+    """
+    location, by_name = source.location, {known.value: known for known in ReshardFormat}
+    kind = format_of(source) if to is None else by_name.get(to)
+    if to is not None and kind is None:
+        raise UsageError(f"--to {to}: unknown", expected=", ".join(by_name))
+    if kind is None:
+        raise NotMergeableError(
+            f"{location.file or location.weights_dir}: unshard reads its format "
+            f"({source.catalog.format}) but does not write it",
+            expected="rank files, such as model_world_size_4_rank_0.pt, or a DCP checkpoint",
+            hint=f"name the format to write: --to {'|'.join(by_name)}",
+        )
+    if kind not in location.format.reshards_to:
+        raise NotMergeableError(
+            f"{location.weights_dir}: has the names of {location.format}, which trainers of "
+            f"--to {kind.value} do not load",
+            hint="merge it first, and reshard the merged model",
+        )
+    return kind
+
+
+def format_of(source: Checkpoint) -> ReshardFormat | None:
+    """Return the format of a checkpoint; None if a reshard does not write it."""
+    return source.location.format.reshard_format(source.location, source.catalog)
+
+
+def keeps_keys(source: Checkpoint, to: ReshardFormat) -> bool:
+    """Return whether rank files stay in their format, so that parameters keep their keys."""
+    return to is format_of(source) and not to.is_dcp

@@ -1,4 +1,4 @@
-"""What the trainer of another format needs besides tensors, made of what the source has."""
+"""Convert configs, scheduler and random state for the trainer of another format."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from json import dumps
 from pathlib import Path
 
 from unshard.api.resharding.ranks import FSDP_CONFIG
-from unshard.api.resharding.target import Target
+from unshard.api.resharding.target import ReshardTarget
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, write_pickle
@@ -31,71 +31,72 @@ _TOKENS = "total_tokens"  # without it lmms-engine does not load
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Training:
-    """What a checkpoint has besides model and optimizer.
+    """The training state of a checkpoint besides model and optimizer.
 
     Attributes:
         scheduler: the state of its scheduler; None if it has none.
-        ranks: what each rank saved; None where that is not known. Empty if no rank saved anything.
-        notes: what was left out, for the user.
-        of_trainer: the HF Trainer's `trainer_state.json`, which says where it is; or None.
+        ranks: the state of each rank; None for a rank whose state cannot be read.
+        notes: values that were left out, for the user.
+        trainer_state: the HF Trainer's `trainer_state.json` with its position in training, if any.
     """
 
     scheduler: Plain = None
     ranks: Sequence[RankState | None] = ()
     notes: tuple[str, ...] = ()
-    of_trainer: Path | None = None
+    trainer_state: Path | None = None
 
 
 def read_training(source: Checkpoint) -> Training:
     """Return scheduler and random state of a checkpoint of any format."""
     files = find_state_files(source.location, source.catalog.world_size)
-    found = Training() if files is None else _of_files(files)
-    if found.scheduler is None:
+    training = Training() if files is None else _from_files(files)
+    if training.scheduler is None:
         scheduler = source.location.format.scheduler(source.location)
-        notes = (*found.notes, *scheduler.notes)
-        found = replace(found, scheduler=scheduler.value, notes=notes)
+        notes = (*training.notes, *scheduler.notes)
+        training = replace(training, scheduler=scheduler.value, notes=notes)
     paths = (folder / _TRAINER for folder in step_dirs(source.location))
-    return replace(found, of_trainer=next((one for one in paths if one.is_file()), None))
+    return replace(training, trainer_state=next((path for path in paths if path.is_file()), None))
 
 
-def _of_files(files: StateFiles) -> Training:
+def _from_files(files: StateFiles) -> Training:
     notes = [*files.notes]
     if files.missing:
         notes.append(f"{listed(files.missing)}: missing")
     states: list[RankState | None] = [None] * files.world_size
     for rank, path in files.ranks.items():
-        found = plain_values(read_torch_file(path))
-        states[rank] = rank_state(files.writer, found.value)
+        values = plain_values(read_torch_file(path))
+        states[rank] = rank_state(files.writer, values.value)
         if states[rank] is None:
             notes.append(f"{path.name}: has unexpected contents: left out")
-        notes += [f"{path.name}: left out {', '.join(found.notes)}"] if found.notes else []
+        notes += [f"{path.name}: left out {', '.join(values.notes)}"] if values.notes else []
     schedulers = [plain_values(read_torch_file(path)).value for path in files.schedulers]
     if len(schedulers) > 1:
         notes.append(f"{len(schedulers)} schedulers were saved: only the first is written")
-    known = [one.others.get(SCHEDULER) for one in states if one is not None]
-    scheduler = next((one for one in (*schedulers, *known) if one is not None), None)
-    if not schedulers and len({write_pickle(one) for one in known if one is not None}) > 1:
+    of_ranks = [state.others.get(SCHEDULER) for state in states if state is not None]
+    of_ranks = [scheduler for scheduler in of_ranks if scheduler is not None]
+    if not schedulers and len(set(map(write_pickle, of_ranks))) > 1:
         notes.append(f"{SCHEDULER} differs between ranks: the first rank's was taken")
-    return Training(scheduler, tuple(states), tuple(notes))
+    saved = (scheduler for scheduler in (*schedulers, *of_ranks) if scheduler is not None)
+    return Training(next(saved, None), tuple(states), tuple(notes))
 
 
-def made_anew(source: Checkpoint, found: Training, to: ReshardFormat, target: Target) -> Addition:
+def made_anew(source: Checkpoint, training: Training, target: ReshardTarget) -> Addition:
     """Return the files that a format has next to its tensors: config, scheduler, random state."""
-    files, world = Addition(), len(target.meshes)
-    _add_companions(source, "huggingface/" if to is ReshardFormat.VERL else "", files)
-    if to is ReshardFormat.VERL:
-        config = {"FSDP_version": 2, "world_size": world}
+    files, is_verl = Addition(), target.format is ReshardFormat.VERL
+    _add_companions(source, "huggingface/" if is_verl else "", files)
+    if is_verl:
+        config = {"FSDP_version": 2, "world_size": target.world_size}
         files.data[FSDP_CONFIG] = dumps(config, indent=4).encode()
-    _add_training(found, to, world, target.meshes[0].device_type, files)
+    _add_training(training, target, files)
     return files
 
 
 def _add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
-    """Add config, tokenizer and the like, and note what else the source has or lacks."""
+    """Add config, tokenizer and the like; note values that are left out or missing."""
     files.copied |= {f"{folder}{name}": path for name, path in source.companions.paths.items()}
     if source.optimizer is None:
         files.notes.append(
-            "no state of an optimizer was found that can be read: only the model can be loaded"
+            "no state of an optimizer was found that can be read: the output has the model alone"
         )
         unread = unread_files(source)
         if unread:
@@ -105,44 +106,43 @@ def _add_companions(source: Checkpoint, folder: str, files: Addition) -> None:
             "every expert has tensors of its own, as on the hub: transformers 5 trains the experts "
             "of most families in one tensor, and then does not load these"
         )
-    # Of the optimizer and the scheduler, other notes say what is left out.
-    skipped = [one.fqn for one in source.catalog.skipped if not _NOTED.search(one.fqn)]
+    # Other notes list skipped values of the optimizer and the scheduler.
+    skipped = [value.fqn for value in source.catalog.skipped if not _NOTED.search(value.fqn)]
     if skipped:
         files.notes.append(f"left out: {', '.join(skipped[:5])} (not the model's weights)")
 
 
-def _add_training(
-    found: Training, to: ReshardFormat, world: int, device: str, files: Addition
-) -> None:
-    """Add the files of scheduler and random state of a format, and note what has no place in it.
+def _add_training(training: Training, target: ReshardTarget, files: Addition) -> None:
+    """Add the files of scheduler and random state of a format, and notes about the rest.
 
-    Args:
-        found: the state of the source.
-        to: the format; that of `dcp` has no files for them, only the scheduler among its items.
-        world: the number of ranks.
-        device: the type of the ranks' devices.
-        files: to add to.
+    DCP has no such files; its scheduler is an item.
     """
-    states = [found.ranks[rank % len(found.ranks)] for rank in range(world if found.ranks else 0)]
-    if to is ReshardFormat.ACCELERATE:
-        _add_accelerate(found, states, files)
-    folder = "extra_state/" if to is ReshardFormat.LMMS else ""
-    for rank in range(0 if to.is_dcp else world):
-        state = states[rank] if states else None
-        rng = {} if state is None else _own_devices(state.rng, rank, len(found.ranks))
-        others = {} if state is None else dict(state.others)
-        name = f"{folder}extra_state_world_size_{world}_rank_{rank}.pt"
-        is_verl = to is ReshardFormat.VERL
-        files.saved[name] = _verl(found, rng, device) if is_verl else _lmms(found, rng, others)
-    files.notes += [*found.notes, *_lacking(found, to, world, device)]
+    world, own = target.world_size, training.ranks
+    states = [own[rank % len(own)] for rank in range(world if own else 0)]
+    if target.format is ReshardFormat.ACCELERATE:
+        _add_accelerate(training, states, files)
+    is_verl, device = target.format is ReshardFormat.VERL, target.meshes[0].device_type
+    scheduler = training.scheduler
+    for rank in range(0 if target.format.is_dcp else world):
+        state = (states[rank] if states else None) or RankState({}, {})
+        rng = _own_devices(state.rng, rank, len(own))
+        name = f"extra_state_world_size_{world}_rank_{rank}.pt"
+        if is_verl:
+            loaded = {"rng": rng} if _is_loaded_by_verl(rng, device) else {}
+            files.saved[name] = {SCHEDULER: scheduler, **loaded}
+        else:
+            saved = {} if scheduler is None else {"lr_scheduler_state": scheduler}
+            others = {key: value for key, value in state.others.items() if key != SCHEDULER}
+            files.saved[f"extra_state/{name}"] = {**saved, "rng": rng, _TOKENS: 0, **others}
+    files.notes += [*training.notes, *_notes(training, target)]
 
 
 def _own_devices(rng: Mapping[str, Plain], rank: int, world: int) -> dict[str, Plain]:
-    """Return a rank's random state, of its devices only its own, as extra_state files have it."""
+    """Return a rank's random state with only its own device, as in extra_state files."""
     return {
-        name: one if name in _OF_PROCESS else own_device(one, rank % world, world)
-        for name, one in rng.items()
-        if name in _OF_PROCESS or one not in ([], ())
+        name: state if name in _OF_PROCESS else own_device(state, rank % world, world)
+        for name, state in rng.items()
+        if name in _OF_PROCESS or state not in ([], ())
     }
 
 
@@ -151,22 +151,12 @@ def _is_loaded_by_verl(rng: Mapping[str, Plain], device: str) -> bool:
     return all(name in rng for name in _OF_PROCESS) and (device == "cpu" or device in rng)
 
 
-def _verl(found: Training, rng: Mapping[str, Plain], device: str) -> Plain:
-    own = {"rng": dict(rng)} if _is_loaded_by_verl(rng, device) else {}
-    return {SCHEDULER: found.scheduler, **own}
-
-
-def _lmms(found: Training, rng: Mapping[str, Plain], others: dict[str, Plain]) -> Plain:
-    others.pop(SCHEDULER, None)
-    scheduler = {} if found.scheduler is None else {"lr_scheduler_state": found.scheduler}
-    return {**scheduler, "rng": dict(rng), _TOKENS: 0, **others}
-
-
-def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Iterator[str]:
-    """Yield what has no place in the format, and what its trainer would look for in vain."""
-    first = next((one for one in found.ranks if one is not None), RankState({}, {}))
-    kept = {SCHEDULER, "step"} if to is ReshardFormat.ACCELERATE else {SCHEDULER}
-    others = [] if to is ReshardFormat.LMMS else sorted(first.others.keys() - kept)
+def _notes(training: Training, target: ReshardTarget) -> Iterator[str]:
+    """Yield notes about values that the format cannot store, or that its trainer will miss."""
+    to, world, device = target.format, target.world_size, target.meshes[0].device_type
+    first = next(filter(None, training.ranks), RankState({}, {}))
+    stored = {SCHEDULER, "step"} if to is ReshardFormat.ACCELERATE else {SCHEDULER}
+    others = [] if to is ReshardFormat.LMMS else sorted(first.others.keys() - stored)
     if others:
         yield f"{', '.join(others)}: left out, {to.value} has no place for them"
     if first.rng and to is ReshardFormat.DCP:
@@ -174,11 +164,11 @@ def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Ite
     elif first.rng and to is ReshardFormat.VERL and not _is_loaded_by_verl(first.rng, device):
         what = f"verl loads random state only with that of a {device} device, which was not saved"
         yield f"{what}: left out"
-    elif first.rng and len(found.ranks) != world:
-        yield random_note(len(found.ranks), world)
+    elif first.rng and len(training.ranks) != world:
+        yield random_note(len(training.ranks), world)
     if to.is_dcp:
         return
-    lacks = ["scheduler"] if found.scheduler is None else []
+    lacks = ["scheduler"] if training.scheduler is None else []
     lacks += [] if first.rng else ["random state"]
     if lacks:
         yield f"extra_state has no {' and no '.join(lacks)}: none was found that can be read"
@@ -186,11 +176,16 @@ def _lacking(found: Training, to: ReshardFormat, world: int, device: str) -> Ite
         yield "dataloader_state is not written: lmms-engine needs the files of such a run to resume"
 
 
-def _add_accelerate(found: Training, states: Sequence[RankState | None], files: Addition) -> None:
-    if found.scheduler is not None:
-        files.saved["scheduler.bin"] = found.scheduler
-    if found.of_trainer is not None:
-        _add_trainer(found, found.of_trainer, states, files)
+def _add_accelerate(
+    training: Training, states: Sequence[RankState | None], files: Addition
+) -> None:
+    """Add the files of accelerate, and those of the HF Trainer if it wrote the source."""
+    if training.scheduler is not None:
+        files.saved["scheduler.bin"] = training.scheduler
+    if training.trainer_state is not None:
+        files.copied[_TRAINER] = training.trainer_state
+        if training.scheduler is not None:
+            files.saved["scheduler.pt"] = training.scheduler
     devices: set[str] = set()
     for rank, state in enumerate(states):
         if state is None or not state.rng:
@@ -200,23 +195,13 @@ def _add_accelerate(found: Training, states: Sequence[RankState | None], files: 
         }
         own |= {key: state.others[key] for key in ("step",) if key in state.others}
         files.saved[f"random_states_{rank}.pkl"] = own
+        if training.trainer_state is not None:
+            values = {key: state.rng[name] for name, key in _HF.items() if name in state.rng}
+            files.saved[trainer_rng(rank, len(states))] = values
         devices |= state.rng.keys() - set(_OF_PROCESS)
     if devices:
         files.notes.append(
             f"the random state of devices ({', '.join(sorted(devices))}) is left out: accelerate "
-            "stores that of all devices of a node for every rank, and how they are spread is not "
-            "known"
+            "stores that of all devices of a node for every rank, and the ranks of each node are "
+            "unknown"
         )
-
-
-def _add_trainer(
-    found: Training, trainer: Path, states: Sequence[RankState | None], files: Addition
-) -> None:
-    """Add what the HF Trainer looks for in place of accelerate's files: it wrote the source."""
-    files.copied[_TRAINER] = trainer
-    if found.scheduler is not None:
-        files.saved["scheduler.pt"] = found.scheduler
-    for rank, state in enumerate(states):
-        if state is not None and state.rng:
-            own = {one: state.rng[name] for name, one in _HF.items() if name in state.rng}
-            files.saved[trainer_rng(rank, len(states))] = own

@@ -1,9 +1,10 @@
-"""What a reshard writes: laid out before anything is read, and what is added in the end."""
+"""The output of a reshard: laid-out files with tensors, and other files that are added last."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unshard.api.resharding.target import ReshardTarget
 from unshard.containers.file_states import FileStates
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
@@ -16,10 +17,10 @@ class Addition:
     """Files without tensors of the model, by their paths inside the output.
 
     Attributes:
-        copied: copies of other files.
-        data: what they contain.
-        saved: values, to be written as `torch.save` does.
-        notes: what a user should know.
+        copied: files to copy.
+        data: contents of files.
+        saved: values to write in the format of `torch.save`.
+        notes: messages for the user.
     """
 
     copied: dict[str, Path] = field(default_factory=dict)
@@ -33,14 +34,14 @@ class Addition:
         return (*self.copied, *self.data, *self.saved)
 
     def size(self, states: FileStates) -> int:
-        """Return the bytes of the files whose size is known; `states` has those to copy."""
-        copied = sum(states[one].size for one in self.copied.values())
+        """Return the size of `copied`, from their `states`, and of `data`, bytes."""
+        copied = sum(states[path].size for path in self.copied.values())
         return copied + sum(map(len, self.data.values()))
 
     def files(self, scratch: Path) -> Iterator[tuple[str, bytes | Path]]:
         """Yield the path of each, and its bytes or a file to copy; values are written to `scratch`.
 
-        torch writes the name of a file into it, so there it has the name that it will have.
+        Files in `scratch` have their final names, because torch writes the name into the file.
         """
         yield from self.copied.items()
         yield from self.data.items()
@@ -53,20 +54,30 @@ class Addition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writing:
-    """What a reshard writes: the files with tensors, and all others; `ema` is read for it, too."""
+    """A reshard before its first byte is written.
 
+    Attributes:
+        source: the checkpoint, with its optimizer's state.
+        target: the format and the ranks.
+        made: the layout of files with tensors.
+        others: all other files.
+        ema: EMA weights that are resharded, too.
+    """
+
+    source: Checkpoint
+    target: ReshardTarget
     made: Resharded
     others: Addition
     ema: tuple[Checkpoint, ...] = ()
 
 
 def trainer_rng(rank: int, world: int) -> str:
-    """Return where the HF Trainer looks for the random state of a rank."""
+    """Return the file in which the HF Trainer looks for the random state of a rank."""
     return "rng_state.pth" if world == 1 else f"rng_state_{rank}.pth"
 
 
 def random_note(before: int, world: int) -> str:
-    """Return what a user should know of random state on another number of ranks."""
+    """Return the note about random state on another number of ranks."""
     return (
         f"the random state of {counted(before, 'rank')} has no equivalent on {world}: rank R gets "
         f"that of rank R modulo {before}, so random numbers will not be those of the same run on "

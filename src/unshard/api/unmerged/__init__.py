@@ -1,1 +1,1 @@
-"""What uses a checkpoint without merging it: tensors on demand, and models in memory."""
+"""Use a checkpoint without merging it: tensors on demand, models in memory, files, uploads."""

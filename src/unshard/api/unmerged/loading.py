@@ -1,4 +1,4 @@
-"""Load an open checkpoint into a model of torch: under which names, and tensor by tensor."""
+"""Load an open checkpoint into a model of torch: match names, then copy tensor by tensor."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ Recipes = Mapping[str, Recipe]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a model did not get.
+    """The names that were not loaded.
 
     Attributes:
         missing: names in the model that the checkpoint does not have.
         unexpected: names in the checkpoint that the model does not have.
-        on_meta: parameters and buffers that are still on the meta device, without values: buffers
-            that checkpoints do not contain, if the model was made there.
+        on_meta: parameters and buffers that are still on the meta device, without values, such as
+            buffers that checkpoints do not contain.
     """
 
     missing: tuple[str, ...]
@@ -49,12 +49,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opened:
-    """What an open checkpoint consists of.
+    """The parts of an open checkpoint.
 
     Attributes:
-        checkpoint: the checkpoint, nothing in it compressed any more.
-        options: how it was opened.
-        tensors: its tensors by the names that were asked for.
+        checkpoint: the checkpoint, decompressed.
+        options: the options of `open_checkpoint`.
+        tensors: its tensors by the requested names.
         reader: reads them.
     """
 
@@ -65,7 +65,7 @@ class Opened:
 
     @property
     def path(self) -> str:
-        """The directory of the weights, or the one file that is meant."""
+        """The directory of the weights, or the single file."""
         location = self.checkpoint.location
         return str(location.file or location.weights_dir)
 
@@ -77,12 +77,12 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     need_torch()
     targets = model_tensors(model)
     slots = [target.slot for target in targets]
-    tensors, found = _fit_names(model, opened, slots)
-    problems = wrong_shapes(tensors, slots, found)
-    if strict and not found.is_complete:
-        problems.insert(0, _describe_difference(model, opened, found))
-    problems += _compare_tied(tensors, found)
-    pairs = list(zip(targets, found.sources, strict=True))
+    tensors, matches = _fit_names(model, opened, slots)
+    problems = wrong_shapes(tensors, slots, matches)
+    if strict and not matches.is_complete:
+        problems.insert(0, _describe_difference(model, opened, matches))
+    problems += _compare_tied(tensors, matches)
+    pairs = list(zip(targets, matches.sources, strict=True))
     for target, names in pairs:
         try:
             target.check(stored_dtype(tensors[names[0]]) if names else None)
@@ -92,63 +92,63 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     for target, names in pairs:
         if names:
             recipe = tensors[names[0]]
-            place = Target(0, 0, target.slot.shape)  # in no file
-            operation = make_operation(place, recipe, stored_dtype(recipe))
+            nowhere = Target(0, 0, target.slot.shape)  # in memory, not in a file
+            operation = make_operation(nowhere, recipe, stored_dtype(recipe))
             target.fill(StoredTensor(opened.reader, operation))
-    return Loaded(found.missing, found.unexpected, tuple(on_meta(model)))
+    return Loaded(matches.missing, matches.unexpected, tuple(on_meta(model)))
 
 
 def _fit_names(model: "Module", opened: Opened, slots: Sequence[Slot]) -> tuple[Recipes, Matches]:
-    """Return the tensors under the names that fit the model best, and how they do.
+    """Return the tensors under the names that fit the model best, and their matches.
 
-    First as the checkpoint was opened; then with its adapter fused, renamed to the model's names,
-    whichever side has those of training and whichever those of the hub.
+    The names of the open checkpoint come first. If they do not fit, adapters are fused, and names
+    of training or the hub are converted to those of the model.
     """
     config = opened.checkpoint.config
     if config is None or not config.fields:
         config = _config_of(model)
-    tensors: Recipes = {name: one.recipe for name, one in opened.tensors.items()}
-    found = _without_ties(tensors, match_slots(tensors, slots), config)
-    wrong = _problems(tensors, slots, found)
+    tensors: Recipes = {name: tensor.recipe for name, tensor in opened.tensors.items()}
+    matches = _without_ties(tensors, match_slots(tensors, slots), config)
+    wrong = _count_problems(tensors, slots, matches)
     if not wrong:
-        return tensors, found
+        return tensors, matches
     shapes = {name: slot.shape for slot in slots for name in slot.names}
     try:
-        options = opened.options
-        adapted = fuse_adapter(opened.checkpoint, options)
+        adapted = fuse_adapter(opened.checkpoint, opened.options)
         fused = without_trl_wrapper(adapted.value)
         recorded = opened.checkpoint.catalog.recorded
         trained = without_megatron_names(fused, config, recorded).value
-        others = names_of_base(trained, shapes.keys(), config, shapes).value
+        renamed = names_of_base(trained, shapes.keys(), config, shapes).value
     except ConversionError:
-        if not any(found.sources):
+        if not any(matches.sources):
             raise
-        return tensors, found
-    other = _without_ties(others, match_slots(others, slots), config)
-    better = _problems(others, slots, other) < wrong
-    return (others, other) if better else (tensors, found)
+        return tensors, matches
+    others = _without_ties(renamed, match_slots(renamed, slots), config)
+    is_better = _count_problems(renamed, slots, others) < wrong
+    return (renamed, others) if is_better else (tensors, matches)
 
 
-def _problems(tensors: Recipes, slots: Sequence[Slot], found: Matches) -> int:
-    """Return how many names are on one side only, or have another shape on the other."""
-    return len(found.missing) + len(found.unexpected) + len(wrong_shapes(tensors, slots, found))
+def _count_problems(tensors: Recipes, slots: Sequence[Slot], matches: Matches) -> int:
+    """Return the number of names that are missing, unexpected, or of another shape."""
+    wrong = wrong_shapes(tensors, slots, matches)
+    return len(matches.missing) + len(matches.unexpected) + len(wrong)
 
 
-def _without_ties(tensors: Recipes, found: Matches, config: ModelConfig | None) -> Matches:
-    """Excuse unexpected tensors that are tied to tensors that the model has."""
-    if not found.unexpected:
-        return found
-    stored = {name: one.entry for name, one in tensors.items() if is_stored(one)}
-    repeated = find_stored_ties(stored, config).equal
-    taken = {name for names in found.sources for name in names}
-    left = tuple(name for name in found.unexpected if repeated.get(name) not in taken)
-    return Matches(found.sources, found.missing, left)
+def _without_ties(tensors: Recipes, matches: Matches, config: ModelConfig | None) -> Matches:
+    """Remove unexpected tensors that are tied to tensors of the model."""
+    if not matches.unexpected:
+        return matches
+    stored = {name: recipe.entry for name, recipe in tensors.items() if is_stored(recipe)}
+    original = find_stored_ties(stored, config).equal
+    used = {name for names in matches.sources for name in names}
+    unexpected = tuple(name for name in matches.unexpected if original.get(name) not in used)
+    return Matches(matches.sources, matches.missing, unexpected)
 
 
-def _compare_tied(tensors: Recipes, found: Matches) -> list[ConversionError]:
-    """Return an error for each tensor that the model ties to another one of other values."""
+def _compare_tied(tensors: Recipes, matches: Matches) -> list[ConversionError]:
+    """Return an error for each pair of tensors that the model ties, but whose values differ."""
     problems = []
-    tied = [(names[0], name) for names in found.sources for name in names[1:]]
+    tied = [(names[0], name) for names in matches.sources for name in names[1:]]
     with OpenFiles(os.O_RDONLY, limit=16) as files:
         for first, name in tied:
             one, other = tensors[first], tensors[name]
@@ -165,22 +165,22 @@ def _compare_tied(tensors: Recipes, found: Matches) -> list[ConversionError]:
     return problems
 
 
-def _describe_difference(model: "Module", opened: Opened, found: Matches) -> ConversionError:
+def _describe_difference(model: "Module", opened: Opened, matches: Matches) -> ConversionError:
     differing = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
-        for what, names in (("missing", found.missing), ("unexpected", found.unexpected))
+        for what, names in (("missing", matches.missing), ("unexpected", matches.unexpected))
         if names
     ]
     return ConversionError(
         f"{opened.path}: its names are not those of the model",
         expected=f"the parameters and buffers of {type(model).__name__}",
         found="; ".join(differing),
-        hint="is it the model's config? strict=False loads what fits and reports the rest",
+        hint="check the model's config; strict=False loads matching tensors and reports the rest",
     )
 
 
 def _config_of(model: "Module") -> ModelConfig | None:
-    """Return the config that a model of transformers carries."""
+    """Return the config of a model of transformers."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     fields = to_dict() if callable(to_dict) else None
     return ModelConfig(fields) if isinstance(fields, dict) else None

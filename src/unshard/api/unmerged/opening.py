@@ -1,4 +1,4 @@
-"""Checkpoints as one state dict, without a merge: opened, read on demand, loaded into torch."""
+"""Open a checkpoint as one state dict without a merge; read tensors on demand, load into torch."""
 
 import json
 import weakref
@@ -46,10 +46,10 @@ _READERS = 4  # threads that read a whole checkpoint
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LazyTensor(Generic[_Array_co]):
-    """A tensor of an open checkpoint, of which nothing is read before it is indexed.
+    """A tensor of an open checkpoint that is only read when it is indexed.
 
-    Indexing returns a new array: dtype as stored, values and shape as numpy's basic indexing of the
-    whole tensor gives them; without dimensions, an array of shape ().
+    Indexing returns a new array with the stored dtype, and the values and shape of numpy's basic
+    indexing; without dimensions, an array of shape ().
     """
 
     _tensor: Converted
@@ -65,18 +65,18 @@ class LazyTensor(Generic[_Array_co]):
         return shape_of(self._tensor.recipe)
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors' slices do."""
+        """Return the shape, like the slices of safetensors."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype as safetensors spells it: "BF16"; where it has none, as torch does."""
+        """Return the dtype code of safetensors ("BF16"), or torch's name if it has no code."""
         return self._tensor.dtype.code or self._tensor.dtype.name
 
     def __getitem__(self, index: Index) -> _Array_co:
         """Read a part: integers, slices with any step, `...`, `None`, and tuples of these.
 
         Raises:
-            IndexError: as numpy raises it; or for any other kind of index.
+            IndexError: as in numpy; or for any other kind of index.
             CorruptError: a file is gone, has changed, or ends early.
             UsageError: the checkpoint was closed.
         """
@@ -84,12 +84,12 @@ class LazyTensor(Generic[_Array_co]):
 
     @cached_property
     def _operation(self) -> Tiled:
-        target = Target(0, 0, self.shape)  # a place in no file
-        return make_operation(target, self._tensor.recipe, self._tensor.dtype)
+        nowhere = Target(0, 0, self.shape)  # in memory, not in a file
+        return make_operation(nowhere, self._tensor.recipe, self._tensor.dtype)
 
 
 class TensorNames(KeysView[str]):
-    """The names of a checkpoint's tensors: a set, as of a dict, that can be indexed like a list."""
+    """The names of a checkpoint's tensors: the keys of a dict, which can be indexed like a list."""
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -98,7 +98,7 @@ class TensorNames(KeysView[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
 
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        """Return names by their place in the state dict."""
+        """Return names by their position in the state dict."""
         return list(self)[index]
 
     def __repr__(self) -> str:
@@ -107,17 +107,17 @@ class TensorNames(KeysView[str]):
 
 
 class OpenCheckpoint(Mapping[str, _Array_co]):
-    """A checkpoint as one state dict, of which tensors or parts are read when they are asked for.
+    """A checkpoint as one state dict that reads tensors, or parts of tensors, on demand.
 
     `unshard.open_checkpoint` returns it. It is a context manager, and a mapping of names to whole
-    tensors, each read again whenever it is looked up: `values()` and `items()` have one tensor in
+    tensors; every lookup reads the tensor again, so `values()` and `items()` keep one tensor in
     memory at a time. It is equal only to itself. Several threads may read from it; another process
     must open its own.
 
     Args:
-        opened: what it consists of.
-        make: makes an array of the framework's from bits.
-        stack: what to close.
+        opened: its parts.
+        make: makes an array of the framework from bits.
+        stack: resources to close.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return one line: where, what format, how many tensors."""
-        known = self.metadata()
-        step = f", step {known['step']}" if "step" in known else ""
+        """Return one line: path, number of tensors, format, step."""
+        facts = self.metadata()
+        step = f", step {facts['step']}" if "step" in facts else ""
         state = "" if self._close.alive else ", closed"
         count = counted(len(self), "tensor")
-        return f"<OpenCheckpoint {known['path']!r}: {count}, {known['format']}{step}{state}>"
+        return f"<OpenCheckpoint {facts['path']!r}: {count}, {facts['format']}{step}{state}>"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -170,11 +170,11 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
         return name in self._tensors
 
     def get_tensor(self, name: str) -> _Array_co:
-        """Read a whole tensor. Errors are those of `get_slice`, and of indexing what it returns."""
+        """Read a whole tensor. It raises the errors of `get_slice` and of indexing its result."""
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> LazyTensor[_Array_co]:
-        """Return a tensor of which nothing is read before it is indexed.
+        """Return a tensor that is only read when it is indexed.
 
         Raises:
             NoSuchTensorError: no tensor has this name; also a `KeyError`.
@@ -183,7 +183,7 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
             name = str(name)
 
             def shared(other: str) -> int:
-                """Count the characters with which both begin, and those with which both end."""
+                """Return the length of the common prefix plus that of the common suffix."""
                 begins: int = sum(takewhile(bool, map(eq, name, other)))
                 ends: int = sum(takewhile(bool, map(eq, name[::-1], other[::-1])))
                 return begins + ends
@@ -193,19 +193,19 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
                 f"{self._opened.path}: has no tensor {name}",
                 hint=f"the nearest names are {', '.join(nearest)}",
             )
-        return LazyTensor(self._tensors[name], self._read)  # which keeps this open
+        return LazyTensor(self._tensors[name], self._read)  # its reference keeps this open
 
     def metadata(self) -> dict[str, str]:
-        """Return what is known about the checkpoint, as strings; unknown values are left out.
+        """Return facts about the checkpoint as strings; unknown values are left out.
 
         The keys are path, format, writer, step, world_size, role ("actor" or "critic"), weights
-        ("model" or "ema"), and config, the path of the config.json that belongs to it. Of the
-        part "optimizer" there is optimizer, too: steps and parameter groups as JSON.
+        ("model" or "ema"), and config, the path of its config.json. The part "optimizer" also has
+        the key optimizer: steps and parameter groups as JSON.
         """
         checkpoint = self._opened.checkpoint
         catalog, location = checkpoint.catalog, checkpoint.location
         state = checkpoint.optimizer
-        known = {
+        facts = {
             "path": self._opened.path,
             "format": catalog.format,
             "writer": catalog.writer,
@@ -216,15 +216,15 @@ class OpenCheckpoint(Mapping[str, _Array_co]):
             "config": checkpoint.companions.config,
             "optimizer": None if state is None else json.dumps(optimizer_fields(state)),
         }
-        return {key: str(value) for key, value in known.items() if value is not None}
+        return {key: str(value) for key, value in facts.items() if value is not None}
 
     def load_into(self, model: "Module", *, strict: bool = True) -> Loaded:
         """Copy the tensors into a model's parameters and buffers, tile by tile.
 
-        Values are cast to the model's dtypes, as by torch, but fractions not to integers;
-        parameters on the meta device become those of the checkpoint. Names may be those of training
-        or of the hub, experts in one tensor or one by one: the model decides. Tied weights stay
-        tied, and one name is enough. Of a sharded model (DTensors) every rank reads its own part.
+        Values are cast to the model's dtypes as by torch, except fractions to integers; parameters
+        on the meta device get the checkpoint's dtype. Names and expert layout of training and of
+        the hub are converted to those of the model. Tied weights stay tied, and need only one name.
+        Every rank of a sharded model (DTensors) reads its own part.
 
         Args:
             model: any module of torch.
@@ -269,23 +269,23 @@ def open_checkpoint(
     part: _Part = "model",
     **options: Unpack[OpenKeywords],
 ) -> "OpenCheckpoint[Elements | Tensor]":
-    """Open a checkpoint as one state dict; tensors are read when they are asked for.
+    """Open a checkpoint as one state dict that reads tensors on demand.
 
     Nothing is merged or copied, except that the items of a compressed checkpoint are decompressed
     into a temporary directory until it is closed. Memory is the size of the requested tensors plus
-    a few MB. The dtypes are those stored. Notes about the checkpoint (a step that was passed over)
-    are `UnshardWarning`s.
+    a few MB. Tensors have their stored dtypes. Notes about the checkpoint (a step that was passed
+    over) are `UnshardWarning`s.
 
     Args:
-        path: at any level of the checkpoint's tree; any format that `merge` reads.
+        path: any level of the checkpoint's tree; any format that `merge` reads.
         framework: "np" for arrays of numpy, with bfloat16 and float8 of ml_dtypes; or "pt" for
             tensors of torch (extra `torch`).
-        part: "model", or "optimizer" for the state of the optimizer that was saved with it: its
-            tensors as torch's flattened optimizer state dict calls them
-            (`state.lm_head.weight.exp_avg`); everything else is in `metadata()["optimizer"]`.
+        part: "model", or "optimizer" for the state of its optimizer: tensors under the names of
+            torch's flattened optimizer state dict (`state.lm_head.weight.exp_avg`), all other
+            values in `metadata()["optimizer"]`.
         options: as for `merge`, but the default of `names` is "training": the state dict as it was
-            saved, with separate adapters, and tied weights under both names. "hub" gives what
-            `merge` writes: names of the hub, experts one by one, adapters fused.
+            saved, with separate adapters, and tied weights under both names. "hub" gives the output
+            of `merge`: names of the hub, experts one by one, adapters fused.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -299,15 +299,15 @@ def open_checkpoint(
     chosen = MergeOptions(**options, optimizer=part == "optimizer")
     with ExitStack() as stack:
         checkpoint = read_unmerged(path, chosen, stack)
-        found = _tensors(checkpoint, chosen)
+        tensors = {tensor.name: tensor for tensor in _tensors(checkpoint, chosen)}
         reader = TensorReader(checkpoint.location.weights_dir, empty, checkpoint.states)
         stack.callback(reader.close)
-        opened = Opened(checkpoint, chosen, {one.name: one for one in found}, reader)
+        opened = Opened(checkpoint, chosen, tensors, reader)
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 
 def _tensors(checkpoint: Checkpoint, options: MergeOptions) -> Sequence[Converted]:
-    """Return the tensors of the model, or of the optimizer's state, under the names asked for."""
+    """Return the tensors of the model, or of the optimizer's state, under the requested names."""
     model = as_stored(checkpoint.catalog)
     if options.names != "training":
         model = [*convert_one(checkpoint, options).tensors]
@@ -319,10 +319,7 @@ def _tensors(checkpoint: Checkpoint, options: MergeOptions) -> Sequence[Converte
 
 
 def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> Checkpoint:
-    """Read a checkpoint and warn of its notes.
-
-    Nothing in it is compressed any more: what was decompressed is removed by the stack.
-    """
+    """Read a checkpoint and warn of its notes; the stack removes decompressed files."""
     stored = read_checkpoint(given_path(path, "the checkpoint"), options)
     if options.optimizer:
         stored = with_optimizer(stored, options)
@@ -359,7 +356,7 @@ def load_into(
     """Load a checkpoint into a model of torch, tile by tile, without a merge.
 
     Args:
-        model: any module of torch; its names determine how tensors are converted.
+        model: any module of torch; tensors are converted to its names.
         path: as for `open_checkpoint`.
         strict: raise if names are missing or unexpected; otherwise return them.
         options: as for `open_checkpoint`.
@@ -375,7 +372,7 @@ def load_into(
 def _choose_framework(
     framework: str,
 ) -> "tuple[Callable[[Elements, DType], Elements | Tensor], Empty]":
-    """Return what makes an array of this framework from bits, and what makes memory for them."""
+    """Return a function that makes an array of this framework from bits, and an allocator."""
     if framework == "np":
         return lambda bits, dtype: bits.view(numpy_dtype(dtype)), np.empty
     if framework == "pt":

@@ -1,4 +1,4 @@
-"""A checkpoint as a model of transformers, loaded by transformers from the shards."""
+"""Load a checkpoint into a model of transformers from the shards, by transformers' own loader."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -59,28 +59,28 @@ def from_pretrained(
 ) -> "PreTrainedModel":
     """Load a checkpoint into a model of transformers (extra `torch`, transformers 5), unmerged.
 
-    transformers' own `from_pretrained` builds the model, and reads each tensor from the shards when
-    it needs it: the same model, bit for bit, that it loads from the directory that `merge` writes.
-    No tensor is written to disk, except that the items of a compressed checkpoint are decompressed
-    into a temporary directory. Memory is the model plus a few buffers.
+    transformers' own `from_pretrained` builds the model, and reads each tensor from the shards on
+    demand. The model is the same, bit for bit, as from the output of `merge`. No tensor is written
+    to disk, except that the items of a compressed checkpoint are decompressed into a temporary
+    directory. Memory is the model plus a few buffers.
 
-    A config of diffusers makes the class of diffusers that it names; `dtype` alone applies then.
+    For a config of diffusers, the model is of the diffusers class in the config, and `dtype` is the
+    only other keyword.
 
     Config and generation config are those of the checkpoint, or of `base`. As after a merge, the
-    model has the dtype of the weights unless `dtype` is given. Code that a config names is run only
+    model has the dtype of the weights unless `dtype` is given. Remote code in a config runs only
     with `trust_remote_code=True`. Notes (adapters that were fused) are `UnshardWarning`s.
 
     Args:
-        checkpoint: at any level of its tree; any format that `merge` reads. RUN@last=5 is the
-            average of the last 5 steps of a run, as for `merge`.
+        checkpoint: any level of its tree; any format that `merge` reads. RUN@last=5 is the average
+            of the last 5 steps of a run, as for `merge`.
         auto_class: a class of transformers with `from_pretrained`: a model class or an Auto class.
-            The default is the class that the config names (`architectures`), or else
-            `AutoModelForCausalLM`.
+            Default: the class in the config (`architectures`), or else `AutoModelForCausalLM`.
         kwargs: options for reading, as for `merge`: weights, role, step, also, ep_size,
             assume_dim0, allow_globals, base, lora_alpha, config, allow_missing, allow_unexpected.
-            `config` may also be a config object of transformers, which the model is then built
-            from as it is. All other keywords (device_map, dtype, quantization_config,
-            attn_implementation, …) are those of transformers' `from_pretrained`.
+            `config` may also be a config object of transformers, which is used unchanged. All
+            other keywords (device_map, dtype, quantization_config, attn_implementation, …) are
+            those of transformers' `from_pretrained`.
 
     Returns:
         The model, in evaluation mode.
@@ -91,7 +91,7 @@ def from_pretrained(
             other shapes than those of the model.
         UsageError: an option is not valid, there is no config, the class does not fit it, or torch
             or transformers 5 is not installed.
-        Exception: what transformers raises for its own keywords.
+        Exception: any error of transformers about its own keywords.
     """
     for name in kwargs:
         if name in _REFUSED:
@@ -99,22 +99,24 @@ def from_pretrained(
     with ExitStack() as stack:
         need_lazy_loading()
         ours = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
-        given = config_object(ours.get("config"))
-        if given is not None:
-            ours["config"] = _saved(given, stack)
+        own_config = config_object(ours.get("config"))
+        if own_config is not None:
+            folder = _temporary(stack)
+            own_config.save_pretrained(folder)
+            ours["config"] = folder / "config.json"
         options = MergeOptions(**cast("MergeKeywords", ours))
         sources = _with_local_config(_read_sources(checkpoint, options, stack), stack)
         source = sources.last
-        made = convert(sources, options, all_shapes=False)  # transformers compares them
-        if made.config is not None and made.config.library.name == "diffusers":
-            return _load_diffusers(sources, made, kwargs, options)
-        config = _choose_config(source, made, given, kwargs)
+        output = convert(sources, options, all_shapes=False)  # transformers compares shapes
+        if output.config is not None and output.config.library.name == "diffusers":
+            return _load_diffusers(sources, output, kwargs, options)
+        config = _choose_config(source, output, own_config, kwargs)
         loader, built, rest = choose_loader(auto_class, config, kwargs)
-        with _reading(sources, made.tensors) as tensors:
-            model, found = load_pretrained(loader, tensors, built, rest)
-        refuse_differences(model, found, **options.allowed)
-        files = source.companions.files
-        generation = files.get(GENERATION_NAME, source.companions.config if given is None else None)
+        with _reading(sources, output.tensors) as tensors:
+            model, differences = load_pretrained(loader, tensors, built, rest)
+        refuse_differences(model, differences, **options.allowed)
+        default = source.companions.config if own_config is None else None
+        generation = source.companions.files.get(GENERATION_NAME, default)
         if kwargs.get("generation_config") is None and generation is not None:
             set_generation(model, generation)
     place = source.location.place if len(sources.checkpoints) == 1 else checkpoint
@@ -123,28 +125,25 @@ def from_pretrained(
 
 
 def _load_diffusers(
-    sources: Sources, made: Conversion, kwargs: dict[str, object], options: MergeOptions
+    sources: Sources, output: Conversion, kwargs: dict[str, object], options: MergeOptions
 ) -> "PreTrainedModel":
     """Load a model of diffusers; see `engines.libraries`."""
     from unshard.engines.libraries import load_diffusers
 
     with hearing(None) as heard:
-        warn(heard, made.notes)
-    config = cast("ModelConfig", made.config)
-    with _reading(sources, made.tensors) as tensors:
-        # What it returns has no class in common with those of transformers but torch's.
+        warn(heard, output.notes)
+    config = cast("ModelConfig", output.config)
+    with _reading(sources, output.tensors) as tensors:
+        # Models of diffusers and of transformers have only torch's base class in common.
         return cast("PreTrainedModel", load_diffusers(config, tensors, kwargs, options.allowed))
 
 
-def _saved(config: "PreTrainedConfig", stack: ExitStack) -> Path:
-    """Return a file with a config, for as long as the stack is open."""
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
-    config.save_pretrained(folder)
-    return folder / "config.json"
+def _temporary(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
 
 
 def _read_sources(path: str | Path, options: MergeOptions, stack: ExitStack) -> Sources:
-    """Read a checkpoint, or an average, warn of its notes, and decompress it until the end."""
+    """Read a checkpoint or an average, warn of its notes, and decompress it."""
     sources = open_given(path, replace(options, extra_state=False), ignore)
     with hearing(None) as heard:
         warn(heard, sources.notes)
@@ -154,12 +153,12 @@ def _read_sources(path: str | Path, options: MergeOptions, stack: ExitStack) -> 
 
 
 def _with_local_config(sources: Sources, stack: ExitStack) -> Sources:
-    """Return the sources with companions on disk: transformers reads them by itself."""
+    """Return the sources with companions on disk, from which transformers reads them."""
     *others, source = sources.checkpoints
     file, files = source.companions.config_file, source.companions.files
     if file is None or (file.made is None and not isinstance(file.path, RemotePath)):
         return sources
-    folder = Path(stack.enter_context(TemporaryDirectory(prefix="_unshard-")))
+    folder = _temporary(stack)
     config = file.path if file.made is None else json.dumps(dict(file.made.fields)).encode()
     write_files({**files, "config.json": config}, folder)
     local = Companions(ConfigFile(folder / "config.json"), {name: folder / name for name in files})
@@ -168,47 +167,48 @@ def _with_local_config(sources: Sources, stack: ExitStack) -> Sources:
 
 def _choose_config(
     source: Checkpoint,
-    made: Conversion,
-    given: "PreTrainedConfig | None",
+    output: Conversion,
+    own: "PreTrainedConfig | None",
     kwargs: dict[str, object],
 ) -> "ModelConfig | PreTrainedConfig":
-    """Return the config to build the model from, which is true of its weights; warn of notes.
+    """Return the config from which the model is built; warn of notes.
 
-    An object that the caller gave is used as it is. If neither names a dtype, that of the weights
-    is added to the keywords.
+    The caller's `own` config is used unchanged. If neither it nor the keywords have a dtype, that
+    of the weights is added to the keywords.
     """
-    if made.config is None:
+    if output.config is None:
         raise no_config(source, UsageError)
-    written, notes = main_dtype(made.tensors), list(made.notes)
-    asks_dtype = not kwargs.keys().isdisjoint(("dtype", "torch_dtype"))
-    if given is None and not asks_dtype and (note := kept_dtype(made.config, written)) is not None:
+    written, notes = main_dtype(output.tensors), list(output.notes)
+    has_dtype = not kwargs.keys().isdisjoint(("dtype", "torch_dtype"))
+    if own is None and not has_dtype and (note := kept_dtype(output.config, written)) is not None:
         notes.append(f"{note}; to cast them, give dtype")
     with hearing(None) as heard:
         for note in notes:
             heard(Warned(note))
-    if given is None:
-        return made.config.as_written(written)
-    if not asks_dtype and given.dtype is None:
-        kwargs["dtype"] = written  # transformers would look for it in the tensors
-    return given
+    if own is None:
+        return output.config.as_written(written)
+    if not has_dtype and own.dtype is None:
+        kwargs["dtype"] = written  # otherwise transformers would inspect the tensors
+    return own
 
 
 @contextmanager
 def _reading(
     sources: Sources, tensors: Sequence[Converted]
 ) -> Iterator[dict[str, LazyTensor[Unread]]]:
-    """Yield tensors by name, of which nothing is read before transformers moves a part of them.
+    """Yield tensors by name, which are only read when transformers moves a part of them.
 
-    What reading raises is raised at the end: transformers makes a problem of conversion of it.
+    Errors of reads are raised at the end, because transformers would report them as conversion
+    errors.
     """
     reader = TensorReader(sources.last.location.weights_dir, torch_memory, sources.states)
     failures: list[UnshardError] = []
 
-    def take(operation: Tiled, selection: Selection) -> Unread:
+    def unread(operation: Tiled, selection: Selection) -> Unread:
         return Unread(StoredTensor(reader, operation), selection, failures)
 
     try:
-        yield {one.name: LazyTensor(one, take) for one in tensors}
+        yield {tensor.name: LazyTensor(tensor, unread) for tensor in tensors}
     finally:
         reader.close()
         if failures:

@@ -1,4 +1,4 @@
-"""`virtual`: the files that a merge would write, as file objects; nothing is written."""
+"""`virtual`: open the output files of a merge as file objects, without writing them."""
 
 import weakref
 from collections.abc import Iterator, Mapping
@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import Self, Unpack
 
 from unshard.api.converting import convert
-from unshard.api.making import (
-    Prepared,
-    decompressed,
-    make_record,
-    plan_output,
-    small_files,
-)
+from unshard.api.making import Prepared, decompressed, make_record, plan_output, small_files
 from unshard.api.merging import open_given
-from unshard.api.options import MergeOptions, accepting, given_path
+from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import refuse_unloadable
-from unshard.containers.file_states import FileStates
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
 from unshard.keywords import VirtualKeywords
@@ -30,17 +23,17 @@ from unshard.write.stage import named_overflows, scratch_directory
 
 
 class VirtualFiles(Mapping[str, PlannedFile]):
-    """The files that a merge would write, by their names; nothing is written.
+    """The output files of a merge, by their names, without writing them.
 
-    `unshard.virtual` returns it. It is a context manager, and a mapping of names to files, of which
-    each look-up opens one more. It is equal only to itself. Several threads may read, from one
+    `unshard.virtual` returns it. It is a context manager, and a mapping of names to files; every
+    lookup opens a new file object. It is equal only to itself. Several threads may read, from one
     file or from several.
 
     Args:
         prepared: the merge.
-        contents: what each file consists of.
-        reader: reads it.
-        stack: what to close.
+        contents: the contents of each file.
+        reader: reads them.
+        stack: resources to close.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
     @property
     def sizes(self) -> dict[str, int]:
         """The size of every file, bytes, by name."""
-        return {name: one.size for name, one in self._contents.items()}
+        return {name: contents.size for name, contents in self._contents.items()}
 
     def open(self, name: str) -> PlannedFile:
         """Open a file for reading, at its first byte.
@@ -83,19 +76,18 @@ class VirtualFiles(Mapping[str, PlannedFile]):
             hint = f"there are {', '.join(self)}"
             raise NoSuchFileError(f"{self._path}: its merge has no file {name}", hint=hint)
 
-        def read(at: int, out: memoryview) -> None:  # keeps this open
+        def read(at: int, out: memoryview) -> None:  # its reference to self keeps this open
             self._reader.read(contents, at, out)
 
         return PlannedFile(name, contents.size, read)
 
     def check_sources(self) -> None:
-        """Check that the files of the checkpoint are those that were opened.
+        """Check that the files of the checkpoint have not changed.
 
-        Call it after reading, and before `close`: what was read is then of one state of the
-        checkpoint.
+        Call it after reading, and before `close`: it shows that all reads saw the same checkpoint.
 
         Raises:
-            CorruptError: one is gone, was replaced, or was written to.
+            CorruptError: a file is gone, was replaced, or was written to.
             UsageError: the files were closed.
         """
         self._reader.check()
@@ -103,11 +95,11 @@ class VirtualFiles(Mapping[str, PlannedFile]):
 
     @property
     def overflows(self) -> dict[str, int]:
-        """How many finite values of each tensor became infinite, in float16 or in a sum."""
+        """Number of finite values of each tensor that became infinite, in float16 or in a sum."""
         return named_overflows(self._reader.overflows, self._plan)
 
     def __getitem__(self, name: str) -> PlannedFile:
-        """Open a file, as `open` does."""
+        """Open a file like `open`."""
         return self.open(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -126,7 +118,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return one line: of what, how many files, how many bytes."""
+        """Return one line: path, number of files, bytes."""
         state = "" if self._close.alive else ", closed"
         size = human_size(sum(self.sizes.values()))
         return f"<VirtualFiles of {str(self._path)!r}: {counted(len(self), 'file')}, {size}{state}>"
@@ -139,34 +131,31 @@ def virtual(
     listener: Listener | None = None,
     **options: Unpack[VirtualKeywords],
 ) -> VirtualFiles:
-    """Open the files that `merge` would write, byte for byte the same, without writing them.
+    """Open the output files of `merge`, byte for byte the same, without writing them.
 
-    Each is a binary file object, read-only and seekable. Weights are copied straight from the
-    files of the checkpoint, or cast, gathered and fused in pieces when they are read; the pieces
-    made last (32 MiB) are kept. Nothing is written, except that compressed items are decompressed,
-    and training state is written, into a temporary directory until the files are closed.
+    Each is a binary file object, read-only and seekable. Reads copy weights straight from the files
+    of the checkpoint, or cast, gather and fuse them in pieces; the last pieces (32 MiB) are cached.
+    Nothing is written, except that compressed items and training state are written into a temporary
+    directory until the files are closed.
 
     Args:
         checkpoint: as for `merge`.
         listener: as for `merge`.
-        options: as for `merge`; those about writing an output do not apply.
+        options: as for `merge`, without options about writing an output.
 
     Raises:
         UnshardError: as `merge` raises it before it writes.
     """
     with hearing(listener) as heard, ExitStack() as stack:
         chosen = MergeOptions(**options)
-        prepared = plan_files(given_path(checkpoint, "the checkpoint"), chosen, heard, stack)
+        prepared = plan_files(checkpoint, chosen, heard, stack)
         return open_files(prepared, chosen, stack)
 
 
 def plan_files(
-    checkpoint: Path, options: MergeOptions, listener: Listener, stack: ExitStack
+    checkpoint: str | Path, options: MergeOptions, listener: Listener, stack: ExitStack
 ) -> Prepared:
-    """Return everything about a merge before its first byte; the stack removes what is temporary.
-
-    Its notes are given to the listener.
-    """
+    """Plan a merge, and report its notes; the stack removes temporary files."""
     sources = open_given(checkpoint, options, listener)
     refuse_unloadable(sources, options)
     prepared = plan_output(sources, convert(sources, options), options)
@@ -175,31 +164,20 @@ def plan_files(
 
 
 def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
-    """Return the files of a merge, weights first; closing them closes what the stack has."""
-    files = _contents_of_output(prepared, options.recorded, stack)
-    reader = PieceReader(prepared.checkpoint.location.weights_dir, prepared.sources.states)
-    stack.callback(reader.close)
-    return VirtualFiles(prepared, files, reader, stack.pop_all())
+    """Return the files of a merge: weights first, the record last.
 
-
-def _contents_of_output(
-    prepared: Prepared, recorded: Mapping[str, object], stack: ExitStack
-) -> dict[str, Contents]:
-    """Return what the files of a merge consist of, weights first and the record last.
-
-    The stack removes what is temporary.
+    The stack removes temporary files; closing the result closes the stack.
     """
     files, states = dict(contents_of(prepared.plan)), prepared.sources.states
-    weights = set(files)
-    for name, source in small_files(prepared, lambda: scratch_directory(stack)).items():
-        files[name] = _as_contents(source, states)
-    listed = {name: files[name].size for name in sorted(files.keys() - weights)}
-    record = make_record(prepared, recorded)
-    files[RECORD_NAME] = Contents.of_bytes(add_companions(record, listed))
-    return files
-
-
-def _as_contents(source: bytes | Path, states: FileStates) -> Contents:
-    if isinstance(source, bytes):
-        return Contents.of_bytes(source)
-    return Contents.of_file(source, states[source].size)
+    companions = small_files(prepared, lambda: scratch_directory(stack))
+    for name, source in companions.items():
+        if isinstance(source, bytes):
+            files[name] = Contents.of_bytes(source)
+        else:
+            files[name] = Contents.of_file(source, states[source].size)
+    sizes = {name: files[name].size for name in sorted(companions)}
+    record = add_companions(make_record(prepared, options.recorded), sizes)
+    files[RECORD_NAME] = Contents.of_bytes(record)
+    reader = PieceReader(prepared.checkpoint.location.weights_dir, states)
+    stack.callback(reader.close)
+    return VirtualFiles(prepared, files, reader, stack.pop_all())
