@@ -39,7 +39,7 @@ _NEVER = 2**31 - 1
 _MODULES = (
     *("unshard.cli.main", "unshard.api.merging", "unshard.api.averaging"),
     *("unshard.api.resharding", "unshard.api.verifying", "unshard.engines.threads"),
-    *("unshard.api.unmerged.pushing", "huggingface_hub.hf_api"),
+    *("unshard.api.unmerged.virtual", "huggingface_hub.hf_api"),
 )
 
 

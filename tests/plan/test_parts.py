@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unshard.plan import parts
+from unshard.plan import pieces
 from unshard.plan.operations import COPY_ROW
-from unshard.plan.parts import UploadPart, parts_of
-from unshard.plan.pieces import Contents, StoredRun
+from unshard.plan.pieces import Contents, StoredRun, UploadPart, parts_of
 
 LEAST, LONGEST = 50, 200
 THERE, HERE = Path("there"), Path("here")
@@ -31,7 +30,7 @@ def contents_of(header: bytes, runs: Lengths) -> Contents:
 
 def made(contents: Contents, made_bytes: int) -> list[UploadPart]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_LONGEST", LONGEST)
+        patch.setattr(pieces, "_LONGEST", LONGEST)
         return list(parts_of(contents, least=LEAST, made_bytes=made_bytes, can_copy=THERE.__eq__))
 
 

@@ -23,8 +23,8 @@ from unshard.errors import UsageError as UsageError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from unshard.api.averaging import average as average
-    from unshard.api.comparing.applying import apply_delta as apply_delta
-    from unshard.api.comparing.archiving import archive as archive
+    from unshard.api.comparing.archives import apply_delta as apply_delta
+    from unshard.api.comparing.archives import archive as archive
     from unshard.api.comparing.checksums import checksums as checksums
     from unshard.api.comparing.deltas import delta as delta
     from unshard.api.comparing.diffing import diff as diff
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from unshard.api.unmerged.opening import load_state_dict as load_state_dict
     from unshard.api.unmerged.opening import open_checkpoint as open_checkpoint
     from unshard.api.unmerged.pretrained import from_pretrained as from_pretrained
-    from unshard.api.unmerged.pushing import push as push
     from unshard.api.unmerged.virtual import VirtualFiles as VirtualFiles
+    from unshard.api.unmerged.virtual import push as push
     from unshard.api.unmerged.virtual import virtual as virtual
     from unshard.api.verifying import verify as verify
     from unshard.write.report import Report as Report
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "average": "api.averaging",
-    "apply_delta": "api.comparing.applying",
-    "archive": "api.comparing.archiving",
+    "apply_delta": "api.comparing.archives",
+    "archive": "api.comparing.archives",
     "checksums": "api.comparing.checksums",
     "delta": "api.comparing.deltas",
     "diff": "api.comparing.diffing",
@@ -72,7 +72,7 @@ _PLACES = {
     "load_state_dict": "api.unmerged.opening",
     "open_checkpoint": "api.unmerged.opening",
     "from_pretrained": "api.unmerged.pretrained",
-    "push": "api.unmerged.pushing",
+    "push": "api.unmerged.virtual",
     "VirtualFiles": "api.unmerged.virtual",
     "virtual": "api.unmerged.virtual",
     "verify": "api.verifying",

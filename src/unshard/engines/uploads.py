@@ -19,8 +19,7 @@ from unshard.engines.files import PieceReader
 from unshard.engines.threads import Resources
 from unshard.errors import StoreError
 from unshard.plan.operations import Plan
-from unshard.plan.parts import UploadPart, parts_of
-from unshard.plan.pieces import Contents, blocks_of, contents_of
+from unshard.plan.pieces import Contents, UploadPart, blocks_of, contents_of, parts_of
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
 from unshard.stores.at_once import AT_ONCE

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from unshard.api.following.commands import run_command
 from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.api.following.followed import FollowState, PendingStep, StepRecord, time_saved
-from unshard.api.following.options import Following, check_options
+from unshard.api.following.options import Following, check_options, run_command
 from unshard.api.making import Prepared
 from unshard.api.merging import StepResult, merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path

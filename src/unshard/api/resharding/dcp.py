@@ -27,7 +27,7 @@ from unshard.containers.torch_files.dcp_metadata import ItemPath, SavedObject
 from unshard.containers.torch_files.dtensors import Version
 from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import NotMergeableError
-from unshard.plan.dcp_resharding import DcpDirectory, SavedEntry
+from unshard.plan.resharding import DcpDirectory, SavedEntry
 from unshard.read.dcp.item_table import Item
 from unshard.read.dcp.items import inflate, inflated_bytes
 from unshard.read.dcp.metadata import read_metadata

@@ -1,4 +1,4 @@
-"""`reshard`: write a checkpoint for another number of ranks."""
+"""`reshard`: write a checkpoint for another number of ranks, and verify it."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Unpack
 
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.resharding.beside import add_beside, carried_with_dcp, carried_with_ranks, open_ema
-from unshard.api.resharding.checking import verify_reshard
 from unshard.api.resharding.dcp import saved_again, saved_anew
 from unshard.api.resharding.placing import placed, placed_again, unplaced
 from unshard.api.resharding.ranks import SourceFiles, files_for, files_of_ranks, is_fsdp1
@@ -18,13 +17,12 @@ from unshard.api.resharding.training import Training, made_anew, read_training
 from unshard.api.resharding.writing import Writing
 from unshard.api.sources import Sources, inflated
 from unshard.containers.file_states import noting
-from unshard.engines.crew import engine_for
+from unshard.engines.crew import Crew, engine_for
 from unshard.errors import NotMergeableError, OutputError, UsageError
 from unshard.keywords import ReshardKeywords
-from unshard.plan.dcp_resharding import lay_out_directories
 from unshard.plan.identity import digest_of
 from unshard.plan.planner import make_plan
-from unshard.plan.resharding import lay_out_ranks
+from unshard.plan.resharding import lay_out_directories, lay_out_ranks
 from unshard.progress import Chosen, Listener, Stage, warn
 from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint, open_latest
@@ -32,6 +30,7 @@ from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
 from unshard.showing import hearing
 from unshard.stores.remote_path import RemotePath
+from unshard.tensors.catalog import Catalog
 from unshard.write.sealing import seal
 from unshard.write.stage import WorkDigests
 from unshard.write.staging.stage import Staging
@@ -252,3 +251,40 @@ def _report(writing: Writing, output: Path, notes: Sequence[str], seconds: float
         seconds=seconds,
         notes=tuple(notes),
     )
+
+
+def verify_reshard(writing: Writing, directory: Path, options: MergeOptions, engine: Crew) -> None:
+    """Read the output again from disk, and compare it with the source."""
+    source, layout, is_full = writing.source, writing.made.layout, options.verify == "full"
+    engine.listener(
+        Stage("verifying", sum(file.data_bytes for file in layout.files) if is_full else 0)
+    )
+    weights = (directory / layout.files[0].filename).parent
+    output = open_latest(weights, options.choice._replace(step=None, role=None), options.reading)
+    _compare(source.catalog, output.catalog, directory)
+    catalogs = list(source.catalogs)
+    if source.optimizer is not None:
+        numbers = {} if writing.target.format.is_dcp else source.optimizer.numbers
+        if keeps_keys(source, writing.target.format):
+            optimizer = find_kept(output, options.reading)
+        else:  # the order of the groups may not identify parameters with new numbers
+            optimizer = find_optimizer(output, options.reading, numbers)
+        if optimizer is None or optimizer.numbers != numbers:
+            raise OutputError(f"{directory}: the optimizer's state is not what was planned")
+        _compare(source.optimizer.catalog, optimizer.catalog, directory)
+        catalogs.append(optimizer.catalog)
+    for ours, theirs in zip(writing.ema, open_ema(output), strict=True):
+        _compare(ours.catalog, theirs.catalog, directory)
+        catalogs += [ours.catalog, theirs.catalog]
+    if is_full:
+        catalogs.append(output.catalog)
+        engine.verify(make_plan(layout), catalogs, directory)
+
+
+def _compare(ours: Catalog, theirs: Catalog, directory: Path) -> None:
+    forms = [
+        {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
+        for catalog in (ours, theirs)
+    ]
+    if forms[0] != forms[1]:
+        raise OutputError(f"{directory}: its tensors are not those of the source")
