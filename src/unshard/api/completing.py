@@ -45,8 +45,8 @@ _COMPANION_ALLOWANCE = 64 * 1024
 _PAUSE_S = 0.1
 
 
-class Made(NamedTuple):
-    """A finished output.
+class Outcome(NamedTuple):
+    """The outcome of a merge: a finished output.
 
     Attributes:
         prepared: the merge that made it.
@@ -103,7 +103,7 @@ def make_output(
     options: MergeOptions,
     listener: Listener,
     change: Callable[[Prepared, Path], Prepared] | None = None,
-) -> Made:
+) -> Outcome:
     """Make an output on its stage.
 
     `change` is called after decompression, with a directory for temporary files. It returns another
@@ -128,10 +128,12 @@ def make_output(
     overflows = named_overflows(written.overflows, prepared.plan)
     late = late_notes(prepared, changed, overflows, written.refused)
     notes = warn(listener, [*late, *committed])
-    return Made(prepared, tuple(notes), changed, written.copied)
+    return Outcome(prepared, tuple(notes), changed, written.copied)
 
 
-def make_once(prepared: Prepared, target: Path, options: MergeOptions, listener: Listener) -> Made:
+def make_once(
+    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
+) -> Outcome:
     """Make an output, unless it exists or another process makes it meanwhile.
 
     Raises:
@@ -179,7 +181,7 @@ def refuse_other(
 
 def _check_made(
     prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
-) -> Made:
+) -> Outcome:
     """Verify an existing output, at the level of `--verify`."""
     engine_of = partial(engine_for, options.engine, options.resources, listener)
     with ExitStack() as stack, engine_of() as engine:
@@ -189,7 +191,7 @@ def _check_made(
             prepared = decompressed(prepared, lambda: scratch_directory(stack), options, listener)
         verify_output(prepared, target, options.verify, engine)
     listener(Chosen(f"using {target}, which was made from this checkpoint already"))
-    return Made(prepared, reused=True)
+    return Outcome(prepared, reused=True)
 
 
 def _digest_output(
@@ -219,7 +221,7 @@ def _digest_output(
 
 
 def make_report(
-    made: Made,
+    outcome: Outcome,
     target: Path | None,
     *,
     memory_bytes: int,
@@ -227,7 +229,7 @@ def make_report(
     url: str | None = None,
 ) -> Report:
     """Return the report of a merge; `target` is None if nothing was written."""
-    prepared = made.prepared
+    prepared = outcome.prepared
     checkpoints, layout = prepared.sources.checkpoints, prepared.plan.layout
     tensors = (tensor for file in layout.model_files for tensor in file.tensors)
     folders = prepared.checkpoint.companions.folders
@@ -247,8 +249,8 @@ def make_report(
         parameters=layout.total_parameters,
         dtypes=dict(Counter(tensor.dtype.name for tensor in tensors).most_common()),
         operations=dict(sorted(operations.items())),
-        bytes_read=0 if made.reused else prepared.plan.bytes_read,
-        bytes_written=0 if made.reused else prepared.plan.bytes_written,
+        bytes_read=0 if outcome.reused else prepared.plan.bytes_read,
+        bytes_written=0 if outcome.reused else prepared.plan.bytes_written,
         memory_bytes=memory_bytes,
         seconds=round(time.monotonic() - prepared.sources.opening, 3),
         peak_memory_bytes=peak_memory(),
@@ -256,10 +258,10 @@ def make_report(
         loadable=prepared.library.loads is True,
         library=prepared.library.name,
         names_checked=prepared.names_checked,
-        changed_from_base=made.changed,
+        changed_from_base=outcome.changed,
         url=url,
-        notes=(*prepared.warnings, *made.notes),
+        notes=(*prepared.warnings, *outcome.notes),
         skipped=tuple(skipped for source in checkpoints for skipped in source.catalog.skipped),
-        bytes_copied=made.copied,
-        reused=made.reused,
+        bytes_copied=outcome.copied,
+        reused=outcome.reused,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from unshard.api.completing import (
-    Made,
+    Outcome,
     make_once,
     make_output,
     make_report,
@@ -215,18 +215,19 @@ def merge_with(
     warn(listener, prepared.warnings)
     stage, memory = stage_for(target, prepared, options), options.resources.memory_bytes
     if options.dry_run:
-        made = Made(prepared, reused=options.reuse and is_made_by(target, prepared.fingerprint))
-        if not made.reused:
+        reused = options.reuse and is_made_by(target, prepared.fingerprint)
+        if not reused:
             refuse_other(stage, target, prepared, options)
-        return make_report(made, target, memory_bytes=memory, dry_run=True)
+        planned = Outcome(prepared, reused=reused)
+        return make_report(planned, target, memory_bytes=memory, dry_run=True)
     if options.reuse:
-        made = make_once(prepared, target, options, listener)
+        outcome = make_once(prepared, target, options, listener)
     else:
-        made = make_output(prepared, stage, options, listener, change)
+        outcome = make_output(prepared, stage, options, listener, change)
     url, repo = None, options.push_to_hub
     if repo is not None:
-        url = push_output(made.prepared, target, repo, listener, private=options.private)
-    return make_report(made, target, memory_bytes=memory, url=url)
+        url = push_output(outcome.prepared, target, repo, listener, private=options.private)
+    return make_report(outcome, target, memory_bytes=memory, url=url)
 
 
 @dataclass(frozen=True, slots=True)

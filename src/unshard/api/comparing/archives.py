@@ -71,18 +71,18 @@ def apply_delta(
     """
     with hearing(listener) as heard:
         chosen = MergeOptions(**options, extra_state=False)
-        place = given_path(checkpoint, "the checkpoint")
+        start = given_path(checkpoint, "the checkpoint")
         paths = [given_path(path, "a delta") for path in deltas]
         target, base = check_output(output, chosen) or Path(), None
-        refuse_inside(target, paths or [place])
+        refuse_inside(target, paths or [start])
         if not paths:
-            place, *paths = _versions_to(place, chosen.step)
-            chosen, base = replace(chosen, step=None), place.name.removeprefix("weight_v")
-        sources = open_source(place, chosen, heard)
+            start, *paths = _versions_to(start, chosen.step)
+            chosen, base = replace(chosen, step=None), start.name.removeprefix("weight_v")
+        sources = open_source(start, chosen, heard)
         with noting(sources.last.states):
             chain = [read_delta(path) for path in paths]
-        _check_order([(base, place), *((link.version, link.path) for link in chain)], chain)
-        change = partial(_changed, chain, chosen, heard, source_of([place, *paths][-1]))
+        _check_order([(base, start), *((link.version, link.path) for link in chain)], chain)
+        change = partial(_changed, chain, chosen, heard, source_of([start, *paths][-1]))
         return merge_with(sources, target, chosen, heard, change=change)
 
 
@@ -253,22 +253,22 @@ def archive(
     """
     reports = list[Report]()
     with hearing(listener) as heard:
-        chosen, place = MergeOptions(**options, extra_state=False), given_output(output)
-        steps = _steps_of(given_path(run, "the run"), place, chosen)
-        versions = versions_in(place) if place.is_dir() else []
+        chosen, target = MergeOptions(**options, extra_state=False), given_output(output)
+        steps = _steps_of(given_path(run, "the run"), target, chosen)
+        versions = versions_in(target) if target.is_dir() else []
         for at in steps:
-            number, last, _ = versions[-1] if versions else (-1, -1, place)
+            number, last, _ = versions[-1] if versions else (-1, -1, target)
             if at.step is None or at.step <= last:
                 continue
-            target = place / f"weight_v{number + 1:06d}"
+            path = target / f"weight_v{number + 1:06d}"
             base = _base_of(versions, steps)
             names = f"{number:06d}", f"{number + 1:06d}"
             try:
-                reports.append(_write(at, base, target, chosen, heard, names))
+                reports.append(_write(at, base, path, chosen, heard, names))
             except IncompleteError as error:
                 heard(Warned(f"step {at.step} is passed over: " + error.text))
             else:
-                versions.append((number + 1, at.step, target))
+                versions.append((number + 1, at.step, path))
     return reports
 
 

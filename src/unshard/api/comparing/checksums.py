@@ -63,8 +63,8 @@ def checksums(
     chosen = MergeOptions(**options)
     with hearing(listener) as heard, open_models([checkpoint], chosen, heard) as (model,):
         tensors = {name: [one] for name, one in model.tensors.items()}
-        place = model.checkpoint.location.weights_dir
-        return _digest(tensors, place, chosen.resources, heard)
+        path = model.checkpoint.location.weights_dir
+        return _digest(tensors, path, chosen.resources, heard)
 
 
 def compare_checksums(
@@ -141,14 +141,14 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 def _digest(
     tensors: Mapping[str, Sequence[Converted]],
-    place: Path,
+    path: Path,
     resources: Resources,
     listener: Listener,
 ) -> dict[str, str]:
     """Return the checksums of tensors, or of concatenated tensors, sorted by name."""
     listener(Stage("hashing", sum(map(size_of, chain.from_iterable(tensors.values())))))
     contents = ((name, [*map(contents_of_tensor, parts)]) for name, parts in tensors.items())
-    return dict(sorted(digest_contents(contents, place, resources, listener).items()))
+    return dict(sorted(digest_contents(contents, path, resources, listener).items()))
 
 
 def _fused(

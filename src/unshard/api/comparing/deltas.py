@@ -98,11 +98,11 @@ def write_delta(  # noqa: PLR0917 (as `_write` of an archive)
         prepared = Prepared(Sources((alone,)), (), nothing, config=None, warnings=(), files={})
         stage, context = stage_for(target, prepared, options), (options, listener)
         change = partial(_changed, old, new, names, former, *context)
-        made = make_output(prepared, stage, *context, change)
+        outcome = make_output(prepared, stage, *context, change)
         # They were checked before the commit: a later change must not fail the call.
         old.checkpoint.states.states.clear()
         new.checkpoint.states.states.clear()
-    return make_report(made, target, memory_bytes=options.resources.memory_bytes)
+    return make_report(outcome, target, memory_bytes=options.resources.memory_bytes)
 
 
 def _refuse_other_tensors(old: ConvertedModel, new: ConvertedModel) -> None:

@@ -167,8 +167,8 @@ def _with_optimizer(
 
 def _write(writing: Writing, output: Path, options: MergeOptions, listener: Listener) -> list[str]:
     """Write the output and commit it; return notes."""
-    source, made, others = writing.source, writing.made, writing.others
-    plan = make_plan(made.layout)
+    source, layout, others = writing.source, writing.resharded.layout, writing.others
+    plan = make_plan(layout)
     refuse_sources(output, source.catalog.weight_files)
     if output.is_symlink() or output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise OutputError(f"{output}: exists already", hint="give another output")
@@ -176,15 +176,16 @@ def _write(writing: Writing, output: Path, options: MergeOptions, listener: List
         output,
         plan.bytes_written + others.size(source.states) * 2,
         sources=[source.location.step_dir, *source.location.roots],
-        names=[file.filename for file in made.layout.files],
+        names=[file.filename for file in layout.files],
     )
     notes = [*others.notes, *_reader_notes(source, writing.target.format)]
     sources = Sources((*writing.ema, source))
     notes += without_checksums(sources.catalogs, options.verify)
     with engine_for(None, options.resources, listener) as engine, stage:
-        work = WorkDigests("", digest_of(plan))  # a reshard is never resumed
+        digests = WorkDigests("", digest_of(plan))  # a reshard is never resumed
+        zips = writing.resharded.zips
         with sources.steady():
-            stage.write(plan, engine, work, seal=lambda path, number: seal(path, made.zips[number]))
+            stage.write(plan, engine, digests, seal=lambda path, number: seal(path, zips[number]))
             stage.add(dict(others.files(stage.scratch)))
         with sources.steady():
             if options.verify != "off":
@@ -214,9 +215,9 @@ def _lay_out(source: Checkpoint, target: ReshardTarget, output: Path, stack: Exi
             directories = saved_anew(source, target, training.scheduler)
             others = made_anew(source, training, target)
         path = PurePosixPath(output.absolute())
-        made, metadata = lay_out_directories(directories, world, target.version, path)
+        resharded, metadata = lay_out_directories(directories, world, target.version, path)
         others.data |= metadata
-        return Writing(source, target, made, others)
+        return Writing(source, target, resharded, others)
     model, ema = source, tuple[Checkpoint, ...]()
     if stays:
         files, ema = SourceFiles.of(source), open_ema(source)
@@ -233,7 +234,7 @@ def _lay_out(source: Checkpoint, target: ReshardTarget, output: Path, stack: Exi
 
 
 def _report(writing: Writing, output: Path, notes: Sequence[str], seconds: float) -> ReshardReport:
-    source, target, files = writing.source, writing.target, writing.made.layout.files
+    source, target, files = writing.source, writing.target, writing.resharded.layout.files
     mesh, is_dcp = target.meshes[0], target.format.is_dcp
     return ReshardReport(
         output=str(output),
@@ -255,7 +256,7 @@ def _report(writing: Writing, output: Path, notes: Sequence[str], seconds: float
 
 def verify_reshard(writing: Writing, directory: Path, options: MergeOptions, engine: Crew) -> None:
     """Read the output again from disk, and compare it with the source."""
-    source, layout, is_full = writing.source, writing.made.layout, options.verify == "full"
+    source, layout, is_full = writing.source, writing.resharded.layout, options.verify == "full"
     engine.listener(
         Stage("verifying", sum(file.data_bytes for file in layout.files) if is_full else 0)
     )

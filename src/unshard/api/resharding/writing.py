@@ -59,14 +59,14 @@ class Writing:
     Attributes:
         source: the checkpoint, with its optimizer's state.
         target: the format and the ranks.
-        made: the layout of files with tensors.
+        resharded: the layout of files with tensors.
         others: all other files.
         ema: EMA weights that are resharded, too.
     """
 
     source: Checkpoint
     target: ReshardTarget
-    made: Resharded
+    resharded: Resharded
     others: Addition
     ema: tuple[Checkpoint, ...] = ()
 

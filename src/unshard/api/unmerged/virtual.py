@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Self, Unpack
 
-from unshard.api.completing import Made, make_report
+from unshard.api.completing import Outcome, make_report
 from unshard.api.converting import convert
 from unshard.api.making import (
     Prepared,
@@ -246,8 +246,8 @@ def push(
             url = push_files(reported, repo, private=private, check=check, listener=hear)
             overflows = files.overflows
         notes += warn(hear, late_notes(prepared, None, overflows))
-    made = Made(prepared, tuple(notes), changed)
-    return make_report(made, None, memory_bytes=chosen.resources.memory_bytes, url=url)
+    outcome = Outcome(prepared, tuple(notes), changed)
+    return make_report(outcome, None, memory_bytes=chosen.resources.memory_bytes, url=url)
 
 
 def _reported(file: PlannedFile, listener: Listener) -> PlannedFile:
