@@ -56,14 +56,14 @@ def open_sources(
     opening = time.monotonic()
     paths = [checkpoints] if isinstance(checkpoints, str | Path) else list(checkpoints)
     _check(options, how, several=len(paths) > 1)
-    paths = [given_path(path, "a checkpoint") for path in paths]
+    resolved = [given_path(path, "a checkpoint") for path in paths]
     if not paths:
         raise UsageError("no checkpoint to average")
     listener(Stage("reading"))
     if len(paths) == 1:
-        opened = _open_steps(paths[0], options, (how.last, how.every or 1), pass_over=pass_over)
+        opened = _open_steps(resolved[0], options, (how.last, how.every or 1), pass_over=pass_over)
     else:
-        opened = [read_checkpoint(path, options) for path in paths]
+        opened = [read_checkpoint(path, options) for path in resolved]
     weights = _choose_weights(how, len(opened))
     titles = ", ".join(checkpoint.title for checkpoint in opened)
     listener(Chosen(f"averaging {len(opened)} checkpoints: {titles}"))

@@ -39,15 +39,15 @@ def open_models(
         UnshardError: as `merge` raises it before it writes; or a file has changed.
     """
     with ExitStack() as stack:
-        paths = [given_path(path, "a checkpoint") for path in paths]
+        resolved = [given_path(path, "a checkpoint") for path in paths]
         listener(Stage("reading"))
-        opened = [read_checkpoint(path, options) for path in paths]
+        opened = [read_checkpoint(path, options) for path in resolved]
         configs = [source.companions.config for source in opened if source.companions.config]
         if configs and options.config is None and options.names == "hub":
             shared = replace(options, config=configs[0])
             opened = [
                 source if source.config is not None else read_checkpoint(path, shared)
-                for source, path in zip(opened, paths, strict=True)
+                for source, path in zip(opened, resolved, strict=True)
             ]
         for source in opened:
             listener(Chosen(f"reading {source.title}"))

@@ -97,7 +97,7 @@ def command_of(text: str | Sequence[str | PathLike[str]]) -> tuple[str, ...]:
         UsageError: there is no such program, or the text cannot be split.
     """
     try:
-        command = shlex.split(text) if isinstance(text, str) else list(map(fspath, text))
+        command = shlex.split(text) if isinstance(text, str) else [fspath(part) for part in text]
     except (ValueError, TypeError) as error:
         raise UsageError(f"⟦--exec {text}⟧: {error}") from error
     if not command or shutil.which(command[0]) is None:
