@@ -236,7 +236,7 @@ def test_names_of_modules_without_their_list_are_weights(
     main_of("merge", tmp_path / "ckpt", tmp_path / "out", "--config", config)
     told = capsys.readouterr()
     assert told.out.splitlines()[-1] == "weights only: the names are those of training"
-    assert "without its modules.json, stay; to get those of its files: --base MODEL" in told.err
+    assert "are kept; for the names of its files: --base MODEL" in told.err
     report = unshard.merge(tmp_path / "ckpt", tmp_path / "bare", config="none")
     assert report.tensors == 2
 

@@ -110,7 +110,7 @@ def test_without_a_config_one_is_made_of_the_recorded_arguments(
     assert {key: made.get(key) for key in {*made, *stated}} == {
         key: stated.get(key) for key in {*made, *stated}
     }
-    assert "no config.json: it is made of the arguments in common.pt" in report.notes[0]
+    assert "no config.json: it was made from the arguments in common.pt" in report.notes[0]
     assert "NullTokenizer, which may count a token more than vocab_size 29" in report.notes[1]
 
 

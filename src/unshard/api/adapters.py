@@ -128,7 +128,7 @@ def _without_base(
     if options.lora_alpha is None and (config is None or config.alpha is None):
         hint = f"give that model and the adapter's alpha: {give} ⟦+--lora-alpha N⟧"
     if options.names == "training":
-        named, hint = "", "keep its matrices as training has them: ⟦+--lora keep⟧"
+        named, hint = "", "keep its matrices unchanged: ⟦+--lora keep⟧"
     return ConversionError(
         f"the checkpoint has a LoRA adapter only ({counted(len(split.pairs), 'pair')}), "
         "not the model that it was trained on",
@@ -158,7 +158,7 @@ def _of_megatron(checkpoint: Checkpoint) -> ConversionError:
     exported = checkpoint.location.weights_dir.with_name("huggingface") / "adapter"
     exported /= "adapter_model.safetensors"
     return ConversionError(
-        f"{checkpoint.location.place} has a LoRA adapter under Megatron's names, which is not "
+        f"{checkpoint.location.place} has a LoRA adapter under Megatron's names, which are not "
         "converted",
         expected="an adapter under PEFT's names",
         hint=f"training exported it for PEFT: give {exported} as the checkpoint, and for fused "

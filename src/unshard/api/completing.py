@@ -156,7 +156,7 @@ def make_once(
         return _check_made(prepared, target, options, listener)
     except OutputError as error:
         if isinstance(target, RemotePath) or not options.overwrite:
-            error.hint = Text("remove it, or, if it is on a disk, replace it: ⟦+--overwrite⟧")
+            error.hint = Text("remove it; on a disk you can replace it: ⟦+--overwrite⟧")
             raise
     stage = stage_for(target, prepared, options)
     with stage.turn(lambda: False, listener):

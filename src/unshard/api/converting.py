@@ -223,8 +223,8 @@ def _in_modules(
         return Noted(in_folders(tensors, modules_at(modules)))
     if not are_unlisted(tensors):
         return Noted(tensors)
-    what = "names of a model of sentence-transformers in training, without its modules.json, stay"
-    return Noted(tensors, (Text(f"{what}; to get those of its files: ⟦+--base MODEL⟧"),))
+    what = "no modules.json: training names of sentence-transformers are kept"
+    return Noted(tensors, (Text(f"{what}; for the names of its files: ⟦+--base MODEL⟧"),))
 
 
 def _without_trainers_names(
@@ -300,7 +300,7 @@ def _check_base(
         unknown = [name for name in tensors if name not in base.dtypes]
         if unknown:
             number = counted(len(unknown), "tensor")
-            notes.append(f"kept as stored, without a dtype in {base.name}: {number}")
+            notes.append(f"not cast, because {base.name} has no dtype for them: {number}")
     return notes
 
 
@@ -355,7 +355,7 @@ def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
         if keys := [key for key in keys if ours.get(key) != theirs.get(key)]:
             yield (
                 f"config.json of {checkpoint.location.title} differs from that of the last "
-                f"checkpoint, which is taken: {shortened(keys, 5)}"
+                f"checkpoint, which is used: {shortened(keys, 5)}"
             )
 
 

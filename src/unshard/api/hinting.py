@@ -98,7 +98,7 @@ def write_hint(checkpoint: str | Path, written: set[Path] = _written) -> None:
         before = read_whole(file).decode(errors="replace")
     if location.step is not None and before.startswith(_OURS) and not before.endswith(text):
         now = datetime.now(UTC).isoformat(" ", "seconds")
-        head = f"{_OURS}{__version__}, {now}, to be pasted here; STEP is {name}, or another."
+        head = f"{_OURS}{__version__}, {now}. Paste a line here; STEP is {name}, or another step."
         write_whole(file, f"{head}\n\n{text}".encode())
 
 

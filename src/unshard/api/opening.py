@@ -167,7 +167,7 @@ def _choose_weights(how: Averaging, count: int) -> tuple[float, ...]:
 
 def _ema_weights(decay: float, option: str, count: int) -> tuple[float, ...]:
     if not 0 < decay < 1:
-        raise UsageError(f"{option}: must be between 0 and 1, both excluded")
+        raise UsageError(f"{option}: must be above 0 and below 1")
     # average = decay * average + (1 - decay) * model, from the first model on: the sum is 1.
     later = ((1 - decay) * decay ** (count - 1 - at) for at in range(1, count))
     return (decay ** (count - 1), *later)

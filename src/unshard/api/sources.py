@@ -253,7 +253,7 @@ def _with_recorded_config(checkpoint: Checkpoint) -> Checkpoint:
     if config is None:
         return checkpoint
     companions = replace(companions, config_file=ConfigFile(path, config))
-    note = f"no config.json: it is made of the arguments in {path.name} ({config.types[0]})"
+    note = f"no config.json: it was made from the arguments in {path.name} ({config.types[0]})"
     checkpoint = _with_notes(checkpoint, note, *doubts(catalog.recorded))
     return replace(checkpoint, companions=companions)
 

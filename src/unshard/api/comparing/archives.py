@@ -139,7 +139,7 @@ def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     named = {name for delta in chain for name in delta.checksums}
     unpaired = (named - tensors.keys()) | (tensors.keys() - named if last.is_ours else set())
     if unpaired:
-        what = f"{last.path}: belongs to another checkpoint: only one of both has {min(unpaired)}"
+        what = f"{last.path}: belongs to another checkpoint: {min(unpaired)} is not in both"
         raise UsageError(what, hint=_hint(last))
     jobs = {
         name: (size_of(tensor), partial(_blocks, chain, tensor))
@@ -222,7 +222,7 @@ def _applied(
 
 
 def _hint(delta: Delta) -> str:
-    return f"apply it to version {delta.base_version}, with the options it was made with"
+    return f"apply it to version {delta.base_version}, with the options of the delta"
 
 
 @accepting(DeltaKeywords)

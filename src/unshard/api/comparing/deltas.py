@@ -153,7 +153,7 @@ def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     )
     if former is not None and {name: one.former for name, one in changes.items()} != former:
         what = f"{old.checkpoint.location.weights_dir}: its values differ from the version before"
-        raise ConversionError(what, hint="was it saved again, or were the options other ones?")
+        raise ConversionError(what, hint="was it saved again, or do the options differ?")
     changed = {name: change for name, change in changes.items() if change.values}
     values = sum(change.values for change in changed.values())
     listener(Chosen(f"changed: {counted(values, 'value')} of {counted(len(changed), 'tensor')}"))

@@ -69,7 +69,7 @@ def check_options(options: MergeOptions, output: Path) -> None:
     """Refuse options that do not fit all steps, and uploads from a store."""
     if options.role == EVERY_ROLE:
         raise UsageError(
-            "⟦--follow⟧ follows one model of a step, and ⟦--role all⟧ means several",
+            "⟦--follow⟧ follows one model of a step, and ⟦--role all⟧ selects several",
             hint="follow each into a directory of its own: ⟦--role actor⟧, ⟦--role critic⟧",
         )
     if options.step is not None:

@@ -132,7 +132,7 @@ def _items(location: Location, stack: ExitStack) -> list[SavedEntry | SavedObjec
     if not metadata.steps:
         raise NotMergeableError(
             f"{location.weights_dir}: was saved without flattening (flatten_state_dict=False)",
-            expected="tensors under names of their own",
+            expected="an item for each tensor",
             hint="give --to FORMAT, which writes the model alone",
         )
     own_names = {name: name for name in metadata.tensors}

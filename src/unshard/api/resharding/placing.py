@@ -34,7 +34,7 @@ def placed(source: Checkpoint) -> Checkpoint:
     config = source.config
     if config is not None and "quantization_config" in config.fields:
         raise NotMergeableError(
-            f"{source.location.weights_dir}: its weights are quantised, which is not for training",
+            f"{source.location.weights_dir}: its weights are quantised, and cannot be trained",
             hint="start from the model in bfloat16 or float32",
         )
     tensors = dict(source.catalog.tensors)
@@ -67,7 +67,7 @@ def placed_again(source: Checkpoint, world_size: int) -> Checkpoint:
     for entry in entries:
         if entry.sharding is None and (entry.chunks.sizes != entry.shape).any():
             raise NotMergeableError(
-                f"tensor {entry.fqn}: every rank has another part of it, and no device mesh",
+                f"tensor {entry.fqn}: every rank has a different part, and no device mesh",
                 expected="a DTensor, or a tensor that every rank has whole",
                 hint="write it for torch.distributed.checkpoint: --to dcp",
             )
