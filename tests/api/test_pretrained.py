@@ -196,7 +196,7 @@ def test_weights_of_another_dtype_than_the_config_names_are_kept_with_a_warning(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     change_config(checkpoint, dtype="bfloat16")
-    with pytest.warns(UnshardWarning, match="config.json names bfloat16, but the weights stay float32"):
+    with pytest.warns(UnshardWarning, match="names bfloat16, but the weights stay float32"):
         found = unshard.from_pretrained(checkpoint)
     assert found.dtype == torch.float32
     assert_same_model(found, merged_model(checkpoint, tmp_path / "out"))
