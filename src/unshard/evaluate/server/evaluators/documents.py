@@ -112,13 +112,17 @@ def collect_facts(document: Mapping[str, object], metrics: Iterable[str]) -> dic
     versions, shots = _mapping_at(document, "versions"), _mapping_at(document, "n-shot")
     counts = _mapping_at(document, "n-samples")
     facts = dict[str, TaskFacts]()
-    for task in dict.fromkeys(key.rpartition("/")[0] for key in metrics):
+    tasks = dict.fromkeys(key.rpartition("/")[0] for key in metrics)
+    groups = _mapping_at(document, "group_subtasks")
+    parents = {part: task for task in tasks for part in _as_names(groups.get(task))}
+    for task in tasks:
         parts = [part for part in _expand(document, [task], lambda _: True) if part in counts]
         version = versions.get(task)
         facts[task] = TaskFacts(
             None if version in _NO_VERSION else f"{version}"[:_LONGEST_VERSION],
             _as_count(shots.get(task)),
             _total(_mapping_at(counts, part) for part in parts),
+            parents.get(task),
         )
     return {task: fact for task, fact in facts.items() if fact != TaskFacts()}
 
@@ -219,9 +223,13 @@ def _expand(
         task = waiting.pop()
         if task not in members:
             parts = groups.get(task) if is_opened(task) else None
-            members[task] = list(map(str, parts)) if isinstance(parts, list) else []
+            members[task] = _as_names(parts)
             waiting += members[task]
     return members
+
+
+def _as_names(value: object) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else []
 
 
 def _mapping_at(document: Mapping[str, object], key: str) -> dict[str, object]:

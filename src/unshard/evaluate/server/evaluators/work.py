@@ -66,11 +66,13 @@ class TaskFacts(NamedTuple):
         version: of the task's definition.
         n_shot: number of examples before each question.
         n_samples: number of questions.
+        group: the task whose numbers summarise this one's and others'.
     """
 
     version: str | None = None
     n_shot: int | None = None
     n_samples: int | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class Outcomes:
         except OSError as error:
             _log.warning("%s: other attempts are not removed: %s", directory, error)
         settings = replace(attempt.job.settings or Settings(), evaluator=scores.evaluator)
-        facts = {task: (of.version, of.n_shot, of.n_samples) for task, of in scores.tasks.items()}
+        facts = {task: tuple(of) for task, of in scores.tasks.items()}
         self.store.describe(job_id, settings, facts)
         if self.store.complete(
             job_id, scores.metrics, scores.file, scores.errors, scores.directions

@@ -14,6 +14,16 @@ from unshard.evaluate.server.store.statements import RESULT_COLUMNS, as_result, 
 
 _FROM = "FROM jobs JOIN results ON results.job_id = jobs.id JOIN runs ON runs.id = jobs.run"
 _SHOWN = "status = 'completed' AND step IS NOT NULL AND hidden IS NULL"
+_MOST_JOBS = 2000
+_MOST_METRICS = 1000
+# The newest job of each run, profile and tasks, of so many jobs of some runs.
+_NEWEST = (
+    "(SELECT MAX(number) AS number, run, profile FROM jobs WHERE number IN"  # noqa: S608
+    f" (SELECT number FROM jobs WHERE run IN (SELECT value FROM json_each(?)) AND {_SHOWN}"
+    # The index of runs, and not the order of numbers: it would read the whole table.
+    f" ORDER BY +number DESC LIMIT {_MOST_JOBS})"
+    " GROUP BY run, profile, json_extract(request, '$.tasks'))"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,10 @@ class Point(NamedTuple):
 
 
 def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
-    """Return runs whose labels or directories contain a text, the run of the newest job first."""
+    """Return runs whose labels or directories contain a text, the run of the newest job first.
+
+    Upper and lower case are the same.
+    """
     statuses = tuple(Status)
     states = ", ".join(f"SUM(IIF(status = '{status}', jobs, 0))" for status in statuses)
     rows = connection.execute(
@@ -75,39 +88,51 @@ def list_runs(connection: sqlite3.Connection, text: str) -> list[RunSummary]:
         # An index has all of this, in this order.
         " (SELECT run, status, COUNT(*) AS jobs, MAX(step) AS step, MAX(number) AS newest FROM jobs"
         " GROUP BY run, status) JOIN runs ON runs.id = run"
-        " WHERE instr(label, ?) OR instr(directory, ?) OR ? = ''"
-        " GROUP BY run ORDER BY MAX(newest) DESC",
-        (text, text, text),
+        " GROUP BY run ORDER BY MAX(newest) DESC"
     )
     return [
         RunSummary(TrainingRun(*row[:4]), dict(zip(statuses, row[5:], strict=True)), row[4])
         for row in rows
+        if _contains(text, row["label"], row["directory"])
     ]
 
 
 def list_metrics(connection: sqlite3.Connection, runs: Sequence[str], text: str) -> list[str]:
-    """Return the names "task/metric" of the results of runs (ids) that contain a text."""
+    """Return the names "task/metric" of the results of runs (ids) that contain a text.
+
+    Upper and lower case are the same.
+    """
     rows = connection.execute(
         f"SELECT DISTINCT metric {_FROM}"
-        f" WHERE jobs.run IN ({_marks(runs)}) AND {_SHOWN}"
-        " AND (instr(metric, ?) OR ? = '') ORDER BY metric",
-        (*runs, text, text),
+        f" WHERE jobs.run IN ({_marks(runs)}) AND {_SHOWN} ORDER BY metric",
+        runs,
     )
-    return [row[0] for row in rows]
+    return [row[0] for row in rows if _contains(text, row[0])]
 
 
 def list_recent_metrics(connection: sqlite3.Connection, runs: Sequence[str]) -> list[str]:
-    """Return the metrics of the newest job of each run and profile, the most frequent first."""
-    newest = (
-        "(SELECT MAX(number) AS number FROM jobs WHERE run IN (SELECT value FROM json_each(?))"
-        " AND status = 'completed' GROUP BY run, profile)"
-    )
+    """Return metrics of runs: first those that most of the newest jobs of a profile have.
+
+    All jobs for the same tasks are taken to have the same metrics.
+    """
     rows = connection.execute(
-        f"SELECT metric FROM {newest} CROSS JOIN jobs USING (number)"  # noqa: S608
-        " CROSS JOIN results ON job_id = jobs.id GROUP BY metric ORDER BY COUNT(*) DESC, metric",
+        "SELECT metric FROM (SELECT number, number = MAX(number) OVER (PARTITION BY run, profile)"  # noqa: S608
+        f" AS is_newest FROM {_NEWEST}) CROSS JOIN jobs USING (number)"
+        " CROSS JOIN results ON job_id = jobs.id"
+        f" GROUP BY metric ORDER BY SUM(is_newest) DESC, metric LIMIT {_MOST_METRICS}",
         (json.dumps(runs),),
     )
     return [row[0] for row in rows]
+
+
+def list_groups(connection: sqlite3.Connection, runs: Sequence[str]) -> dict[str, str]:
+    """Return the group of each task of runs (ids), where evaluators report one."""
+    rows = connection.execute(
+        f"SELECT DISTINCT facts FROM {_NEWEST} CROSS JOIN jobs USING (number)",  # noqa: S608
+        (json.dumps(runs),),
+    )
+    facts = [json.loads(row[0] or "{}") for row in rows]
+    return {task: of[3] for one in facts for task, of in one.items() if of[3:] and of[3]}
 
 
 def list_curves(
@@ -193,6 +218,10 @@ def count_phases(connection: sqlite3.Connection) -> dict[Phase, int]:
 def last_event(connection: sqlite3.Connection) -> int:
     """Return the number of the last change; 0 if there was none."""
     return int(connection.execute("SELECT COALESCE(MAX(number), 0) FROM events").fetchone()[0])
+
+
+def _contains(text: str, *names: str) -> bool:
+    return any(text.casefold() in name.casefold() for name in names)
 
 
 def _marks(values: Sequence[str]) -> str:

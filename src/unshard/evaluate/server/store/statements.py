@@ -85,7 +85,7 @@ IS_CALLED = """(SELECT run FROM run_calls WHERE text = ? AND rank =
     (SELECT MIN(rank) FROM run_calls WHERE text = ?))"""
 """Query: the runs that a text, both of its values, names; a label wins over a name."""
 
-Facts = tuple[str | None, int | None, int | None]
+Facts = tuple[str | None, int | None, int | None, str | None]
 """A task's version, number of few-shot examples and number of samples, where known."""
 
 MetricRow = tuple[float, float | None, bool | None]
@@ -130,7 +130,8 @@ def _as_settings(text: str) -> tuple[Settings, str]:
 
 @lru_cache(maxsize=512)
 def _as_facts(text: str) -> dict[str, Facts]:
-    return {task: (facts[0], facts[1], facts[2]) for task, facts in json.loads(text).items()}
+    # Earlier versions recorded no group.
+    return {task: (*facts, None)[:4] for task, facts in json.loads(text).items()}
 
 
 def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
@@ -178,7 +179,7 @@ def as_result(row: sqlite3.Row) -> Result:
     task, _, metric = values.pop("metric").partition("/")
     better = values.pop("higher_is_better")
     settings, settings_id = _as_settings(values.pop("settings") or "{}")
-    facts = _as_facts(values.pop("facts") or "{}").get(task, (None, None, None))
+    facts = _as_facts(values.pop("facts") or "{}").get(task, (None, None, None, None))
     return Result(
         **values,
         task=task,

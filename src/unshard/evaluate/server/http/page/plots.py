@@ -70,29 +70,59 @@ class PlotList(BaseModel):
     plots: list[Plot]
 
 
-def fold(names: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+def fold(
+    names: Sequence[str], parents: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[str], dict[str, int]]:
     """Return the names without the subtasks of groups, and the number of tasks of each group.
 
-    Evaluators do not report the tasks of a group. A task whose name begins with the name of another
-    (`mmlu_anatomy`, `mmlu`) is a part of it if there are at least four of these.
+    A subtask's name begins with that of its group (`mmlu_anatomy`, `mmlu`). If the subtasks of a
+    group are not known, all such tasks with one of its metrics are. A task that is a group itself
+    is not a subtask, and a group has at least four.
+
+    Args:
+        names: "task/metric".
+        parents: the group of a task, where the evaluator reports it.
     """
-    tasks = {name.partition("/")[0] for name in names}
-    group_of = {
-        task: next((head for head in _heads(task) if head in tasks), task) for task in tasks
+    metrics: dict[str, set[str]] = {}
+    for name in names:
+        task, _, metric = name.partition("/")
+        metrics.setdefault(task, set()).add(metric)
+    known = {*parents.values()}
+    heads = {
+        task: [
+            head
+            for head in _heads(task)
+            if not metrics[task].isdisjoint(metrics.get(head, ()))
+            and (head not in known or head in _groups_of(task, parents))
+        ]
+        for task in metrics
     }
-    counts = Counter(group for task, group in group_of.items() if group != task)
-    groups = {group: count for group, count in counts.items() if count >= _LEAST_OF_GROUP}
-    shown = [
-        name
-        for name in names
-        if group_of[task := name.partition("/")[0]] == task or group_of[task] not in groups
-    ]
-    return shown, groups
+    counts = Counter(head for own in heads.values() for head in own)
+    groups = {task for task, count in counts.items() if count >= _LEAST_OF_GROUP}
+    group_of = {
+        task: next(head for head in own if head in groups)
+        for task, own in heads.items()
+        if task not in groups and not groups.isdisjoint(own)
+    }
+    folded = {
+        group: count
+        for group, count in Counter(group_of.values()).items()
+        if count >= _LEAST_OF_GROUP
+    }
+    return [name for name in names if group_of.get(name.partition("/")[0]) not in folded], folded
 
 
 def _heads(task: str) -> Iterator[str]:
-    """Yield the part of a name before each underscore, the shortest first."""
-    return (task[:index] for index, letter in enumerate(task) if letter == "_")
+    """Yield the part of a name before each underscore, the longest first."""
+    return (task[:place] for place in range(len(task) - 1, 0, -1) if task[place] == "_")
+
+
+def _groups_of(task: str, parents: Mapping[str, str]) -> set[str]:
+    """Return the groups that a task is in, at any depth."""
+    found = set[str]()
+    while (task := parents.get(task, task)) not in found:
+        found.add(task)
+    return found
 
 
 def make_plots(
