@@ -242,9 +242,7 @@ def test_a_name_that_is_not_where_the_index_says_is_named(tmp_path: Path) -> Non
     write_set(tmp_path)
     listed = listed_in() | {"layers.1.a": numbered(2, 3), "layers.9.z": numbered(2, 3)}
     write_index(tmp_path / INDEX, listed)
-    with pytest.raises(
-        CorruptError, match=r"00002-of-00003.safetensors lacks 2 tensors"
-    ) as caught:
+    with pytest.raises(CorruptError, match=r"00002-of-00003.safetensors lacks 2 tensors") as caught:
         read(tmp_path)
     assert caught.value.found == "no layers.1.a, layers.9.z"
 
