@@ -40,7 +40,10 @@ GIVEN = {"Comparison", "Inspection", "LazyTensor", "Loaded", "OpenCheckpoint", "
 # Callers make these and only hand them over, so their members are ours.
 MADE = {"MergeOptions"}
 # What `*rest` and `**rest` are called, no caller sees.
-STARS = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+STARS: dict[object, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 RANDOM = re.compile(r"\d{20}-[0-9a-f]{8}|[0-9a-f]{16}")
 
 Schema = Mapping[str, typing.Any]

@@ -275,7 +275,7 @@ def test_every_promise_of_the_replaced_tools_names_a_test_that_is_there() -> Non
 
 def test_the_page_on_bases_has_every_key_by_which_one_is_found() -> None:
     page = (ROOT / "docs" / "guides" / "base.md").read_text(encoding="utf-8")
-    keys = {key for row in base_name._ROWS for key in row.keys.split()}
+    keys = {key for row in base_name._SETTINGS for key in row.keys.split()}
     assert len(keys) > 15
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
 

@@ -84,8 +84,9 @@ def connect(url: str, token_file: Path | None) -> "EvalClient":
     from unshard.evaluate.credentials import read_token, split_url
 
     split_url(url, what="--server")
-    token = token_file and read_token(token_file, what=f"--token-file {token_file}")
-    return EvalClient(url, token=token)
+    if token_file is None:
+        return EvalClient(url)
+    return EvalClient(url, token=read_token(token_file, what=f"--token-file {token_file}"))
 
 
 def check_installed(*modules: str) -> None:

@@ -110,12 +110,13 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
     if not any(_is_of_peft(name) for name in tensors):
         return Split(dict(tensors))
     matrices, weights = _parsed_names(_without_doubles(tensors))
-    adapters = {part.adapter for part in (*matrices, *weights)} - {None}
+    named = [*(one.adapter for one in matrices), *(one.adapter for one in weights)]
+    adapters = {adapter for adapter in named if adapter is not None}
     if len(adapters) > 1:
         raise ConversionError(
             f"the checkpoint has {len(adapters)} adapters",
             expected="one",
-            found=", ".join(sorted(map(str, adapters))),
+            found=", ".join(sorted(adapters)),
             hint="save the model with a single adapter",
         )
     pairs = _pairs(matrices, tensors)

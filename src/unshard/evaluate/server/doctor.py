@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +101,7 @@ def _check_profiles(config: ServerConfig, trial: Trial | None) -> Iterator[Findi
         is_default = config.profiles == default_profiles(config.gpus)
         is_enough = is_default and not usable.isdisjoint(("lm-eval", "lmms-eval"))
         for name, finding in findings.items():
-            yield finding._replace(is_fine=True) if is_enough else finding
+            yield replace(finding, is_fine=True) if is_enough else finding
             if name in usable and trial and name in trial.tasks:
                 evaluate = partial(_evaluate, config, name, trial, work / name)
                 yield _check(f"trial of {name}", evaluate)

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unshard.errors import UnshardError
 from unshard.fronts import Command
@@ -58,6 +58,8 @@ def main() -> None:
     @register_model(MODEL_TYPE)
     class Unmerged(HFLM):  # type: ignore[misc]  # lm_eval has no types
         """lm-eval's own type "hf", whose model is loaded from shards."""
+
+        AUTO_MODEL_CLASS: Any
 
         def _create_model(self, pretrained: str, **options: object) -> None:
             chosen = self.AUTO_MODEL_CLASS

@@ -277,7 +277,7 @@ def collect_errors(results: Mapping[str, object], metrics: Mapping[str, float]) 
         if metric.endswith(_STDERR):
             key = metric_key(task, f"{metric.removesuffix(_STDERR)}{comma}{filter_name}")
             number = as_finite(value)
-            if key in metrics and number is not None and number >= 0:
+            if key is not None and key in metrics and number is not None and number >= 0:
                 errors[key] = number
     return errors
 

@@ -185,9 +185,9 @@ def as_csv(points: Iterable[Result]) -> str:
         arguments = json.dumps(dict(one.arguments))
         numbers = (repr(one.value), one.stderr, when)
         settings = (arguments, one.revision, one.evaluator, one.task_version)
-        row = (one.run, one.weights, one.profile, one.step, one.task, one.metric)
-        row = (*map(_plain, row), *numbers, *map(_plain, settings), one.n_shot, one.n_samples)
-        writer.writerow(row)
+        point = (one.run, one.weights, one.profile, one.step, one.task, one.metric)
+        samples = (one.n_shot, one.n_samples)
+        writer.writerow((*map(_plain, point), *numbers, *map(_plain, settings), *samples))
     return file.getvalue()
 
 
