@@ -66,7 +66,7 @@ def test_an_evaluator_that_cannot_be_started_is_reported(tmp_path: Path) -> None
 
 
 def test_why_it_cannot_be_started_is_kept_even_where_nothing_can_be_logged(tmp_path: Path) -> None:
-    with BoundedLog(tmp_path / "log.txt", 1000) as log:
+    with BoundedLog(tmp_path / "log.txt") as log:
         lowest = os.dup(0)
         os.close(lowest)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -28,9 +28,7 @@ _MORE_MEMORY = (
     "choose a smaller batch_size, or for lm-eval `auto`, more GPUs (num_gpus), or for vLLM another "
     "gpu_memory_utilization"
 )
-SHOWN_LINES = 20
-"""How many lines or names an error shows at most."""
-
+SHOWN_LINES = 20  # how many lines or names an error shows at most
 _KILLS = (signal.SIGKILL, *STOPS)
 _ABSENT = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOEXEC}

@@ -15,9 +15,7 @@ from unshard.errors import UsageError
 from unshard.evaluate.jobs import EvaluationError
 
 _NONE = frozenset({"", "-1", "NoDevFiles"})
-GPU, CPU, _LAUNCH = "gpu", "cpu", "launch"
-"""Pools of slots."""
-
+GPU, CPU, _LAUNCH = "gpu", "cpu", "launch"  # pools of slots
 Gpus = tuple[str, ...]
 _OF_OLD_SERVERS = (f"{CPU}:1",)  # they had one slot of the CPU, without a name
 _NAME = re.compile(r"[0-9]{1,9}|(?:GPU|MIG)-[\w/-]+", re.ASCII)

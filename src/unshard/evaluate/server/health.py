@@ -15,9 +15,7 @@ from urllib.parse import quote
 
 from unshard.errors import UnshardError
 
-RETRY_AFTER_S = 30
-"""Seconds until clients may try again."""
-
+RETRY_AFTER_S = 30  # seconds until clients may try again
 _LEAST_BYTES = 64 << 20
 _PROBE_BYTES = 4096
 _LOCKED_S = 2.0  # a longer lock of the database by another process is reported

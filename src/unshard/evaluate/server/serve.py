@@ -46,8 +46,7 @@ from unshard.evaluate.server.store.store import Store
 from unshard.stores.remote_path import RemotePath, path_of
 
 _WORK_DIR = Path("unshard-eval")
-DATABASE = "jobs.sqlite"
-"""The database of jobs, in the work directory."""
+DATABASE = "jobs.sqlite"  # the database of jobs, in the work directory
 _GRACE_S = 3
 _THREADS = 12
 _log = logging.getLogger(__name__)

@@ -17,9 +17,7 @@ from unshard.evaluate.values import Scalar
 PLACEHOLDERS = {"checkpoint", "output", "tasks", "step", "weights", "run"} | OPTIONS
 """The placeholders of a command, in braces: fields of the request, and options of clients."""
 
-LAUNCH_PLACEHOLDERS = {"gpus", "job", "attempt", "run", "step"}
-"""The placeholders of `launch`."""
-
+LAUNCH_PLACEHOLDERS = {"gpus", "job", "attempt", "run", "step"}  # the placeholders of `launch`
 LONGEST_NAME = 200
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([a-z_]+)\}")

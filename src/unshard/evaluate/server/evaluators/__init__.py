@@ -1,1 +1,1 @@
-"""The programs that evaluate a model, and what they leave."""
+"""The programs that evaluate a model, and their results."""

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 from unshard.errors import UnshardError
 from unshard.fronts import Command
 
-MODEL_TYPE = "unshard"
-"""lm-eval's name for the type of model."""
-
+MODEL_TYPE = "unshard"  # lm-eval's name for the type of model
 PLACE_NAME = "weights.json"
 """The file in the model's directory with the path of the checkpoint and its set of weights."""
 

@@ -31,9 +31,7 @@ from unshard.evaluate.server.evaluators.harness import HarnessKeys, generation_a
 from unshard.evaluate.server.evaluators.work import EvalInput, Scores, WarmEngine
 from unshard.evaluate.values import expects
 
-DIRECT = "unshard.evaluate.server.evaluators.direct"
-"""The module that runs lm-eval without a merge."""
-
+DIRECT = "unshard.evaluate.server.evaluators.direct"  # the module that runs lm-eval without a merge
 _VLLM = "vllm"
 _DIRECT_MODELS = ("hf", _VLLM)  # types that can load shards
 _WORKER = "unshard.evaluate.server.warm.worker"

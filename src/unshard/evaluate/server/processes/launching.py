@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import unshard
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.processes import supervise
 from unshard.evaluate.server.processes.supervise import STOPS, Order
 from unshard.evaluate.server.processes.table import MARK, identify
 
+_SUPERVISE = "unshard.evaluate.server.processes.supervise"
 _LOG_NAME = "supervisor.txt"
 
 # Variables of launchers (torchrun, accelerate, Slurm, MPI): an evaluator that inherited them would
@@ -75,7 +75,7 @@ def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
     # The child inherits the blocked signals, and unblocks them when it has its handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
-        popen = start_module(supervise.__name__, directory=directory, log=directory / _LOG_NAME)
+        popen = start_module(_SUPERVISE, directory=directory, log=directory / _LOG_NAME)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Child(identify(popen.pid, gpus=gpus, directory=str(directory)), popen)

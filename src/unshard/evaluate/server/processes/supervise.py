@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from unshard.evaluate.server.processes.bounded_log import LOG_BYTES, BoundedLog
+from unshard.evaluate.server.processes.bounded_log import BoundedLog
 from unshard.evaluate.server.processes.table import identify, list_members, send
 from unshard.write.dirfd import write_whole
 
@@ -111,7 +111,7 @@ def main() -> int:
     def is_stopped() -> bool:
         return bool(stops) or directory.is_gone()
 
-    with BoundedLog(Path(order.directory) / LOG_NAME, LOG_BYTES) as log:
+    with BoundedLog(Path(order.directory) / LOG_NAME) as log:
         done = supervise(order, log, is_stopped)
     write_exit(Path(order.directory), done, is_stopped)
     return 0

@@ -22,9 +22,7 @@ from unshard.evaluate.run_folder import opened
 from unshard.evaluate.server.config.arguments import matches
 from unshard.write.dirfd import open_regular
 
-JOBS = "jobs"
-"""The directory in the server's work directory with a directory for each job."""
-
+JOBS = "jobs"  # the directory in the server's work directory with a directory for each job
 _FILES = "files"
 _LIST = "files.json"
 _PATTERNS = ("*samples_*.jsonl", "*results*.json")  # of both harnesses

@@ -1,1 +1,1 @@
-"""The database: the truth about jobs and results."""
+"""The database of jobs and results."""

@@ -12,9 +12,7 @@ from unshard.evaluate.server.store.statements import as_request, request_as_json
 from unshard.read.step_names import step_of_parents
 from unshard.stores.remote_path import path_of
 
-RUNS = "SELECT id, name, directory, label FROM runs"
-"""What `as_run` reads."""
-
+RUNS = "SELECT id, name, directory, label FROM runs"  # the columns of `as_run`
 _SHORT = 6  # characters of an id
 
 

@@ -1,1 +1,1 @@
-"""Engines that stay between jobs: the process that has one, who hands it jobs, who keeps it."""
+"""Engines that are kept between jobs: their process, its client, and their list."""

@@ -33,12 +33,8 @@ if TYPE_CHECKING:
     from unshard.keywords import EngineKeywords
     from unshard.plugins.vllm import Engine
 
-SOCKET_NAME = "socket"
-"""The socket in the worker's directory."""
-
-REPLACE = 75
-"""The exit code of a job that another worker must run; a job that exits with it gets 1."""
-
+SOCKET_NAME = "socket"  # the socket in the worker's directory
+REPLACE = 75  # the exit code of a job that another worker must run; a job that exits with it gets 1
 _RECORD_NAME = "worker.json"
 _OF_A_JOB = frozenset({"model", "tokenizer"})  # arguments of an engine that each job changes
 
