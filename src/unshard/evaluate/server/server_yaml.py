@@ -167,7 +167,7 @@ def read_server_yaml(path: Path, options: Mapping[str, object] | None = None) ->
 
 
 def _problem(path: Path, problem: ErrorDetails) -> UsageError:
-    """Return pydantic's error as one that names the file and the key."""
+    """Return pydantic's error with the file and the key in its message."""
     keys = [str(key) for key in problem["loc"]]
     where, known = str(path), list(ServerConfig.model_fields)
     match keys:

@@ -1,4 +1,4 @@
-"""The process that merges one checkpoint, or checks one that is evaluated without a merge.
+"""The process that merges a checkpoint, or checks it for an evaluation without a merge.
 
 Run as `python -m unshard.evaluate.server.attempts.merge_worker`.
 

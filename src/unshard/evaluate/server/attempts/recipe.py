@@ -22,7 +22,7 @@ from unshard.read.hub_files import RECORD_NAME
 
 _MOST = 1 << 16  # characters of a file
 _END = "END_OF_UNSHARD_FILE"
-# Variables of the server's own environment that can change what an evaluator does.
+# Variables of the server's own environment that can change an evaluator's results.
 _RELEVANT = re.compile(r"(?:HF|TRANSFORMERS|CUDA|TORCH|VLLM|NCCL|OMP|TOKENIZERS|LMMS?)_.*")
 
 

@@ -187,7 +187,7 @@ def _as_text(value: object) -> str:
 
 
 def _forms(document: Mapping[str, object], tasks: Sequence[str]) -> Numbers:
-    """Return the numbers of a document that has one of the four forms."""
+    """Return the numbers of a document in any of the four forms."""
     results: Numbers = {}
     for name, value in document.items():
         if isinstance(value, Mapping):

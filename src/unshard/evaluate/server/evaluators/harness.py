@@ -105,7 +105,7 @@ class HarnessKeys(Profile):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The evaluator's module, and those that its model needs."""
+        """The evaluator's module."""
         return (self.module,)
 
     @property

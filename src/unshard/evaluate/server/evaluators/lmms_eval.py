@@ -64,7 +64,7 @@ class LmmsEvalProfile(HarnessKeys):
 
     @property
     def client_models(self) -> tuple[str, ...]:
-        """Its type of model, and those that the profile allows."""
+        """Its type of model, and the types that the profile allows."""
         guarded = GUARDED_TYPES if self.allowed_models == MODEL_TYPES else ()
         return (self.model, *self.allowed_models, *guarded)
 

@@ -85,7 +85,7 @@ class GpuUsers:
         self._until = 0.0
 
     def ask(self, free: frozenset[str]) -> frozenset[str]:
-        """Return the GPUs, of those that this server does not use, that others use.
+        """Return the GPUs among `free`, which this server does not use, that others use.
 
         The driver may still show a GPU that just became free as used, so it counts as taken until
         the next reading.

@@ -43,7 +43,7 @@ _SET_PIPE_SIZE = 1031  # fcntl(2)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to run.
+    """The command to run, and its limits.
 
     Attributes:
         command: the evaluator's arguments, its interpreter first.

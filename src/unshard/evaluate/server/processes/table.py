@@ -122,7 +122,7 @@ def kill_group(process: Process, *, grace_s: float) -> bool:
 
 
 def send(entries: Iterable[_ProcessInfo], number: signal.Signals) -> None:
-    """Send a signal to processes; those that have ended or are another user's are skipped."""
+    """Send a signal to processes; skip ended processes and those of other users."""
     for entry in entries:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(entry.pid, number)

@@ -83,7 +83,7 @@ class Allotment:
 
         def read() -> Iterator[QueuedJob]:
             nonlocal skipped, wait_for_gpus
-            # Those that cannot begin do not count: the next look gets beyond them.
+            # Jobs that cannot begin are not counted, so that the next look gets beyond them.
             for job_id, name, asked in self.store.due(now, _LOOKED_AT + self._skipped):
                 count = None if self._unfit.get(job_id, 0.0) > clock else needs(name, asked)
                 skipped += count is None

@@ -304,7 +304,7 @@ class RunRecords:
             )
             run = record_run(connection, run_id, name, directory)
             connection.execute(
-                # Each submission comes here: what changes nothing must not wait for the disk.
+                # Each submission comes here: without a change, it must not wait for the disk.
                 "UPDATE runs SET is_there = TRUE, is_written = COALESCE(?1, is_written)"
                 " WHERE id = ?2 AND NOT (is_there AND is_written = COALESCE(?1, is_written))",
                 (is_written, run_id),

@@ -66,7 +66,7 @@ def add_name(connection: sqlite3.Connection, run_id: str, name: str) -> None:
 
 
 def name_apart(connection: sqlite3.Connection, name: str) -> None:
-    """Write the labels of the runs of a name: the name, and what distinguishes their paths."""
+    """Write the labels of the runs of a name: the name, and the distinct part of their paths."""
     query = "SELECT id, directory FROM runs WHERE name = ? ORDER BY number"
     parts = tell_apart(dict(map(tuple, connection.execute(query, (name,)))))
     labels = [(f"{name} ({part})" if part else name, key) for key, part in parts.items()]

@@ -69,7 +69,7 @@ class Store:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The connection of this thread, for what only reads: see `overview`."""
+        """The connection of this thread, for the queries of `overview`."""
         return self._connections.own
 
     @property

@@ -154,7 +154,7 @@ def _end_with(connected: socket.socket, is_done: threading.Event) -> None:
     with suppress(OSError):
         connected.recv(1)
     if not is_done.is_set():
-        os._exit(1)  # the supervisor ends what is left
+        os._exit(1)  # the supervisor ends the other processes
 
 
 def _code_of(run: Callable[[], None], directory: Path) -> int:
