@@ -30,11 +30,7 @@ _RUN = re.compile(r"[^\W_](?:[\w .+=@-]*[\w+=@-])?")
 
 
 def check_request(request: Request, config: ServerConfig) -> None:
-    """Raise unless all of a request except its checkpoint is allowed.
-
-    Raises:
-        UsageError: names every field that is not allowed, and the allowed values.
-    """
+    """Raise a UsageError for all fields of a request, but its checkpoint, that are not allowed."""
     profile = config.profiles.get(request.profile)
     if profile is None:
         raise not_accepted(

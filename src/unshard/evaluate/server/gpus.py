@@ -117,11 +117,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def check(self, count: int) -> None:
-        """Refuse a job that would never start.
-
-        Raises:
-            EvaluationError: it needs more GPUs than there are.
-        """
+        """Raise an EvaluationError for a job that needs more GPUs than there are."""
         most = len(self._gpus) or 1
         if count > most:
             names = ", ".join(self._gpus)

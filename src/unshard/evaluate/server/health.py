@@ -43,11 +43,7 @@ class HealthCheck:
         self._problems: list[UnhealthyError] = []
 
     def check(self) -> None:
-        """Raise the first problem, if any.
-
-        Raises:
-            UnhealthyError: a job that is accepted now could be lost.
-        """
+        """Raise the first problem, an UnhealthyError, if a job could be lost now."""
         for problem in self.problems():
             raise UnhealthyError(
                 "the server accepts no jobs now: " + problem.subject,

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,13 +69,13 @@ def place(request: Request) -> Placed:
     return Placed(placed, at.parent, run, states_step=step is not None and step == wanted)
 
 
+@dataclass(eq=False)
 class RunFinder:
     """Finds the training run of a request; thread-safe."""
 
-    def __init__(self, runs: RunRecords, roots: Sequence[Path]) -> None:
-        self._runs = runs
-        self._roots = roots
-        self._lock = threading.Lock()
+    runs: RunRecords
+    roots: Sequence[Path]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_run(self, placed: Placed) -> Request:
         """Record the run of a request; return the request with it.
@@ -95,7 +95,7 @@ class RunFinder:
 
     def _find_id(self, name: str) -> str:
         """Return the id of the run of a name; "" if there is none."""
-        named = self._runs.named(name)
+        named = self.runs.named(name)
         candidates = named if len(named) == 1 else [run for run in named if not run.directory]
         if named and not candidates:
             raise UsageError(
@@ -118,26 +118,26 @@ class RunFinder:
         """
         folder, is_open = RunFolder(directory), self._is_open(directory)
         identity = folder.read_identity() if is_open else None
-        recorded, is_own, is_written = self._runs.at(str(directory)), False, None
+        recorded, is_own, is_written = self.runs.at(str(directory)), False, None
         if identity is not None:
             is_own = not identity.is_copy and not self._is_elsewhere(identity.id, directory)
         if identity is not None and is_own:
             run_id = identity.id
-            if identity.joins and self._runs.get(identity.joins) is not None:
-                self._runs.join(run_id, identity.joins)
+            if identity.joins and self.runs.get(identity.joins) is not None:
+                self.runs.join(run_id, identity.joins)
         elif recorded is not None and self._is_same(recorded, identity, is_open=is_open):
             run_id = recorded.id
         else:
             run_id = new_run_id()
         if is_open:
             is_written = is_own or (not is_model and _write(folder, run_id, identity))
-        before = self._runs.get(run_id)
+        before = self.runs.get(run_id)
         own = name or folder.name
         if before and (name or before.name != RunFolder(path_of(before.directory)).name):
             own = before.name  # a run keeps its first name, and is found by the others
-        run = self._runs.record(run_id, own, str(directory), is_written=is_written)
+        run = self.runs.record(run_id, own, str(directory), is_written=is_written)
         if name not in {"", own}:
-            self._runs.call(run_id, name)
+            self.runs.call(run_id, name)
         return run
 
     def _is_same(
@@ -148,12 +148,12 @@ class RunFinder:
         It is not if it had that run's id, or is a copy of it: another directory has replaced it.
         """
         if identity is None:
-            return not (is_open and self._runs.is_written(recorded.id))
+            return not (is_open and self.runs.is_written(recorded.id))
         return identity.id != recorded.id
 
     def _is_elsewhere(self, run_id: str, directory: Path) -> bool:
         """Return whether the directory that was recorded for a run still has its id."""
-        recorded = self._runs.get(run_id)
+        recorded = self.runs.get(run_id)
         if recorded is None or recorded.directory in {"", str(directory)}:
             return False
         other = path_of(recorded.directory)
@@ -163,12 +163,12 @@ class RunFinder:
     def is_known(self, directory: Path) -> bool:
         """Return whether a directory has a run's id, or is recorded as a run."""
         has_id = self._is_open(directory) and RunFolder(directory).read_identity() is not None
-        return has_id or self._runs.at(str(directory)) is not None
+        return has_id or self.runs.at(str(directory)) is not None
 
     def _is_open(self, directory: Path) -> bool:
         """Return whether the server may read and write its files in a directory."""
         is_local = not isinstance(directory, RemotePath) and directory.is_dir()
-        return is_local and is_inside(directory, self._roots)
+        return is_local and is_inside(directory, self.roots)
 
 
 def _write(folder: RunFolder, run_id: str, copied: RunIdentity | None) -> bool:
@@ -180,11 +180,7 @@ def _write(folder: RunFolder, run_id: str, copied: RunIdentity | None) -> bool:
 
 
 def _find_step(run: Path, request: Request) -> Location:
-    """Return the checkpoint of a request's step in a run's directory.
-
-    Raises:
-        UsageError: the run does not have that step.
-    """
+    """Return the checkpoint of a request's step in a run, or raise a UsageError."""
     try:
         return next(find(run, Choice(request.step, weights=request.weights)))
     except StoreError:

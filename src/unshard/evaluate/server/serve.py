@@ -129,11 +129,7 @@ def make_service(config: ServerConfig) -> Service:
 
 
 def _check_gpus(config: ServerConfig) -> None:
-    """Refuse configured GPUs that this machine lacks, where that is known.
-
-    Raises:
-        UsageError: names them.
-    """
+    """Raise a UsageError for configured GPUs that this machine lacks, where that is known."""
     if "gpus" not in config.model_fields_set or not config.gpus:
         return
     if (absent := list_absent(config.gpus)) is None:

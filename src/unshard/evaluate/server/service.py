@@ -312,11 +312,7 @@ class Service:
         return sorted(map(str, islice(output.rglob("*samples_*.jsonl"), _MOST_FILES)))
 
     def job(self, job_id: str) -> Job | None:
-        """Return a job by its id, or by at least the first four letters of the id.
-
-        Raises:
-            UsageError: several ids begin with these letters.
-        """
+        """Return a job by its id, or by the first letters, four or more; UsageError for several."""
         job = self.store.get(job_id)
         if job is not None or not _SHORT_ID.fullmatch(job_id):
             return job
@@ -328,10 +324,7 @@ class Service:
         return self.store.get(ids[0]) if ids else None
 
     def log(self, job: Job, offset: int) -> tuple[str, int, bool]:
-        """Return text of a job's last log from an offset in bytes, the next offset, and its end.
-
-        The last value is whether the log has ended.
-        """
+        """Return text of a job's last log from an offset, the next offset, and whether it ended."""
         file = self.scheduler.directory_of(job) / "log.txt"
         try:
             text, after = read_log(file, offset)

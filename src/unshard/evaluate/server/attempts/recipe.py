@@ -31,12 +31,7 @@ def make_recipe(
 ) -> tuple[str, str]:
     """Return the script, and the record of the model that it makes, "" if there is none.
 
-    Args:
-        job: the job.
-        work: the input of its evaluator.
-        command: the evaluator's command.
-        gpus: the GPUs that it can see.
-        merged: the directory of the job's merged model, which `work` need not use.
+    `merged` is the directory of the job's merged model, which `work` need not use.
     """
     notes, request = list[str](), job.request
     is_merged = work.model == merged

@@ -43,11 +43,7 @@ def find_newest(directory: Path, pattern: str) -> Path | None:
 def read_results(
     work: EvalInput, path: Path | None, returncode: int, *, expected: str
 ) -> dict[str, object]:
-    """Read the JSON object of an evaluator that ended with `returncode`.
-
-    Raises:
-        EvaluationError: it failed, or wrote nothing, too much, or no JSON object.
-    """
+    """Read an evaluator's JSON object; EvaluationError if it failed or wrote no such file."""
     program, most_bytes = work.program, work.profile.results_bytes
     if returncode != 0:
         names = {-number.value: f"ended by {number.name}" for number in signal.Signals}
@@ -249,10 +245,7 @@ def as_finite(value: object) -> float | None:
 
 
 def metric_key(task: str, name: str) -> str | None:
-    """Return the key of "metric" or "metric,filter", without the filter "none".
-
-    None: it is not a metric.
-    """
+    """Return the key of "metric" or "metric,filter", without "none"; None for other values."""
     metric, _, filter_name = name.partition(",")
     if not metric.strip() or metric in _NOT_METRICS or _STDERR in metric:
         return None

@@ -82,11 +82,7 @@ class UnknownTasks:
                 del self._errors[oldest]
 
     def check(self, profile: str, tasks: Iterable[str]) -> None:
-        """Refuse tasks that the evaluator of a profile did not know.
-
-        Raises:
-            UsageError: names them.
-        """
+        """Raise a UsageError for tasks that the evaluator of a profile did not know."""
         since = time.monotonic() - _REMEMBERED_S
         with self._lock:
             errors = {task: self._errors.get((profile, task), (since, None)) for task in tasks}

@@ -49,11 +49,7 @@ def base_of(name: str) -> str:
 
 
 def profile_named(profiles: Mapping[str, Profile], name: str) -> Profile:
-    """Return the profile "name", or "name:type", for lmms-eval with another type of model.
-
-    Raises:
-        UsageError: no profile has this name, or it does not allow the type.
-    """
+    """Return the profile "name", or "name:type" for lmms-eval; UsageError if it is not allowed."""
     base, _, model = name.partition(":")
     if base not in profiles:
         names = ", ".join(sorted(profiles)) or "none"

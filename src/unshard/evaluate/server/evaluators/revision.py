@@ -50,10 +50,7 @@ _asking = threading.Lock()
 
 
 def is_setting(name: str, value: str) -> bool:
-    """Return whether an environment variable may change a number, such as a judge's name.
-
-    Paths, addresses and secrets do not.
-    """
+    """Return whether a variable may change a number; paths, addresses and secrets do not."""
     is_path = value.startswith(("/", "~", ".")) or "://" in value
     return not is_path and not _NO_SETTING.fullmatch(name)
 

@@ -338,11 +338,7 @@ class Profile(BaseModel):
             )
 
     def with_model(self, model: str, *, name: str) -> Self:
-        """Return the profile of this name with a type of model that a client chose.
-
-        Raises:
-            UsageError: it does not allow the type.
-        """
+        """Return the profile with a client's type of model; UsageError if it is not allowed."""
         asked = f"{name}:{model}"
         raise UsageError(f"profile {name}: its model cannot be chosen", found=f"{asked!r:.200}")
 
@@ -355,8 +351,4 @@ class Profile(BaseModel):
 
     @abstractmethod
     def read_scores(self, work: EvalInput, returncode: int) -> Scores:
-        """Return the finite numbers that were measured.
-
-        Raises:
-            EvaluationError: the evaluator failed, or results of a task are missing.
-        """
+        """Return the finite numbers; EvaluationError if it failed, or if a task has none."""

@@ -67,11 +67,7 @@ class Child(NamedTuple):
 
 
 def start_supervisor(*, gpus: tuple[str, ...], directory: Path) -> Child:
-    """Start a supervisor that waits for its order.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Start a supervisor that waits for its order; raise OSError if that is not possible."""
     # The child inherits the blocked signals, and unblocks them when it has its handlers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
@@ -143,12 +139,7 @@ def evaluator_environment(
 def run_python(
     command: list[str], environment: Mapping[str, str], directory: str, timeout_s: float
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a profile's interpreter with its variables and without GPUs; capture its output.
-
-    Raises:
-        subprocess.TimeoutExpired: it took too long.
-        OSError: it cannot be run.
-    """
+    """Run a profile's interpreter with its variables and without GPUs; capture its output."""
     return subprocess.run(  # noqa: S603  (the server's configuration names the interpreter)
         command,
         cwd=directory,

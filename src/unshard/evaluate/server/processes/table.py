@@ -50,11 +50,7 @@ def boot_id() -> str:
 
 
 def identify(pid: int, *, gpus: tuple[str, ...], directory: str) -> Process:
-    """Return the identity of a process, which may be a zombie.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-    """
+    """Return the identity of a process or zombie; raise ProcessLookupError if there is none."""
     entry = next(_entries([pid]), None)
     if entry is None:
         raise ProcessLookupError(pid)

@@ -229,10 +229,8 @@ class Outcomes:
 def find_removable(job: Job, profile: Profile, completed: Iterable[Job]) -> list[str]:
     """Return the jobs whose merged models are not needed once `job` is completed.
 
-    Args:
-        job: a completed job.
-        profile: keeps nothing, all, or the best by its metric, for each settings.
-        completed: the completed jobs of the same run, weights and profile, including `job`.
+    `completed` has all completed jobs of its run, weights and profile; with `keep: best`, the best
+    of each settings is kept.
     """
     if profile.keep == "all":
         return []

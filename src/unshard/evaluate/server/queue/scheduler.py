@@ -98,20 +98,12 @@ class Scheduler:
         self._lock: int | None = None
 
     def lock(self) -> None:
-        """Keep other servers from the directory until `stop`; `start` does it too.
-
-        Raises:
-            UsageError: another server uses the same directory.
-        """
+        """Lock the directory until `stop`; UsageError if another server uses it."""
         if self._lock is None:
             self._lock = lock(self._work_dir)
 
     def start(self) -> None:
-        """Adopt or end the processes of an earlier server, then run jobs until `stop`.
-
-        Raises:
-            UsageError: another server uses the same directory.
-        """
+        """Lock the directory, adopt or end an earlier server's processes, run jobs until `stop`."""
         self.lock()
         workers = self._engines.find()
         for job in self._store.running():

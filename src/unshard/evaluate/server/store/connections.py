@@ -14,11 +14,7 @@ _BUSY_S = 30.0
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open or create the database, and bring its tables up to date.
-
-    Raises:
-        UsageError: see `schema.migrate`.
-    """
+    """Open or create the database, and bring its tables up to date as `schema.migrate` does."""
     connection = sqlite3.connect(
         path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
     )

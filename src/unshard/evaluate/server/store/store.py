@@ -114,10 +114,7 @@ class Store:
         return self._stop(job_id, Status.CANCELLED, (Status.QUEUED,))
 
     def supersede(self, job_id: str, by: str) -> bool:
-        """End a job that another replaces, as `cancel` does; return whether it was not over.
-
-        A failed job is not over.
-        """
+        """End a queued, running or failed job that another replaces; return whether it was one."""
         return self._stop(job_id, Status.SUPERSEDED, (Status.QUEUED, Status.FAILED), by)
 
     def _stop(

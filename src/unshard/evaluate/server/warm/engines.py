@@ -210,10 +210,7 @@ class Engines:
 
 
 def engine_key(profile: Profile, model_args: Mapping[str, object], model: Path) -> str:
-    """Return a digest of an engine's profile and arguments, and of config and tokenizer.
-
-    `model` is the directory of the job's model, `model_args` are those of the request.
-    """
+    """Return a digest of a profile, a request's arguments, and a model's config and tokenizer."""
     companions = json.loads((model / PLACE_NAME).read_bytes())["companions"]
     parts = [profile.model_dump(mode="json"), sorted(model_args.items()), companions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

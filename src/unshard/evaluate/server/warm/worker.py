@@ -57,11 +57,7 @@ class EngineWorker:
 
 
 def write_worker(worker: EngineWorker) -> None:
-    """Record a worker in its directory.
-
-    Raises:
-        OSError: that is not possible.
-    """
+    """Record a worker in its directory."""
     write_whole(Path(worker.process.directory) / _RECORD_NAME, json.dumps(asdict(worker)).encode())
 
 
