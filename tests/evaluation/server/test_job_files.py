@@ -15,8 +15,7 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Still, live, still
 from unshard.evaluate.jobs import Job, Request
 from unshard.evaluate.server.queue import job_files
-from unshard.evaluate.server.queue.job_files import JOBS
-from unshard.evaluate.server.queue.retention import Retention
+from unshard.evaluate.server.queue.job_files import JOBS, Retention
 
 RESULTS = '{"results": {"task": {"acc,none": 0.5}}}'
 SAMPLES = "".join(json.dumps({"doc": number, "text": "ä"}) + "\n" for number in range(1000))

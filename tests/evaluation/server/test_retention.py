@@ -12,8 +12,8 @@ from evaluation.runs import checkpoint
 from evaluation.servers import Live, cli, free_port
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.process import Process
-from unshard.evaluate.server.queue import retention
-from unshard.evaluate.server.queue.retention import Retention
+from unshard.evaluate.server.queue import job_files
+from unshard.evaluate.server.queue.job_files import Retention
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool
@@ -202,7 +202,7 @@ def test_what_cannot_be_removed_is_tried_again_and_holds_up_nothing(
         remove(name, within=within)
 
     with monkeypatch.context() as patch:
-        patch.setattr(retention, "remove", fails)
+        patch.setattr(job_files, "remove", fails)
         assert sweep(store, work) == 1
     assert jobs[0].id in caplog.text
     assert left(work) == {jobs[0].id}
@@ -230,7 +230,7 @@ def test_a_database_of_an_earlier_version_gets_what_it_lacks(store: Store, work:
 def test_the_scheduler_does_it_at_its_start_and_then_once_an_hour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "_EVERY_S", 0.05)
+    monkeypatch.setattr(job_files, "_EVERY_S", 0.05)
     store, server = scheduler(tmp_path, "done(acc=0.5)", keep_days=30)
     server.start()
     first, _ = store.submit(request(whole_model(tmp_path / "model")), pin=None)

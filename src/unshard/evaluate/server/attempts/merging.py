@@ -16,12 +16,11 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote
 
 from unshard.api.options import MergeOptions
@@ -35,8 +34,6 @@ from unshard.stores.remote_path import RemotePath, is_url, path_of
 from unshard.write.staging.recovery import recover
 
 _log = logging.getLogger(__name__)
-
-_Answer = TypeVar("_Answer")
 
 _POLL_S = 0.05
 _LOG_NAME = "merge.log"
@@ -195,8 +192,8 @@ def _check_patience(
 
 
 def ask_disk(
-    ask: Callable[[], _Answer], *, timeout_s: float, is_given_up: Callable[[], bool]
-) -> _Answer:
+    ask: Callable[[], Sequence[str]], *, timeout_s: float, is_given_up: Callable[[], bool]
+) -> Sequence[str]:
     """Return the result of a call that reads the disk of a checkpoint.
 
     It runs in a thread of its own, which is left behind if the disk does not answer.
@@ -205,7 +202,7 @@ def ask_disk(
         CrashedError: it takes longer than `timeout_s`.
         GivenUpError: `is_given_up`.
     """
-    future, began = Future[_Answer](), time.monotonic()
+    future, began = Future[Sequence[str]](), time.monotonic()
 
     def body() -> None:
         try:

@@ -22,9 +22,8 @@ from unshard.evaluate.server.gpus import Slots, describe_slots
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
 from unshard.evaluate.server.queue.choosing import NextJob
-from unshard.evaluate.server.queue.job_files import JOBS
+from unshard.evaluate.server.queue.job_files import JOBS, Retention
 from unshard.evaluate.server.queue.outcomes import Outcomes
-from unshard.evaluate.server.queue.retention import Retention
 from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import short_id, tell
@@ -45,7 +44,7 @@ class SchedulerSettings:
         work_dir: for attempts, logs and merged models.
         limits: of every attempt.
         backoff_s: the wait after a job's first failure; doubled each time, an hour at most.
-        keep_days, keep_gb, keep_samples_mb: see `retention.Retention`.
+        keep_days, keep_gb, keep_samples_mb: see `job_files.Retention`.
         unknown: the tasks that evaluators do not know.
         pass_at_most: how many jobs may pass a job that needs more GPUs than are free.
     """
