@@ -14,15 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from evaluation.wandb_file import definitions, history, run_record
-from unshard.evaluate.sinks.base import (
-    STEP_METRIC,
-    JsonlSink,
-    Marks,
-    Sink,
-    name_metrics,
-    open_sinks,
-)
+from unshard.evaluate.sinks.base import STEP_METRIC, JsonlSink, Marks, Sink, name_metrics
 from unshard.evaluate.sinks.mlflow import MlflowSink
+from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.sinks.tensorboard import TensorBoardSink
 from unshard.evaluate.sinks.wandb import TrainerWandbSink, WandbSink
 from unshard.evaluate.trainer import recorder as recorders

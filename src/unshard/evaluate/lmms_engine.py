@@ -28,7 +28,8 @@ from types import ModuleType
 
 from unshard.api.hinting import write_hint
 from unshard.evaluate.client.lmms import AsyncEvalClient, LmmsClient
-from unshard.evaluate.sinks.base import PREFIX, PacedSink, open_wandb
+from unshard.evaluate.sinks.base import PREFIX, PacedSink
+from unshard.evaluate.sinks.open import open_wandb
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.integrations import lmms_engine as merging

@@ -20,7 +20,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unshard.api.hinting import write_hint
-from unshard.evaluate.sinks.base import PacedSink, Sink, open_sinks
+from unshard.evaluate.sinks.base import PacedSink, Sink
+from unshard.evaluate.sinks.open import open_sinks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.submitter import Submitter
 from unshard.integrations.harmless import ignoring_errors

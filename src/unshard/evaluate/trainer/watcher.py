@@ -79,10 +79,7 @@ class Watching:
         check_run(self.run)
         config = replace(config, run=config.run or RunFolder(self.run).name)
         self._folder = RunFolder(self.run if directory is None else directory.absolute())
-        lock = self._folder.lock(WATCH_LOCK)
-        if lock is None:
-            raise UsageError(f"{self.run}: another process watches this run")
-        self._lock = lock
+        self._lock = self._take_lock()
         self._config = config
         self._every = config.eval_steps if config.eval_strategy == "steps" else None
         if config.eval_strategy == "no":
@@ -219,6 +216,12 @@ class Watching:
         self._submitter.stop()
         self._client.close()
         unlock(self._lock)
+
+    def _take_lock(self) -> int:
+        lock = self._folder.lock(WATCH_LOCK)
+        if lock is None:
+            raise UsageError(f"{self.run}: another process watches this run")
+        return lock
 
     def _make_submitter(self) -> Submitter:
         """Return a submitter for which every checkpoint is due, and which logs no refusals."""

@@ -11,12 +11,13 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, HTTPException, Query
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 
 from unshard.evaluate.jobs import Filters, Job, Status
 from unshard.evaluate.server.evaluators.documents import as_finite
 from unshard.evaluate.server.http.answers import BoundedText, find_job
 from unshard.evaluate.server.http.page.routes import Views
-from unshard.evaluate.server.http.page.runs import Paged
+from unshard.evaluate.server.http.page.runs import PageNumber, as_query
 from unshard.evaluate.server.queue.job_files import list_samples, open_file
 from unshard.evaluate.server.service import Service
 
@@ -136,13 +137,18 @@ def _change_of(first: ModelAnswer, second: ModelAnswer) -> Change:
     return "same" if is_same else "changed"
 
 
-class AnswersPage(Paged):
+class AnswersPage(BaseModel):
     """Which answers to show: of a job, and of another, `with`, to compare."""
 
     job: BoundedText
     other: Annotated[BoundedText, Query(alias="with")] = ""
     task: BoundedText = ""
     show: Change | Literal[""] = ""
+    page: PageNumber = 1
+
+    def query(self, **changes: object) -> str:
+        """Return the query with changes."""
+        return as_query(self, changes)
 
 
 class _Comparison(NamedTuple):

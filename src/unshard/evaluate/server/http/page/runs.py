@@ -1,6 +1,6 @@
 """The views of runs: the list of runs, their plots, and plots as files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -41,18 +41,13 @@ Names = Annotated[list[BoundedText], Field(max_length=_MOST_RUNS)]
 PageNumber = Annotated[int, Field(ge=1, le=10_000)]
 
 
-class Paged(BaseModel):
-    """The query of an address with pages."""
-
-    page: PageNumber = 1
-
-    def query(self, **changes: object) -> str:
-        """Return the query as a text, with changes."""
-        values = {**self.model_dump(exclude_defaults=True, by_alias=True), **changes}
-        return "?" + urlencode({key: value for key, value in values.items() if value}, doseq=True)
+def as_query(fields: BaseModel, changes: Mapping[str, object]) -> str:
+    """Return the query of an address, from its fields with changes."""
+    values = {**fields.model_dump(exclude_defaults=True, by_alias=True), **changes}
+    return "?" + urlencode({key: value for key, value in values.items() if value}, doseq=True)
 
 
-class RunsPage(Paged):
+class RunsPage(BaseModel):
     """Which runs to list or to plot, and how.
 
     Attributes:
@@ -63,8 +58,13 @@ class RunsPage(Paged):
 
     run: Names = []
     q: BoundedText = ""
+    page: PageNumber = 1
     metric: Names = []
     sort: BoundedText = ""
+
+    def query(self, **changes: object) -> str:
+        """Return the query with changes."""
+        return as_query(self, changes)
 
 
 @router.get("/")
