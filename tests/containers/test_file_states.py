@@ -12,7 +12,7 @@ from unshard.cli.running import error_fields
 from unshard.containers.file_states import FileState, FileStates, noting
 from unshard.containers.open_files import LentFiles, opened, read_whole
 from unshard.errors import CorruptError
-from unshard.stores.changes import changed
+from unshard.stores import changed
 
 CHANGED = "has changed while it was being read"
 

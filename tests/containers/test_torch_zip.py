@@ -67,7 +67,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def offsets_by_name(archive: TorchZip) -> dict[str, int]:
     """Return where every tensor's storage is, by way of the pickle."""
     found = {}
-    value, _ = unpickle(archive.pickle)
+    value = unpickle(archive.pickle)
     for name, tensor in cast("Mapping[str, Record]", value).items():
         storage = cast("Persistent", tensor.args[0])
         key = cast("tuple[object, ...]", storage.pid)[2]

@@ -267,8 +267,8 @@ def test_what_cannot_be_done_is_said(driver: Driver, disks: Disks, tmp_path: Pat
     ]
     assert [next(driver.refused(one)).partition(" None ")[0] for one in given] == [
         f"UnknownFormatError {disks.url}/nothing: no such file or directory",
-        "UsageError node:///: names no directory",
-        f"UsageError node:///{disks.place.parts[1]}: nothing can be written there",
+        "UsageError node:///: has no directory",
+        f"UsageError node:///{disks.place.parts[1]}: is read-only",
     ]
     assert list(tmp_path.iterdir()) == []
 

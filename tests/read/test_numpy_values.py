@@ -15,7 +15,7 @@ DTYPES = ("b1", "i1", "<i2", ">i4", "<i8", "u1", ">u2", "<u4", "u8", "f2", ">f4"
 
 
 def record(value: object, protocol: int = 2) -> Record:
-    found = unpickle(pickle.dumps(value, protocol=protocol))[0]
+    found = unpickle(pickle.dumps(value, protocol=protocol))
     assert isinstance(found, Record)
     return found
 
@@ -36,7 +36,7 @@ def test_arrays_of_numbers(code: str, shape: tuple[int, ...], protocol: int) -> 
 
 def test_numpy_1_has_its_multiarray_elsewhere() -> None:
     data = pickle.dumps(np.arange(3), protocol=2).replace(b"numpy._core", b"numpy.core")
-    value = unpickle(data)[0]
+    value = unpickle(data)
     assert isinstance(value, Record)
     assert read_array(value).tolist() == [0, 1, 2]
 
@@ -96,7 +96,7 @@ def test_an_array_without_all_its_elements_is_refused() -> None:
 @pytest.mark.parametrize("data", [b"", b"a", bytes(range(256))])
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_bytes_of_every_protocol(data: bytes, protocol: int) -> None:
-    assert bytes_of(unpickle(pickle.dumps(data, protocol=protocol))[0]) == data
+    assert bytes_of(unpickle(pickle.dumps(data, protocol=protocol))) == data
 
 
 @pytest.mark.parametrize("value", ["a", 1, None, [b"a"]])

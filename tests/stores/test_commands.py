@@ -229,7 +229,7 @@ def test_an_object_that_is_replaced_is_noticed(store: Store, tmp_path: Path) -> 
 WRONG: dict[str, tuple[str, type[UnshardError], str]] = {
     "no such folder": (f"s3://{BUCKET}/nothing/here", UnknownFormatError, "no such file"),
     "no such bucket": ("s3://another/model", StoreError, "404 Not Found, NoSuchBucket"),
-    "no bucket at all": ("s3://", UsageError, "names no bucket"),
+    "no bucket at all": ("s3://", UsageError, "has no bucket"),
     "a key in the address": ("s3://key:pass@bucket/model", UsageError, "with credentials"),
     "a token in the address": ("az://box/model?sig=abc", UsageError, "with credentials"),
 }

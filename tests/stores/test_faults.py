@@ -19,7 +19,7 @@ from bucket_server import BUCKET, SECRETS, Request, Store
 from command import unshard as command
 from ranks import save_ranks
 from unshard import CorruptError, StoreError, UsageError
-from unshard.stores.at_once import Ongoing, all_at_once
+from unshard.stores.pool import Ongoing, all_at_once
 from unshard.stores.remote_path import RemotePath, look_again, path_of
 
 pytestmark = [

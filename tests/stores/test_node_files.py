@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unshard.stores.nodes.files import Hello, NodeFile, NodeFiles, read_here
+from unshard.stores.nodes.files import Handshake, NodeFile, NodeFiles, read_here
 
 
 @pytest.fixture
@@ -91,4 +91,4 @@ def test_a_process_reads_itself_only_the_file_that_was_listed(root: Path) -> Non
 def test_an_actor_says_what_it_was_given(root: Path) -> None:
     kinds = [FILES.hello(str(root / name)) for name in ("inner", "within", "nothing")]
     assert [hello.kind for hello in kinds] == ["directory", "file", ""]
-    assert isinstance(kinds[0], Hello)
+    assert isinstance(kinds[0], Handshake)

@@ -26,7 +26,7 @@ def test_a_key_that_no_path_can_have_is_named(store: Store, key: str) -> None:
     )
     client.put_object(Bucket=BUCKET, Key=key, Body=b"x")
     try:
-        with pytest.raises(StoreError, match="remove it, or rename it") as error:
+        with pytest.raises(StoreError, match="remove or rename it") as error:
             unshard.inspect(f"s3://{BUCKET}/run")
     finally:
         client.delete_object(Bucket=BUCKET, Key=key)

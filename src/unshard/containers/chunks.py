@@ -87,7 +87,7 @@ def fill_box(
         else:
             part.fill()
     if gets:
-        from unshard.stores.at_once import all_at_once
+        from unshard.stores.pool import all_at_once
 
         all_at_once(gets)
 

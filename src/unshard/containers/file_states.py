@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unshard.errors import CorruptError
+from unshard.stores import changed, gone
 from unshard.stores.remote_path import RemotePath
 
 _TICK_NS = 20_000_000
@@ -104,8 +105,6 @@ class FileStates:
         if first is None:
             self.states.setdefault(path, _settled(path, look))
         elif not first.is_same(FileState.of(look())):
-            from unshard.stores.changes import changed
-
             raise changed(str(path))
 
     def include(self, other: "FileStates") -> None:
@@ -128,8 +127,6 @@ class FileStates:
         try:
             self.see(path, partial(_status, path))
         except FileNotFoundError as error:
-            from unshard.stores.changes import gone
-
             raise gone(str(path)) from error
         except OSError as error:
             raise CorruptError(f"{path}: cannot be opened: {error.strerror}") from error

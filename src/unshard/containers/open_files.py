@@ -12,6 +12,7 @@ from typing import Self
 
 from unshard.containers.file_states import FileStates, check_regular, noted_here
 from unshard.errors import CorruptError, UsageError
+from unshard.stores import gone
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 
@@ -139,8 +140,6 @@ class OpenFiles:
             try:
                 file = path.opened()
             except FileNotFoundError as error:
-                from unshard.stores.changes import gone
-
                 raise gone(str(path)) from error
             _see(path, file, self._states)
             self._remote[path] = file
@@ -163,8 +162,6 @@ class OpenFiles:
                 check_regular(path)
             fd = self._open[path] = os.open(path, self._flags)
         except FileNotFoundError as error:
-            from unshard.stores.changes import gone
-
             raise gone(str(path)) from error
         except OSError as error:
             if self._flags != os.O_RDONLY:

@@ -22,7 +22,7 @@ from unshard.containers.strided import raw_dtype, read_exactly
 from unshard.convert.outputs import Converted
 from unshard.plan.operations import Gather, Tiled, stored_tensors
 from unshard.plan.pieces import Contents, Slab, StoredRun, contents_of_tensor, slab_tiles
-from unshard.stores.at_once import all_at_once
+from unshard.stores.pool import all_at_once
 from unshard.stores.remote_file import RemoteFile
 from unshard.stores.remote_path import RemotePath
 from unshard.write.execute import count_overflows, make_tile

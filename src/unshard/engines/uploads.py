@@ -22,9 +22,9 @@ from unshard.plan.operations import Plan
 from unshard.plan.pieces import Contents, UploadPart, blocks_of, contents_of, parts_of
 from unshard.progress import Advanced, Listener
 from unshard.signals import uninterrupted
-from unshard.stores.at_once import AT_ONCE
 from unshard.stores.copying import Composition
 from unshard.stores.objects import LEAST_PART, MOST_PARTS
+from unshard.stores.pool import AT_ONCE
 from unshard.stores.remote_path import RemotePath
 from unshard.write.stage import Finished, Overflows, Uploads, Written
 

@@ -1,8 +1,8 @@
-"""Buckets: what is in them, and ranges of their objects, by obstore.
+"""List buckets and read ranges of their objects, with obstore.
 
-Knows listings, gets and errors of stores; knows no formats. Credentials, endpoints and regions are
-found by obstore: in the environment, or from the machine. No message contains anything that a
-store or obstore says in its own words, as that may be a key, a token or a signed address.
+obstore finds credentials, endpoints and regions in the environment or from the machine. Messages
+never contain text from a store or from obstore, which may include a key, a token or a signed
+address.
 """
 
 import os
@@ -16,20 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unshard.errors import StoreError, UnshardError, UsageError, how_to_install
-from unshard.stores import OTHER_SCHEMES
-from unshard.stores.changes import changed, gone
+from unshard.stores import OTHER_SCHEMES, changed, gone
 from unshard.stores.nodes.files import Copy
 from unshard.stores.nodes.store import NodeStore
-from unshard.stores.other_stores import Answer, HubStore, WebStore
+from unshard.stores.other_stores import FileRange, HubStore, WebStore
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _CUT_RETRIES = 3
-"""How often the rest of a body is asked for again that ended early; requests are retried below."""
+"""How often the rest of a truncated body is requested; obstore itself retries whole requests."""
 _REQUEST_RETRIES = 10
-_SILENT = "30s"  # after which a web server that sends nothing is asked again, for three minutes
+_SILENT = "30s"  # after this silence a request to a web server is repeated, for three minutes
 _STREAMED = 1 << 20
 _STAT_FIELDS = 10
 
@@ -37,25 +36,25 @@ _STATUS = re.compile(r"status code: (\d{3} [A-Z][A-Za-z ]*)")
 _ODD_KEY = re.compile(r'with invalid path: [^"]*"([^"\n]{1,999})"')
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _CUT, _LATE = "the connection was cut", "it did not answer in time"
-_WHOLE = "the server sends the whole file for a part of it"
+_WHOLE = "the server sends the whole file instead of a range"
 _KNOWN_REASONS = {
     "ConnectionRefused": "the connection was refused",
-    "dns error": "its host name is not known",
+    "dns error": "its host name cannot be resolved",
     "TimedOut": _LATE,
     "timed out": _LATE,
-    "certificate": "its certificate is not accepted",
+    "certificate": "its certificate was rejected",
     "IncompleteMessage": _CUT,
     "ConnectionReset": _CUT,
     "kind: Decode": _CUT,
     "kind: Body": _CUT,
-    "kind: Connect": "no connection could be made",
+    "kind: Connect": "the connection failed",
     "builder error": "the endpoint cannot be used: http:// needs AWS_ALLOW_HTTP=true (or AZURE_…)",
     "Range request not supported": _WHOLE,
-    "MissingContentLength": "the server does not state how long a file is",
-    "OpenCredentials": "the file with the credentials cannot be read",
-    "DecodeCredentials": "the file with the credentials is not one",
+    "MissingContentLength": "the server does not send the size of a file",
+    "OpenCredentials": "the credentials file cannot be read",
+    "DecodeCredentials": "the credentials file is malformed",
     "InvalidAccessKey": "AZURE_STORAGE_ACCOUNT_KEY is not a key",
-    "MissingAccount": "no account is given: set AZURE_STORAGE_ACCOUNT_NAME",
+    "MissingAccount": "the account is missing: set AZURE_STORAGE_ACCOUNT_NAME",
     "credential": "no credentials were found",
 }
 _VARIABLES = {
@@ -63,18 +62,18 @@ _VARIABLES = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "a": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-"""What decides how a store is reached, by the beginning of its addresses."""
+"""Environment variables for a store, by the start of its addresses."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """An object, as its listing states it.
+class ObjectEntry:
+    """An object in a listing.
 
     Attributes:
         size: bytes.
-        etag: changes with the content; None if the store has none.
-        modified: when it was last written, nanoseconds since 1970.
-        copies: where it is, if nodes have it.
+        etag: changes with the content; None if the store has no tags.
+        modified: time of the last write, nanoseconds since 1970.
+        copies: its copies on the nodes of a cluster.
     """
 
     size: int
@@ -84,7 +83,7 @@ class Entry:
 
     @property
     def status(self) -> os.stat_result:
-        """The same as of a file; another object in its place has another inode and device."""
+        """A status like a file's; replacing the object changes inode and device."""
         fields = [0] * _STAT_FIELDS
         fields[stat.ST_MODE] = stat.S_IFREG | 0o444
         fields[stat.ST_NLINK] = 1
@@ -96,7 +95,7 @@ class Entry:
         return os.stat_result(fields, dict.fromkeys(times, self.modified))
 
     def is_of(self, answer: "ObjectMeta") -> bool:
-        """Return whether an answer is about this object, as far as it tells."""
+        """Return whether an answer may be about this object, by tag, or by size and time."""
         tag = answer["e_tag"]
         if tag is not None and self.etag is not None:
             return is_same_tag(tag, self.etag)
@@ -109,7 +108,7 @@ def client(url: str) -> "ObjectStore":
 
     Raises:
         UsageError: obstore is not installed.
-        StoreError: the address or its configuration is not accepted.
+        StoreError: obstore rejects the address or its configuration.
     """
     try:
         from obstore.store import HTTPStore, from_url
@@ -127,7 +126,7 @@ def client(url: str) -> "ObjectStore":
 
 
 class Bucket:
-    """What is in a bucket: listings are asked for once, until they are forgotten. Thread-safe.
+    """A bucket with cached listings. Thread-safe.
 
     Keys have no slash at their ends; "" is the bucket itself.
     """
@@ -137,7 +136,7 @@ class Bucket:
         self._lock = threading.RLock()
         self._store: ObjectStore | None = None
         self._other: WebStore | HubStore | NodeStore | None = None
-        self._listings: dict[str, dict[str, Entry | None]] = {}
+        self._listings: dict[str, dict[str, ObjectEntry | None]] = {}
         self._given: set[str] = set()
 
     @property
@@ -145,11 +144,11 @@ class Bucket:
         """Obstore's client.
 
         Raises:
-            UsageError: obstore does not know such addresses: they are only read.
+            UsageError: obstore does not support this scheme, which is read-only here.
         """
         if _is_other(self.url):
             raise UsageError(
-                f"{self.url}: nothing can be written there",
+                f"{self.url}: is read-only",
                 expected="a path, s3://, gs:// or az://",
             )
         with self._lock:
@@ -170,10 +169,10 @@ class Bucket:
             return self._other
 
     def forget(self, given: str | None = None) -> None:
-        """Forget all listings.
+        """Drop all listings.
 
-        `given` is a key that a user named: folders above it may be denied. The environment may
-        have changed since the last one was: it is read again.
+        `given` is a key from a user; folders above it may be denied. The client is dropped, too,
+        because the environment may have changed since the user's last key.
         """
         with self._lock:
             self._listings.clear()
@@ -181,20 +180,19 @@ class Bucket:
                 self._given.add(given)
                 self._store = self._other = None
 
-    def children(self, key: str) -> dict[str, Entry | None]:
-        """Return what is directly below a key, by name: objects, and None for each folder.
+    def children(self, key: str) -> dict[str, ObjectEntry | None]:
+        """Return the objects and folders directly below a key, by name; None for each folder.
 
         Raises:
-            StoreError: the store cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or denies access.
         """
         with self._lock:
-            found = self._listings.get(key)
-            if found is None:
-                found = self._listings[key] = self._list(key)
-            return found
+            if key not in self._listings:
+                self._listings[key] = self._list(key)
+            return self._listings[key]
 
-    def entry(self, key: str) -> Entry | None:
-        """Return the object of this key, or None if there is none.
+    def entry(self, key: str) -> ObjectEntry | None:
+        """Return the object of this key, or None.
 
         Raises:
             StoreError: as for `children`.
@@ -202,12 +200,12 @@ class Bucket:
         parent, _, name = key.rpartition("/")
         return self.children(parent).get(name) if key else None
 
-    def entry_to_read(self, key: str) -> Entry | None:
-        """Return what `entry` does, for an object that is about to be read.
+    def entry_to_read(self, key: str) -> ObjectEntry | None:
+        """Return the object of this key, or None, and check that its copies are the same.
 
         Raises:
             StoreError: as for `children`.
-            CorruptError: several nodes have it, and not the same.
+            CorruptError: nodes have different files under this key.
         """
         entry = self.entry(key)
         if entry is not None and len(entry.copies) > 1:
@@ -222,15 +220,16 @@ class Bucket:
         Raises:
             StoreError: as for `children`.
         """
-        known = self._is_folder_as_listed(key)
-        if known or (known is False and not _is_other(self.url)):  # others may list a part only
-            return known
+        is_listed = self._is_listed_folder(key)
+        # Listings of other stores may be partial, so only their presence proves anything.
+        if is_listed or (is_listed is False and not _is_other(self.url)):
+            return is_listed
         return bool(self.children(key)) or not key
 
-    def _is_folder_as_listed(self, key: str) -> bool | None:
-        """Return whether a key is a folder by what was listed above it; None if nothing was.
+    def _is_listed_folder(self, key: str) -> bool | None:
+        """Return whether a key is a folder in a cached listing above it; None without a listing.
 
-        An empty listing tells nothing: it may have been denied.
+        An empty listing proves nothing, because it may have been denied.
         """
         above, rest = "", key
         while rest:
@@ -244,12 +243,12 @@ class Bucket:
             above = f"{above}/{name}".lstrip("/")
         return None
 
-    def chunks(self, key: str, entry: Entry, start: int, length: int) -> Iterator[memoryview]:
-        """Yield an object's bytes from `start` on, as they arrive; a cut answer is continued.
+    def chunks(self, key: str, entry: ObjectEntry, start: int, length: int) -> Iterator[memoryview]:
+        """Yield an object's bytes from `start` on as they arrive; truncated answers are continued.
 
         Raises:
-            CorruptError: the object is gone, or is not the one that was listed.
-            StoreError: the store cannot be reached, or does not allow it.
+            CorruptError: the object is gone, or has changed since it was listed.
+            StoreError: the store cannot be reached, or denies access.
         """
         cuts = 0
         while True:
@@ -271,7 +270,9 @@ class Bucket:
             if cuts > _CUT_RETRIES:
                 raise StoreError(f"{self.url}/{key}: every answer ends early, at byte {start}")
 
-    def _get(self, key: str, entry: Entry, start: int, length: int) -> "GetResult | Answer":
+    def _get(
+        self, key: str, entry: ObjectEntry, start: int, length: int
+    ) -> "GetResult | FileRange":
         store = self._readable()
         try:
             if isinstance(store, NodeStore):
@@ -280,8 +281,9 @@ class Bucket:
             if etag := quoted(entry.etag):
                 options["if_match"] = etag
             answer = store.get(key, options=options)
-            if not isinstance(answer, Answer) and not entry.is_of(answer.meta):
-                raise changed(f"{self.url}/{key}")  # noqa: TRY301 (it ignores If-Match)
+            if not isinstance(answer, FileRange) and not entry.is_of(answer.meta):
+                # Some servers ignore If-Match.
+                raise changed(f"{self.url}/{key}")  # noqa: TRY301
             return answer  # noqa: TRY300
         except UnshardError:
             raise
@@ -296,7 +298,7 @@ class Bucket:
             return changed(where)
         return failure(where, error)
 
-    def _list(self, key: str) -> dict[str, Entry | None]:
+    def _list(self, key: str) -> dict[str, ObjectEntry | None]:
         store = self._readable()
         for tries_left in reversed(range(1 + _CUT_RETRIES)):
             try:
@@ -305,22 +307,20 @@ class Bucket:
             except UnshardError:
                 raise
             except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
-                if _is_denied(error) and self._is_above_given(key):
-                    return {}  # who may read one folder need not be allowed to list those above
+                start = f"{key}/" if key else ""
+                is_above = any(own != key and own.startswith(start) for own in self._given)
+                if is_above and _is_denied(error):
+                    return {}  # the right to read a folder does not include listing its parents
                 if not tries_left or _reason(error) != _CUT:
                     raise failure(f"{self.url}/{key}".rstrip("/"), error) from None
-        found: dict[str, Entry | None] = {}
-        for one in listed["objects"]:
-            modified = int(one["last_modified"].timestamp() * 1e9)
-            copies: Any = one.get("copies", ())
-            entry = Entry(one["size"], one["e_tag"], modified, copies)
-            found[one["path"].rpartition("/")[2]] = entry
-        found |= {prefix.rpartition("/")[2]: None for prefix in listed["common_prefixes"]}
-        return found
-
-    def _is_above_given(self, key: str) -> bool:
-        start = f"{key}/" if key else ""
-        return any(given != key and given.startswith(start) for given in self._given)
+        entries: dict[str, ObjectEntry | None] = {}
+        for item in listed["objects"]:
+            modified = int(item["last_modified"].timestamp() * 1e9)
+            copies: Any = item.get("copies", ())
+            entry = ObjectEntry(item["size"], item["e_tag"], modified, copies)
+            entries[item["path"].rpartition("/")[2]] = entry
+        entries |= {prefix.rpartition("/")[2]: None for prefix in listed["common_prefixes"]}
+        return entries
 
 
 def _is_other(url: str) -> bool:
@@ -332,19 +332,19 @@ _lock = threading.Lock()
 
 
 def bucket_at(url: str) -> Bucket:
-    """Return the bucket at an address such as s3://name: always the same one for an address."""
+    """Return the bucket at an address such as s3://name; one object per address."""
     with _lock:
         return _buckets.setdefault(url, Bucket(url))
 
 
 def is_same_tag(tag: str | None, other: str | None) -> bool:
-    """Return whether two entity tags are the same, as answers and listings may spell them."""
-    bare = [one.removeprefix("W/").strip('"') for one in (tag, other) if one is not None]
+    """Return whether two entity tags are equal, with or without quotes and "W/"."""
+    bare = [own.removeprefix("W/").strip('"') for own in (tag, other) if own is not None]
     return len(bare) == 2 and bare[0] == bare[1]
 
 
 def quoted(etag: str | None) -> str | None:
-    """Return an etag as requests have it, quoted; None if it is weak, which matches nothing."""
+    """Return an etag with quotes for a request; None for a weak tag, which never matches."""
     if etag is None or etag.startswith("W/"):
         return None
     return etag if etag.startswith('"') else f'"{etag}"'
@@ -367,33 +367,31 @@ def refusing(where: str) -> Iterator[None]:
 
 
 def failure(where: str, error: Exception) -> StoreError:
-    """Return the error that a request to a store failed; `where` is an address without secrets."""
+    """Return the error for a failed request to a store; `where` is an address without secrets."""
     reason = _reason(error)
     variables = next((names for start, names in _VARIABLES.items() if where.startswith(start)), "")
-    hint = "check address, credentials and network: environment variables such as "
-    hint += f"{variables} are read"
+    hint = f"check address, credentials, network and environment variables such as {variables}"
     if "NoSuchBucket" in reason or "ContainerNotFound" in reason:
         hint = f"check the name of the bucket, and environment variables such as {variables}, "
-        hint += "which decide where it is looked for"
+        hint += "which determine its store"
     elif reason == _WHOLE:
-        hint = "use a server that answers requests for ranges, or download the files"
+        hint = "use a server that supports range requests, or download the files"
     elif _is_other(where):
-        hint = "check the address, and whether it can be reached from here"
+        hint = "check the address, and that it can be reached from here"
     return StoreError(f"{where}: {reason}", hint=hint)
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, in our own words: theirs may contain secrets."""
+    """Return why a request failed, without the error's own text, which may contain secrets."""
     text = str(error)
-    status, code = _STATUS.search(text), _CODE.search(text)
-    if status or code:
-        words = [status[1].strip()] if status else []
-        words += [code[1]] if code else []
+    words = [match[1].strip() for match in (_STATUS.search(text), _CODE.search(text)) if match]
+    if words:
         return f"the store answers {', '.join(words)}"
-    if isinstance(answered := getattr(getattr(error, "response", None), "status_code", None), int):
-        return f"the server answers {answered}"  # the hub
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return f"the server answers {status}"  # the hub
     if odd := _ODD_KEY.search(text):
-        return f"no path can have the key that begins with {odd[1]!r}: remove it, or rename it"
+        return f"the key that begins with {odd[1]!r} cannot be a path: remove or rename it"
     for mark, reason in _KNOWN_REASONS.items():
         if mark in text:
             return reason

@@ -1,8 +1,8 @@
-"""Objects of S3 that are made of ranges of others, which the store copies itself, by boto3.
+"""Compose objects of S3 from ranges of other objects, which the store copies itself, with boto3.
 
-obstore has no such request, and none for uploads that another process has begun. boto3 finds
-credentials as obstore does, in the environment or from the machine; where it finds others, the
-store refuses. No message contains what a store says.
+obstore lacks this request, and requests for uploads of other processes. Like obstore, boto3 finds
+credentials in the environment or from the machine; with other credentials the store refuses.
+Messages never contain text from a store.
 """
 
 import os
@@ -14,8 +14,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Self
 
 from unshard.errors import StoreError
+from unshard.stores import changed
 from unshard.stores.buckets import Bucket, quoted
-from unshard.stores.changes import changed
 from unshard.stores.objects import Stored, etag_now
 from unshard.stores.remote_path import RemotePath
 
@@ -31,12 +31,12 @@ _CHANGED = ("PreconditionFailed", "412", "NoSuchKey", "InvalidRange")
 
 
 class Composition:
-    """The parts of an object that is not there yet; any thread may add one.
+    """The parts of an object during its upload. Thread-safe.
 
     Args:
-        client: of boto3.
+        client: boto3's client.
         where: the address of the object, for errors.
-        names: bucket, key and number of the upload, as requests have them.
+        names: bucket, key and upload id, as arguments of requests.
     """
 
     def __init__(self, client: "BaseClient", where: str, names: dict[str, str]) -> None:
@@ -48,21 +48,21 @@ class Composition:
         """Send a part. Numbers begin with 1.
 
         Raises:
-            StoreError: the store cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or denies access.
         """
         with _refusing(self._where):
-            done = self._client.upload_part(**self._names, PartNumber=number, Body=data)
-        self._add(number, done["ETag"])
+            answer = self._client.upload_part(**self._names, PartNumber=number, Body=data)
+        self._add(number, answer["ETag"])
 
     def copy(self, number: int, source: RemotePath, start: int, length: int) -> None:
-        """Let the store copy a part from another object, which must be the one that was opened.
+        """Let the store copy a part from an object that was opened.
 
         Raises:
-            CorruptError: it is gone, or is another one.
-            StoreError: the store cannot be reached, or does not do it.
+            CorruptError: the object is gone, or has changed since it was opened.
+            StoreError: the store cannot be reached, or refuses.
         """
         try:
-            done = self._client.upload_part_copy(
+            answer = self._client.upload_part_copy(
                 **self._names,
                 PartNumber=number,
                 CopySource={"Bucket": _name_of(source.bucket), "Key": source.key},
@@ -73,22 +73,21 @@ class Composition:
             if _code(error) in _CHANGED:
                 raise changed(str(source)) from None
             raise _failure(self._where, error) from None
-        self._add(number, done["CopyPartResult"]["ETag"])
+        self._add(number, answer["CopyPartResult"]["ETag"])
 
     def complete(self) -> str:
-        """Make the object of all parts, in the order of their numbers.
+        """Compose the object of all parts, in the order of their numbers.
 
-        Return its entity tag, or "" if the store does not tell it.
+        Return its entity tag, or "" if the answer has none.
 
         Raises:
-            StoreError: the store cannot be reached, or does not take the parts.
+            StoreError: the store cannot be reached, or rejects the parts.
         """
-        parts = [{"PartNumber": one, "ETag": self._etags[one]} for one in sorted(self._etags)]
+        etags = sorted(self._etags.items())
+        parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in etags]}
         with _refusing(self._where):
-            done = self._client.complete_multipart_upload(
-                **self._names, MultipartUpload={"Parts": parts}
-            )
-        etag: str = done.get("ETag", "")
+            answer = self._client.complete_multipart_upload(**self._names, MultipartUpload=parts)
+        etag: str = answer.get("ETag", "")
         return etag
 
     def _add(self, number: int, etag: str) -> None:
@@ -100,7 +99,7 @@ class Copier:
     """Composes objects of parts that S3 copies.
 
     Args:
-        client: of boto3.
+        client: boto3's client.
     """
 
     def __init__(self, client: "BaseClient") -> None:
@@ -108,12 +107,12 @@ class Copier:
 
     @classmethod
     def into(cls, bucket: Bucket) -> Self | None:
-        """Return what writes into a bucket; None if it is not in S3, or boto3 is absent or old."""
+        """Return a copier for a bucket; None if it is not in S3, or boto3 is missing or too old."""
         client = _client() if _is_in_s3(bucket) else None
         return None if client is None else cls(client)
 
     def can_copy(self, source: Path) -> bool:
-        """Return whether a file is an object of S3 whose replacement would be noticed."""
+        """Return whether a file is an object of S3 with a tag, which reveals a replacement."""
         if not isinstance(source, RemotePath) or not _is_in_s3(source.bucket):
             return False
         return quoted(source.opened().etag) is not None
@@ -123,37 +122,38 @@ class Copier:
     ) -> Stored:
         """Write an object of `size` bytes from the parts that `send` adds before it returns.
 
-        What `send` raises aborts the upload, and is raised.
+        Errors of `send` abort the upload, and are raised.
 
         Raises:
-            StoreError: the store cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or denies access.
         """
         where, names = f"{bucket.url}/{key}", {"Bucket": _name_of(bucket), "Key": key}
         with _refusing(where):
             names["UploadId"] = self._client.create_multipart_upload(**names)["UploadId"]
-        made = Composition(self._client, where, names)
+        composition = Composition(self._client, where, names)
         try:
-            send(made)
-            return Stored(size, made.complete() or etag_now(bucket, key))
+            send(composition)
+            return Stored(size, composition.complete() or etag_now(bucket, key))
         except BaseException:
-            with suppress(Exception):  # what made it fail is raised
+            with suppress(Exception):  # the first error is raised, not that of the abort
                 self._client.abort_multipart_upload(**names)
             raise
 
     def abort_uploads(self, bucket: Bucket, folder: str, keys: Collection[str]) -> None:
-        """Abort the uploads of objects in a folder that any process has begun and not finished.
+        """Abort all processes' unfinished uploads of objects in a folder.
 
         Raises:
-            StoreError: the store cannot be reached, or does not allow it.
+            StoreError: the store cannot be reached, or denies access.
         """
         name = _name_of(bucket)
-        list_begun = self._client.get_paginator("list_multipart_uploads").paginate
+        paginate = self._client.get_paginator("list_multipart_uploads").paginate
         with _refusing(f"{bucket.url}/{folder}"):
-            pages = list_begun(Bucket=name, Prefix=folder)
-            begun = [one for page in pages for one in page.get("Uploads", ())]
-            for one in begun:
-                if one["Key"] in keys:
-                    self._abort({"Bucket": name, "Key": one["Key"], "UploadId": one["UploadId"]})
+            pages = paginate(Bucket=name, Prefix=folder)
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+            for upload in uploads:
+                if upload["Key"] in keys:
+                    key, number = upload["Key"], upload["UploadId"]
+                    self._abort({"Bucket": name, "Key": key, "UploadId": number})
 
     def _abort(self, names: dict[str, str]) -> None:
         try:
@@ -180,21 +180,21 @@ def _client() -> "BaseClient | None":
             retries={"mode": "standard", "max_attempts": _TRIES},
             read_timeout=_SECONDS,
             max_pool_connections=_CONNECTIONS,
-            request_checksum_calculation="when_required",  # other servers do not know them
+            request_checksum_calculation="when_required",  # other servers reject checksums
             response_checksum_validation="when_required",
         )
     except (ImportError, TypeError):
         return None
-    find = os.environ.get  # these are the names that obstore reads
+    find = os.environ.get  # obstore reads the same variables
     endpoint = find("AWS_ENDPOINT_URL_S3") or find("AWS_ENDPOINT_URL") or find("AWS_ENDPOINT")
     region = find("AWS_REGION") or find("AWS_DEFAULT_REGION")
     return Session().client("s3", endpoint_url=endpoint, region_name=region, config=config)
 
 
 def _code(error: Exception) -> str:
-    """Return the code of an answer that is an error, or ""."""
-    found = getattr(error, "response", {}).get("Error", {}).get("Code", "")
-    return found if _CODE.fullmatch(found) else ""
+    """Return the code in an error answer, or ""."""
+    code = getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    return code if _CODE.fullmatch(code) else ""
 
 
 @contextmanager

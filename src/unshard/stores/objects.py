@@ -1,7 +1,7 @@
-"""Writing into a bucket: objects that do not exist yet, whole or in parts; listing and removing.
+"""Create objects in a bucket, whole or in parts; list and remove objects.
 
-What is written by `create` never replaces an object. The parts of an upload become an object when
-all are there; an upload that fails is aborted, so that its parts are not left, and paid for.
+`create` never replaces an object unless asked to. The parts of an upload become an object at its
+end; a failed upload is aborted, because the user would pay for parts that remain.
 """
 
 from collections.abc import Iterator
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from obstore import PutMode
 
 LEAST_PART = 5 << 20
-"""The least that every part of an upload but the last may have, bytes. This is S3's rule."""
+"""The least bytes of every part of an upload but the last: S3's rule."""
 MOST_PARTS = 10_000
-"""The most parts that an upload may have."""
+"""The most parts of an upload."""
 
 _TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object as a store has it: its size in bytes, and its entity tag if the store has those."""
+    """The size in bytes and entity tag of an object; None if the store has no tags."""
 
     size: int
     etag: str | None
 
     def is_same(self, other: "Stored") -> bool:
-        """Return whether sizes agree, and tags where both have one.
+        """Return whether sizes are equal, and tags, if both have a tag.
 
         Azure's answers to a put have quotes around the tag, its listings do not.
         """
@@ -42,17 +42,17 @@ class Stored:
 def create(
     bucket: Bucket, key: str, data: bytes, *, instead_of: str | None = None
 ) -> Stored | None:
-    """Write an object where there is none, or in place of the one with an entity tag.
+    """Create an object, or replace the object with the entity tag `instead_of`.
 
-    Return None if there is another one.
+    Return None if there is another object.
 
-    The answer to a request may be lost after the store has done what it asks for. So after every
-    failure the object is read: what has these very bytes is ours. Tags of requests have quotes, but
-    Ceph 16 compares them without: if the object is still the same, each form is tried in turn.
-    Google's store compares the object's generation instead, which is known when it was read.
+    The answer to a successful request may be lost, so after every failure the object is read: if it
+    has these bytes, the request succeeded. Tags in requests have quotes, but Ceph 16 compares them
+    without, so both forms are tried while the object is still the same. Google's store compares the
+    object's generation instead, which reading the object reveals.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or denies access.
     """
     version: str | None = None
     for tries_left in reversed(range(_TRIES)):
@@ -64,12 +64,12 @@ def create(
             raise
         except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
             try:
-                found = bucket.store.get(key)
-                if found.meta["size"] == len(data) and bytes(found.bytes()) == data:
-                    return Stored(len(data), found.meta["e_tag"])
-                if not is_same_tag(found.meta["e_tag"], instead_of):
+                current = bucket.store.get(key)
+                if current.meta["size"] == len(data) and bytes(current.bytes()) == data:
+                    return Stored(len(data), current.meta["e_tag"])
+                if not is_same_tag(current.meta["e_tag"], instead_of):
                     return None
-                version = found.meta["version"]
+                version = current.meta["version"]
             except FileNotFoundError:
                 if instead_of is not None:
                     return None
@@ -81,7 +81,7 @@ def create(
 
 
 def _mode(instead_of: str | None, version: str | None, *, has_quotes: bool) -> "PutMode":
-    """Return the condition of a put: that there is no object, or the one with an entity tag."""
+    """Return the condition of a put: there is no object, or the object has this entity tag."""
     if instead_of is None:
         return "create"
     tag = instead_of.strip('"')
@@ -92,13 +92,13 @@ def _mode(instead_of: str | None, version: str | None, *, has_quotes: bool) -> "
 def upload(
     bucket: Bucket, key: str, blocks: Iterator[bytearray], *, part_bytes: int, at_once: int
 ) -> Stored:
-    """Write an object from blocks of any size, in parts of `part_bytes`, `at_once` under way.
+    """Write an object from blocks of any size, in parts of `part_bytes`, `at_once` at a time.
 
-    Memory: (`at_once` + 1) * `part_bytes`, and a block. What `blocks` raises aborts the upload, and
-    is raised.
+    Memory: (`at_once` + 1) * `part_bytes`, and a block. Errors of `blocks` abort the upload and are
+    raised.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or denies access.
     """
     sizes: list[int] = []
     raised: list[BaseException] = []
@@ -120,33 +120,32 @@ def upload(
 
 
 def etag_now(bucket: Bucket, key: str) -> str | None:
-    """Return an object's entity tag: Ceph 16 does not tell it when an upload in parts ends.
+    """Request an object's entity tag, which Ceph 16 leaves out at the end of an upload in parts.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or denies access.
     """
     with refusing(f"{bucket.url}/{key}"):
         return bucket.store.head(key)["e_tag"]
 
 
 def listed(bucket: Bucket, key: str) -> dict[str, Stored]:
-    """Return everything below a key as it is now, by the path from there.
+    """Return all objects below a key, by their paths from there, without the cache.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or denies access.
     """
     start = len(key) + 1 if key else 0
     with refusing(f"{bucket.url}/{key}"):
-        pages = bucket.store.list(key or None)
-        objects = [one for page in pages for one in page]
-    return {one["path"][start:]: Stored(one["size"], one["e_tag"]) for one in objects}
+        objects = [item for page in bucket.store.list(key or None) for item in page]
+    return {item["path"][start:]: Stored(item["size"], item["e_tag"]) for item in objects}
 
 
 def remove(bucket: Bucket, key: str) -> None:
-    """Remove an object; it is not an error if there is none.
+    """Remove an object, if it exists.
 
     Raises:
-        StoreError: the store cannot be reached, or does not allow it.
+        StoreError: the store cannot be reached, or denies access.
     """
     with refusing(f"{bucket.url}/{key}"), suppress(FileNotFoundError):
         bucket.store.delete(key)

@@ -1,8 +1,7 @@
-"""Stores that are only read: web servers, by obstore, and the Hugging Face hub.
+"""Read-only stores: web servers, with obstore, and the Hugging Face hub.
 
-Both classes answer the two requests that a `Bucket` makes of obstore's clients, in their form. A
-web server does not list its folders: in those that a user named, the files of known names are
-looked for.
+Both classes have the two methods of obstore's clients that a `Bucket` calls. A web server does not
+list its folders, so in the user's folders files with known names are requested.
 """
 
 import json
@@ -15,7 +14,7 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from unshard.stores.at_once import ahead
+from unshard.stores.pool import ahead
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -44,15 +43,15 @@ _NUMBERED = (
 )
 """Files of ranks, whose numbers begin at 0 and have no gap."""
 _RANK = re.compile(r"(?<=rank)(_?)\d+(?=\.\w+$)")
-"""The number in the name of a rank's file that a user named."""
+"""The number in the name of a rank's file that a user passed."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _ABSENT = ("401", "403", "404", "405", "410")
 _THEN = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A range of a file, in blocks; what a client of obstore returns for a request."""
+class FileRange:
+    """A range of a file, in blocks, with the interface of obstore's answers."""
 
     blocks: Iterator[bytes]
 
@@ -62,19 +61,19 @@ class Answer:
 
 
 class WebStore:
-    """Reads the files of a web server; for several threads.
+    """Reads the files of a web server. Thread-safe.
 
     Args:
         client: obstore's client of the server.
-        given: the keys that a user named.
+        given: the keys that a user passed.
     """
 
     def __init__(self, client: "ObjectStore", given: AbstractSet[str]) -> None:
         self._client, self._given = client, given
-        self._tags: set[str] = set()  # folders that a file in a given one names
+        self._tags: set[str] = set()  # folders that DeepSpeed's `latest` names
 
     def list_with_delimiter(self, key: str) -> dict[str, list[Any]]:
-        """Return what is known to be directly below a key: `objects` and `common_prefixes`."""
+        """Return the known `objects` and `common_prefixes` directly below a key."""
         start, folders = f"{key}/" if key else "", list[str]()
         below = {name[len(start) :] for name in self._given if name.startswith(start)}
         names = {name for name in below if name and "/" not in name}
@@ -82,35 +81,35 @@ class WebStore:
         if ranks or _INDEX in names or key in self._given or key in self._tags:
             names |= set(self._known_names(start, ranks))
             folders = self._tag(start)
-        found = ahead(self._object, [start + name for name in sorted(names)])
-        return {"objects": [one for one in found if one], "common_prefixes": folders}
+        objects = ahead(self._object, [start + name for name in sorted(names)])
+        return {"objects": list(filter(None, objects)), "common_prefixes": folders}
 
     def get(self, key: str, *, options: "GetOptions") -> "GetResult":
         """Return a range of a file, on the conditions in the options."""
         return self._client.get(unquote(key), options=options)
 
     def _known_names(self, start: str, ranks: AbstractSet[str]) -> Iterator[str]:
-        """Yield the names of files that a folder may have, those that an index names included."""
+        """Yield the names of files that a folder may have, including those in an index."""
         yield from _KNOWN
         try:
             index = json.loads(self._read(start + _INDEX, most=_LONGEST_INDEX))
-            named = {str(one) for one in index["weight_map"].values()}
+            names = {str(name) for name in index["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            named = set()  # the reader finds what is wrong
-        yield from sorted(one for one in named if "/" not in one)[:_MOST_NAMES]
+            names = set()  # the reader of the index reports the error
+        yield from sorted(name for name in names if "/" not in name)[:_MOST_NAMES]
         for pattern in (*_NUMBERED, *ranks):
-            for name in self._in_a_row(start, pattern):
+            for name in self._numbered(start, pattern):
                 yield name
-                if pattern == _DCP:  # Megatron writes several per rank
-                    yield from self._in_a_row(start, name.replace("_0.", "_{}."), begin=1)
+                if pattern == _DCP:  # Megatron writes several files per rank
+                    yield from self._numbered(start, name.replace("_0.", "_{}."), begin=1)
 
-    def _in_a_row(self, start: str, pattern: str, begin: int = 0) -> Iterator[str]:
-        """Yield the names that a pattern has with ascending numbers, up to one that is missing."""
+    def _numbered(self, start: str, pattern: str, begin: int = 0) -> Iterator[str]:
+        """Yield the names of a pattern with ascending numbers, up to the first missing file."""
         names = (pattern.replace("{}", str(number)) for number in count(begin))
         return takewhile(lambda name: self._object(start + name) is not None, names)
 
     def _tag(self, start: str) -> list[str]:
-        """Return the key of the folder that DeepSpeed's `latest` names, if there is one."""
+        """Return the key of the folder in DeepSpeed's `latest`, if there is one."""
         tag = self._read(start + _TAG, most=_LONGEST_TAG).decode(errors="replace").strip()
         if not tag or tag.startswith(".") or "/" in tag:
             return []
@@ -118,13 +117,13 @@ class WebStore:
         return [start + tag]
 
     def _read(self, key: str, *, most: int) -> bytes:
-        """Return a file; nothing if there is none, or if it has more than `most` bytes."""
-        found = self._object(key)
-        is_read = found is not None and found["size"] <= most
+        """Return a file's bytes; empty if it is missing or has more than `most` bytes."""
+        meta = self._object(key)
+        is_read = meta is not None and meta["size"] <= most
         return bytes(self._client.get(unquote(key)).bytes()) if is_read else b""
 
     def _object(self, key: str) -> dict[str, Any] | None:
-        """Return what the server states of a file; None for a page, such as that of a folder."""
+        """Return the server's metadata of a file; None for an HTML page, such as a folder's."""
         for is_head in (True, False):  # some servers answer only GET
             try:
                 answer = self._client.get(unquote(key), options={"head": is_head})
@@ -132,7 +131,7 @@ class WebStore:
                 status = "".join(_STATUS.findall(str(error))[:1])
                 if is_head and (status == "405" or "MissingContentLength" in str(error)):
                     continue
-                if status in _ABSENT or isinstance(error, ValueError):  # no name of a file
+                if status in _ABSENT or isinstance(error, ValueError):  # an invalid name
                     return None
                 raise
             is_page = str(answer.attributes.get("Content-Type", "")).startswith("text/html")
@@ -141,7 +140,7 @@ class WebStore:
 
 
 class HubStore:
-    """Reads the repositories of a user of the Hugging Face hub; for several threads.
+    """Reads the repositories of a user of the Hugging Face hub. Thread-safe.
 
     Args:
         url: hf://user.
@@ -154,23 +153,24 @@ class HubStore:
         self._files = HfFileSystem(skip_instance_cache=True)
 
     def list_with_delimiter(self, key: str) -> dict[str, list[Any]]:
-        """Return what is directly below a key: `objects` and `common_prefixes`."""
-        place, start = f"{self._user}/{key}", f"{key}/" if key else ""
+        """Return the `objects` and `common_prefixes` directly below a key."""
+        folder, start = f"{self._user}/{key}", f"{key}/" if key else ""
         try:
-            listed: list[Any] = self._files.ls(place, detail=True, refresh=True)
+            listed: list[Any] = self._files.ls(folder, detail=True, refresh=True)
         except (FileNotFoundError, ValueError, NotImplementedError):  # above repositories
             listed = []
-        found = [(start + one["name"].rpartition("/")[2], one) for one in listed]
-        folders = [path for path, one in found if one["type"] == "directory"]
-        objects = [
-            {"path": path, "size": one["size"], "e_tag": one.get("blob_id"), "last_modified": _THEN}
-            for path, one in found
-            if one["type"] == "file" and one["name"] != place  # a file lists itself
-        ]
+        objects, folders = [], []
+        for item in listed:
+            path, tag = start + item["name"].rpartition("/")[2], item.get("blob_id")
+            if item["type"] == "directory":
+                folders.append(path)
+            elif item["type"] == "file" and item["name"] != folder:  # a file lists itself
+                entry = {"path": path, "size": item["size"], "e_tag": tag, "last_modified": _THEN}
+                objects.append(entry)
         return {"objects": objects, "common_prefixes": folders}
 
-    def get(self, key: str, *, options: Any) -> Answer:
+    def get(self, key: str, *, options: Any) -> FileRange:
         """Return a range of a file."""
-        place, (start, end) = f"{self._user}/{key}", options["range"]
+        path, (start, end) = f"{self._user}/{key}", options["range"]
         blocks = ((at, min(at + _BLOCK, end)) for at in range(start, end, _BLOCK))
-        return Answer(self._files.cat_file(place, *block) for block in blocks)
+        return FileRange(self._files.cat_file(path, *block) for block in blocks)

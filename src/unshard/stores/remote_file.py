@@ -8,19 +8,19 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from unshard.stores.buckets import Bucket, Entry
+    from unshard.stores.buckets import Bucket, ObjectEntry
 
 
 _GAP = 256 * 1024
-"""Ranges this close are read by one request."""
+"""Ranges with at most this gap are read by one request."""
 _WEIGHTS_GAP = 1 << 20
-"""The same of weights, which are not kept in between."""
+"""The same for weights, whose gaps are dropped as they arrive."""
 _LONGEST = 8 << 20
-"""The most bytes that one request asks for."""
+"""The most bytes of one request."""
 _IN_MEMORY = 16 << 20
 """The most bytes that are read together for many short ranges."""
 _BLOCK = 64 * 1024
-"""Short reads take this much, as the next one is often near."""
+"""The least bytes of a read, because the next read is often near."""
 _BLOCKS = 4
 
 
@@ -38,10 +38,10 @@ class RemoteFile:
     Attributes:
         name: its address.
         size: bytes.
-        etag, status: as those of an `Entry`.
+        etag, status: as of `ObjectEntry`.
     """
 
-    def __init__(self, bucket: "Bucket", key: str, entry: "Entry") -> None:
+    def __init__(self, bucket: "Bucket", key: str, entry: "ObjectEntry") -> None:
         self.name = f"{bucket.url}/{key}"
         self.size = entry.size
         self.etag = entry.etag
@@ -50,13 +50,13 @@ class RemoteFile:
         self._blocks: deque[tuple[int, bytearray]] = deque(maxlen=_BLOCKS)
 
     def read_into(self, start: int, out: memoryview) -> int:
-        """Fill `out` with the bytes from `start` on; return how many there were.
+        """Fill `out` with the bytes from `start` on; return their number.
 
         Raises:
-            CorruptError: the object is gone, or is not the one that was opened.
+            CorruptError: the object is gone, or has changed since it was opened.
             StoreError: the store cannot be reached.
         """
-        from unshard.stores.at_once import all_at_once
+        from unshard.stores.pool import all_at_once
 
         length = max(0, min(len(out), self.size - start))
         parts = [
@@ -67,14 +67,14 @@ class RemoteFile:
         return length
 
     def pread(self, count: int, start: int) -> bytes:
-        """Return `count` bytes from `start` on, or those up to the end."""
+        """Return `count` bytes from `start` on, or fewer at the end."""
         length = max(0, min(count, self.size - start))
         data = bytearray(length)
         if not 0 < length < _BLOCK:
             self.read_into(start, memoryview(data))
             return bytes(data)
-        if (kept := self._kept(length, start)) is not None:
-            return kept
+        if (cached := self._cached(length, start)) is not None:
+            return cached
         begin = max(0, min(start, self.size - _BLOCK))
         block = bytearray(min(_BLOCK, self.size - begin))
         self.read_into(begin, memoryview(block))
@@ -82,42 +82,44 @@ class RemoteFile:
         return bytes(block[start - begin : start - begin + length])
 
     def pread_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return what `pread` returns for each of many (count, start), with few requests."""
-        from unshard.stores.at_once import all_at_once
+        """Return the bytes of many ranges (count, start), as `pread` does, with few requests."""
+        from unshard.stores.pool import all_at_once
 
-        found = {one: kept for one in ranges if (kept := self._kept(*one)) is not None}
-        absent = [(start, count) for count, start in ranges if (count, start) not in found]
-        spans = _united(sorted(absent), gap=_GAP)
+        blocks = {own: data for own in ranges if (data := self._cached(*own)) is not None}
+        absent = [(start, count) for count, start in ranges if (count, start) not in blocks]
+        spans = _spans(sorted(absent), gap=_GAP)
         while spans:
             batch = [spans.pop()]
-            while spans and sum(one.length for one in (*batch, spans[-1])) <= _IN_MEMORY:
+            while spans and sum(span.length for span in (*batch, spans[-1])) <= _IN_MEMORY:
                 batch.append(spans.pop())
-            data = [bytearray(max(0, min(one.length, self.size - one.start))) for one in batch]
-            parts = zip(batch, data, strict=True)
-            all_at_once([partial(self._fill, one.start, memoryview(to)) for one, to in parts])
-            for one, block in zip(batch, data, strict=True):
-                for start, count in one.ranges:
-                    at = start - one.start
-                    found[count, start] = bytes(block[at : at + count])
-        return [found[one] for one in ranges]
+            buffers = [
+                bytearray(max(0, min(span.length, self.size - span.start))) for span in batch
+            ]
+            pairs = list(zip(batch, buffers, strict=True))
+            all_at_once([partial(self._fill, span.start, memoryview(to)) for span, to in pairs])
+            for span, buffer in pairs:
+                for start, count in span.ranges:
+                    at = start - span.start
+                    blocks[count, start] = bytes(buffer[at : at + count])
+        return [blocks[own] for own in ranges]
 
     def fills(self, ranges: Sequence[tuple[int, memoryview]]) -> Iterator[Callable[[], None]]:
-        """Yield what fills each memory with the bytes from a place on, with few requests.
+        """Yield functions that fill the memory of ranges (start, memory), with few requests.
 
-        All ranges are within the object. What is yielded may be called by several threads, and
-        raises as `read_into` does.
+        All ranges are within the object. Any thread may call the functions, whose errors are those
+        of `read_into`.
         """
         parts = [
             (start + at, out[at : at + _LONGEST])
             for start, out in sorted(ranges, key=itemgetter(0))
             for at in range(0, len(out), _LONGEST)
         ]
-        left = iter(parts)
-        for span in _united([(start, len(out)) for start, out in parts], gap=_WEIGHTS_GAP):
-            yield partial(self._scatter, span, list(islice(left, len(span.ranges))))
+        rest = iter(parts)
+        for span in _spans([(start, len(out)) for start, out in parts], gap=_WEIGHTS_GAP):
+            yield partial(self._scatter, span, list(islice(rest, len(span.ranges))))
 
     def _scatter(self, span: _Span, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """Read a span, and copy what arrives to where its parts go."""
+        """Read a span, and copy its parts into their memory as they arrive."""
 
         def write(at: int, block: memoryview) -> None:
             begin, end = span.start + at, span.start + at + len(block)
@@ -129,17 +131,17 @@ class RemoteFile:
         self.stream_to(span.start, span.length, write)
 
     def close(self) -> None:
-        """Forget the blocks that were read."""
+        """Drop the cached blocks."""
         self._blocks.clear()
 
     def stream_to(self, start: int, length: int, write: Callable[[int, memoryview], None]) -> None:
-        """Call `write(offset from start, bytes)` for all bytes of a range, in their order."""
+        """Call `write(offset from start, bytes)` for all bytes of a range, in order."""
         at = 0
         for block in self._bucket.chunks(self._key, self._entry, start, length):
             write(at, block)
             at += len(block)
 
-    def _kept(self, count: int, start: int) -> bytes | None:
+    def _cached(self, count: int, start: int) -> bytes | None:
         for begin, block in list(self._blocks):
             if begin <= start and start + count <= begin + len(block):
                 return bytes(block[start - begin : start - begin + count])
@@ -152,8 +154,8 @@ class RemoteFile:
         self.stream_to(start, len(out), write)
 
 
-def _united(ranges: Iterable[tuple[int, int]], *, gap: int) -> list[_Span]:
-    """Return ranges (start, count), which are sorted, as spans: those with small gaps together."""
+def _spans(ranges: Iterable[tuple[int, int]], *, gap: int) -> list[_Span]:
+    """Return sorted ranges (start, count) as spans, which unite ranges with small gaps."""
     spans: list[_Span] = []
     for start, count in ranges:
         last = spans[-1] if spans else None

@@ -1,8 +1,7 @@
-"""Paths of objects in stores, which everything takes that takes a `Path`.
+"""Paths of objects in stores, for every function that takes a `Path`.
 
-Their parts are those of /s3:/bucket/folder/name, and their text is s3://bucket/folder/name, which
-the operating system knows nothing of. What is asked of the store are listings; of a folder that
-was listed, everything is known.
+Their parts are those of /s3:/bucket/folder/name, and their text is s3://bucket/folder/name, under
+which the operating system has no file. They request only listings of folders, which are cached.
 """
 
 import io
@@ -18,7 +17,7 @@ from unshard.stores import OTHER_SCHEMES
 from unshard.stores.remote_file import RemoteFile
 
 if TYPE_CHECKING:
-    from unshard.stores.buckets import Bucket, Entry
+    from unshard.stores.buckets import Bucket, ObjectEntry
     from unshard.stores.nodes.files import Copy
 
 _READ = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "node", *OTHER_SCHEMES)
@@ -26,35 +25,35 @@ _NOT_READ = ("sftp", "ftp", "smb", "webdav", "hdfs")
 _READ_BUFFER = 1 << 20
 
 
-def is_url(given: str | os.PathLike[str]) -> bool:
-    """Return whether this is an address, such as that of something in an object store.
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether this is an address, such as s3://bucket/key.
 
-    A `Path` that was made of an address does, too: s3:/bucket is what such a path has left of it.
+    A `Path` made from an address counts, too: pathlib shortens it to s3:/bucket/key.
     """
-    scheme, colon, _ = str(given).partition(":/")
+    scheme, colon, _ = str(path).partition(":/")
     return bool(colon) and scheme in (*_READ, *_NOT_READ)
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """Return a path that a caller gave, or a `RemotePath` for s3://bucket/folder and the like.
+    """Return a user's path as a `Path`, or as a `RemotePath` for s3://bucket/folder and the like.
 
-    What was known of the bucket is forgotten: the caller may just have changed it.
+    The bucket's listings are dropped, because the user may have changed the bucket.
 
     Raises:
-        UsageError: an address has no bucket, contains credentials, or is not one that is read.
+        UsageError: an address has no bucket, contains credentials, or has an unsupported scheme.
     """
     if isinstance(given, RemotePath):
-        found = RemotePath(*given.parts)
+        path = RemotePath(*given.parts)
     elif is_url(given):
-        found = RemotePath.of_url(str(given))
+        path = RemotePath.of_url(str(given))
     else:
         return Path(given)
-    found.bucket.forget(found.key)
-    return found
+    path.bucket.forget(path.key)
+    return path
 
 
 def as_given(argument: object) -> str:
-    """Return an argument as the user wrote it: pathlib makes `s3:/` of `s3://`."""
+    """Return an argument as the user wrote it: pathlib shortens `s3://` to `s3:/`."""
     if not isinstance(argument, str | Path) or not is_url(argument):
         return str(argument)
     try:
@@ -64,27 +63,27 @@ def as_given(argument: object) -> str:
 
 
 def look_again(path: Path) -> None:
-    """Forget what is known of the store that a path is in, if it is in one."""
+    """Drop the listings of the bucket that a path is in, if it is in a bucket."""
     if isinstance(path, RemotePath):
         path.bucket.forget()
 
 
 def why_unlisted(path: Path) -> str:
-    """Return what to give instead of a folder of a web server; "" if a path is not on one."""
+    """Return a hint for a folder of a web server; "" for any other path."""
     if not isinstance(path, RemotePath) or path.parts[1] not in ("http:", "https:"):
         return ""
     files = "model.safetensors, its index or a rank's model_world_size_W_rank_R.pt"
     folders = "a Hugging Face model, or of a DCP, Megatron or DeepSpeed checkpoint"
-    return f"a web server cannot list folders: give {files}, or the very folder of {folders}"
+    return f"a web server cannot list folders: pass {files}, or the exact folder of {folders}"
 
 
 class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this system's paths
-    """The path of an object, or of the folder of objects whose keys start with it.
+    """The path of an object, or of the folder of all objects whose keys start with it.
 
     node:///path is that path on every node of a Ray cluster.
 
-    It is absolute, and nothing is a link. Of paths relative to it only `Path` is made. Once it was
-    opened, it means the object that was there then: another one in its place cannot be read by it.
+    A path is absolute, and nothing is a link; relative paths are plain `Path`s. Once it was opened,
+    it stands for the object of that moment, and cannot read another object in its place.
     """
 
     __slots__ = ("_first",)
@@ -94,27 +93,27 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         """Return the path of an address; repeated slashes count as one.
 
         Raises:
-            UsageError: it has no bucket, contains credentials, or is not one that is read.
+            UsageError: it has no bucket, contains credentials, or has an unsupported scheme.
         """
         scheme, _, rest = url.partition(":/")
         if scheme in _NOT_READ:
             raise UsageError(
-                f"{scheme}://…: such addresses are not read",
+                f"{scheme}://…: unsupported scheme",
                 expected="a path, s3://, gs://, az://, http://, https:// or hf://",
-                hint="copy the checkpoint to a disk or into a bucket, or mount where it is (sshfs, "
-                "rclone mount, hadoop-fuse-dfs), and give the path",
+                hint="copy the checkpoint to a disk or into a bucket, or mount its file system "
+                "(sshfs, rclone mount, hadoop-fuse-dfs), and pass the path",
             )
         rest = rest.lstrip("/")
         bucket = rest.partition("/")[0]
         if "?" in url or ("@" in bucket and (scheme[:4] != "abfs" or ":" in bucket)):
             raise UsageError(
-                f"{scheme}://…: an address with a query or with credentials is not taken",
-                hint="set them in the environment, such as AWS_ACCESS_KEY_ID",
+                f"{scheme}://…: addresses with a query or with credentials are not accepted",
+                hint="set credentials in the environment, such as AWS_ACCESS_KEY_ID",
             )
         if not bucket and scheme == "node":
-            raise UsageError("node:///: names no directory", expected="node:///folder")
+            raise UsageError("node:///: has no directory", expected="node:///folder")
         if not bucket:
-            raise UsageError(f"{url}: names no bucket", expected=f"{scheme}://bucket/folder")
+            raise UsageError(f"{url}: has no bucket", expected=f"{scheme}://bucket/folder")
         return cls(f"/{scheme}:", bucket, rest.partition("/")[2].lstrip("/"))
 
     def __str__(self) -> str:
@@ -128,11 +127,11 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return f"RemotePath({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel between processes: once it was opened, it means the same object there."""
+        """Pickle the path with the object that it opened, so that others open the same object."""
         return self._as_opened, (self.parts, getattr(self, "_first", None))
 
     @classmethod
-    def _as_opened(cls, parts: tuple[str, ...], first: "Entry | None") -> Self:
+    def _as_opened(cls, parts: tuple[str, ...], first: "ObjectEntry | None") -> Self:
         path = cls(*parts)
         if first is not None:
             path._first = first
@@ -144,12 +143,12 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
 
     @property
     def _is_inside(self) -> bool:
-        """Whether it names a bucket or something in one: what is above is not there."""
+        """Whether it has a bucket; paths above buckets do not exist."""
         return len(self.parts) > 2
 
     @property
     def bucket(self) -> "Bucket":
-        """The bucket it is in; of a path on nodes, the first directory."""
+        """Its bucket; for a path on nodes, the first directory."""
         from unshard.stores.buckets import bucket_at
 
         return bucket_at(self._bucket_url)
@@ -166,8 +165,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
 
     @property
     def copies(self) -> "tuple[Copy, ...]":
-        """Where the nodes have it, if it was opened."""
-        first: Entry | None = getattr(self, "_first", None)
+        """Its copies on nodes, if it was opened."""
+        first: ObjectEntry | None = getattr(self, "_first", None)
         return () if first is None else first.copies
 
     @property
@@ -176,7 +175,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return "/".join(self.parts[3:])
 
     def relative_to(self, *other: str | os.PathLike[str], **keywords: bool) -> Path:
-        """Return the rest of the path, a plain one."""
+        """Return the rest of the path as a plain `Path`."""
         return Path(*super().relative_to(*other, **keywords).parts)
 
     def is_dir(self, **_: bool) -> bool:
@@ -203,16 +202,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         """Return the path itself: nothing is a link."""
         return self
 
-    def absolute(self) -> Self:
-        """Return the path itself."""
-        return self
-
-    def expanduser(self) -> Self:
-        """Return the path itself."""
-        return self
-
     def stat(self, **_: bool) -> os.stat_result:
-        """Return size and time of an object; another one in its place has another `st_ino`.
+        """Return size and time of an object; replacing the object changes `st_ino`.
 
         Raises:
             FileNotFoundError: there is neither an object nor a folder.
@@ -229,20 +220,20 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return self.stat()
 
     def iterdir(self) -> Iterator[Self]:
-        """Yield what is directly in a folder.
+        """Yield the objects and folders in a folder.
 
         Raises:
             FileNotFoundError: there is no such folder; NotADirectoryError: it is an object.
         """
-        found = self.bucket.children(self.key) if self._is_inside else {}
-        if not found and self.is_file():
+        children = self._children()
+        if not children and self.is_file():
             raise NotADirectoryError(20, "Not a directory", str(self))
-        if not found:
+        if not children:
             raise self._missing()
-        yield from (self / name for name in list(found))
+        yield from children
 
     def glob(self, pattern: str, **_: bool) -> Iterator[Self]:
-        """Yield what is below and fits a relative pattern, which may have ** for any depth."""
+        """Yield the paths that match a relative pattern, which may have ** for any depth."""
         first, _slash, rest = pattern.partition("/")
         if first == "**":
             yield from self.rglob(rest or "*")
@@ -254,7 +245,7 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
                 yield from child.glob(rest)
 
     def rglob(self, pattern: str, **_: bool) -> Iterator[Self]:
-        """Yield what fits a relative pattern at any depth."""
+        """Yield the paths that match a relative pattern at any depth."""
         yield from self.glob(pattern)
         for child in self._children():
             if child.is_dir():
@@ -274,8 +265,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
             FileNotFoundError: there is no such object; PermissionError: `mode` is to write.
         """
         if set(mode) - set("rbt"):
-            raise PermissionError(1, "objects are only read", str(self))
-        raw = _Reader(self.opened())
+            raise PermissionError(1, "objects are read-only", str(self))
+        raw = _ObjectStream(self.opened())
         buffered = io.BufferedReader(raw, max(buffering, _READ_BUFFER))
         return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
 
@@ -294,14 +285,14 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         Raises:
             FileNotFoundError: there is none.
         """
-        entry: Entry | None = getattr(self, "_first", None)
+        entry: ObjectEntry | None = getattr(self, "_first", None)
         if entry is None and self._is_inside:
             entry = self._first = self.bucket.entry_to_read(self.key)
         if entry is None:
             raise self._missing()
         return RemoteFile(self.bucket, self.key, entry)
 
-    def _entry(self) -> "Entry | None":
+    def _entry(self) -> "ObjectEntry | None":
         return self.bucket.entry(self.key) if self._is_inside else None
 
     def _children(self) -> list[Self]:
@@ -311,8 +302,8 @@ class RemotePath(type(Path())):  # type: ignore[misc]  # the class of this syste
         return FileNotFoundError(2, "No such object", str(self))
 
 
-class _Reader(io.RawIOBase):
-    """An object as the raw stream below a buffer."""
+class _ObjectStream(io.RawIOBase):
+    """An object as a raw stream, for a buffered reader."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
@@ -327,7 +318,7 @@ class _Reader(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
         if base + offset < 0:
-            raise ValueError(f"seek({offset}, {whence}): there is no such position")
+            raise ValueError(f"seek({offset}, {whence}): the position is negative")
         self._at = base + offset
         return self._at
 

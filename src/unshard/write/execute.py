@@ -39,7 +39,7 @@ from unshard.tensors.dtypes import BY_NAME, DType, numpy_dtype
 from unshard.write.writeback import Writeback
 
 if TYPE_CHECKING:
-    from unshard.stores.at_once import Ongoing
+    from unshard.stores.pool import Ongoing
 
 _BLOCK = 1024 * 1024
 _DOWNLOAD = 16 * 1024 * 1024
@@ -101,7 +101,7 @@ class Executor:
             return self._make_tile(unit)
         source, target = self._sources.source(unit.source), self._target(unit.file)
         if isinstance(source, RemoteFile):
-            from unshard.stores.at_once import AT_ONCE, Ongoing
+            from unshard.stores.pool import AT_ONCE, Ongoing
 
             self._ongoing = self._ongoing or Ongoing(AT_ONCE // 2)
             for task in _downloads(source, unit, target):

@@ -19,7 +19,7 @@ from struct import unpack_from
 
 from unshard.containers.pickles.machine import DangerousPickleError, Machine, MalformedPickleError
 from unshard.containers.pickles.opcodes import OPERATIONS, STOP, Operation
-from unshard.containers.pickles.records import Global, Value
+from unshard.containers.pickles.records import Value
 
 _BINPUT, _LONG_BINPUT, _BINGET, _BININT1 = b"qrhK"
 
@@ -28,10 +28,8 @@ class TruncatedPickleError(MalformedPickleError):
     """The bytes end before the pickle does."""
 
 
-def unpickle(
-    data: bytes, operations: Sequence[Operation] = OPERATIONS
-) -> tuple[Value, frozenset[Global]]:
-    """Return the value of a pickle, and all globals in it.
+def unpickle(data: bytes, operations: Sequence[Operation] = OPERATIONS) -> Value:
+    """Return the value of a pickle.
 
     Args:
         data: the pickle.
@@ -42,16 +40,13 @@ def unpickle(
         DangerousPickleError: it names code that runs commands (see `is_dangerous`).
     """
     try:
-        value, names, _ = unpickle_first(data, operations)
+        return unpickle_first(data, operations)[0]
     except TruncatedPickleError as error:  # `data` is complete
         raise MalformedPickleError(str(error)) from error
-    return value, names
 
 
-def unpickle_first(
-    data: bytes, operations: Sequence[Operation] = OPERATIONS
-) -> tuple[Value, frozenset[Global], int]:
-    """Return value, globals and length (bytes) of the pickle at the start of `data`.
+def unpickle_first(data: bytes, operations: Sequence[Operation] = OPERATIONS) -> tuple[Value, int]:
+    """Return value and length (bytes) of the pickle at the start of `data`.
 
     Raises:
         TruncatedPickleError: the data end before the pickle does, and more data may complete it.
@@ -59,8 +54,7 @@ def unpickle_first(
         DangerousPickleError: it names code that runs commands (see `is_dangerous`).
     """
     machine = Machine(data)
-    value = run_all(machine, operations, inline=True)
-    return value, frozenset(machine.globals.values()), machine.pos
+    return run_all(machine, operations, inline=True), machine.pos
 
 
 def run_all(machine: Machine, operations: Sequence[Operation], *, inline: bool) -> Value:

@@ -76,7 +76,7 @@ class _LegacyStream:
         while True:
             data = pread(self._file, min(count, self.end - self.at), self.at)
             try:
-                value, _, used = unpickle_first(data)
+                value, used = unpickle_first(data)
             except TruncatedPickleError as error:
                 if self.at + count >= self.end:
                     raise self.truncated() from error

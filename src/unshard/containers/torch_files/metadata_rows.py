@@ -100,9 +100,9 @@ def unpickle_metadata(data: bytes) -> Value:
         MalformedPickleError, DangerousPickleError: see `unpickle`.
     """
     try:
-        return unpickle(data, row_operations())[0]
+        return unpickle(data, row_operations())
     except RecalledError:
-        return unpickle(data)[0]
+        return unpickle(data)
 
 
 def row_operations() -> tuple[Operation, ...]:

@@ -85,7 +85,7 @@ def unpickled(path: Path, data: bytes) -> Value:
         UnsafeError: it refers to code that runs commands.
     """
     with _naming(path):
-        return unpickle(data)[0]
+        return unpickle(data)
 
 
 def unpickled_metadata(path: Path) -> Value:

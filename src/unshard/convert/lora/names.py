@@ -110,8 +110,8 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
     if not any(_is_of_peft(name) for name in tensors):
         return Split(dict(tensors))
     matrices, weights = _parsed_names(_without_doubles(tensors))
-    named = [*(one.adapter for one in matrices), *(one.adapter for one in weights)]
-    adapters = {adapter for adapter in named if adapter is not None}
+    adapters = {matrix.adapter for matrix in matrices} | {weight.adapter for weight in weights}
+    adapters -= {None}
     if len(adapters) > 1:
         raise ConversionError(
             f"the checkpoint has {len(adapters)} adapters",

@@ -53,7 +53,7 @@ def read_rank_files(
     reader, paths = RankFileReader(allowed), [path for _, path in files]
     archives: Iterable[TorchFile | TorchZip] = map(open_torch_file, paths)
     if any(isinstance(path, RemotePath) for path in paths):
-        from unshard.stores.at_once import ahead
+        from unshard.stores.pool import ahead
 
         archives = ahead(open_torch_file, paths)
     for number, ((rank, _), archive) in enumerate(zip(files, archives, strict=True)):

@@ -1,1 +1,1 @@
-"""Files on the disks of the nodes of a Ray cluster."""
+"""Read files on the disks of the nodes of a Ray cluster."""

@@ -1,4 +1,4 @@
-"""The connection of this process with a Ray cluster. Ray is imported when one is needed."""
+"""Connect this process to a Ray cluster. Ray is imported only on connecting."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ _SHOWN_ID = 8
 
 
 def is_connected() -> bool:
-    """Return whether this process is connected with a cluster; then Ray is imported."""
+    """Return whether this process is connected to a cluster; then Ray is imported."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
 
 def connect(what: str) -> Any:
-    """Return the module `ray`, connected with the cluster that RAY_ADDRESS names, or of this node.
+    """Return the module `ray`, connected to the cluster of RAY_ADDRESS, or of this node.
 
-    A process that is connected already stays so. `what` needs it, for errors.
+    An existing connection is used. Error messages begin with `what`.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster.
@@ -46,17 +46,17 @@ def connect(what: str) -> Any:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"{what}: no Ray cluster can be used: {why}",
-            hint="run this on a node of a cluster (`ray start`), or set RAY_ADDRESS to one",
+            hint="run this on a node of a cluster (`ray start`), or set RAY_ADDRESS",
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced the handler
     return ray
 
 
 @contextmanager
 def disconnecting() -> Iterator[None]:
-    """End a connection that is made inside."""
+    """End a connection that is made inside the context."""
     was_connected = is_connected()
     try:
         yield
@@ -64,16 +64,16 @@ def disconnecting() -> Iterator[None]:
         if not was_connected and is_connected():
             import ray
 
-            # It prints what the cluster had to say on stdout, where there may be JSON.
+            # It prints the cluster's messages on stdout, which may be our JSON output.
             with uninterrupted(), redirect_stdout(sys.stderr):
                 ray.shutdown()
 
 
 def _check_address(address: str) -> None:
-    """Connect with a cluster's address; Ray itself would try it for longer than ten minutes."""
+    """Test a cluster's address, which Ray itself would try for more than ten minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in address:
-        import socket  # which takes as long as a tenth of a merge's start
+        import socket  # takes a tenth of the time of a merge's start
 
         try:
             socket.create_connection((host, int(port)), _CONNECTING_S).close()
@@ -82,14 +82,14 @@ def _check_address(address: str) -> None:
 
 
 def host_of(ray: Any, node: str) -> str:
-    """Return how messages call a node: by its host, and by its id if there are several there."""
-    hosts = {one["NodeID"]: one["NodeManagerHostname"] for one in ray.nodes()}
+    """Return a node's name for messages: its host, and its id if the host has several nodes."""
+    hosts = {item["NodeID"]: item["NodeManagerHostname"] for item in ray.nodes()}
     host = hosts.get(node, node)
     return host if list(hosts.values()).count(host) < 2 else f"{host} ({node[:_SHOWN_ID]})"
 
 
 def unusable(what: str, host: str, error: Exception) -> UsageError:
-    """Return the error that an actor of ours cannot begin on a node."""
+    """Return the error for an actor that cannot start on a node."""
     why = str(error).strip().splitlines()[-1]
     return UsageError(
         f"{what}: unshard cannot be used on node {host}: {why}",
@@ -98,7 +98,7 @@ def unusable(what: str, host: str, error: Exception) -> UsageError:
 
 
 def check_version(what: str, host: str, found: str) -> None:
-    """Raise a `UsageError` if a node has another version of unshard than this process."""
+    """Raise a `UsageError` if a node and this process have different versions of unshard."""
     if found != __version__:
         raise UsageError(
             f"{what}: node {host} has unshard {found}, this process has {__version__}",

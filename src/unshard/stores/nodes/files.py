@@ -1,6 +1,6 @@
-"""Files below a directory of a node, for the other nodes of its Ray cluster.
+"""Read files below a directory of a node, for the other nodes of its Ray cluster.
 
-`NodeFiles` is an actor of Ray on each node. This module does not import Ray.
+`NodeFiles` is the class of a Ray actor on each node. This module does not import Ray.
 """
 
 import errno
@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 
 
 class NodeFile(NamedTuple):
-    """A file, as its node has it.
+    """A file on its node.
 
     Attributes:
         size: bytes.
-        modified: when it was last written, nanoseconds since 1970.
+        modified: time of the last write, nanoseconds since 1970.
         stamp: changes if the file is replaced or written to.
     """
 
@@ -37,13 +37,13 @@ class NodeFile(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A file of one name on one of the nodes that have it.
+    """A file on one of the nodes that have a file of its name.
 
     Attributes:
         node: Ray's id of the node.
-        root: the directory that a user gave, which it is in.
+        root: the user's directory that contains the file.
         size: bytes.
-        stamp: as that of a `NodeFile`.
+        stamp: as of `NodeFile`.
     """
 
     node: str
@@ -52,12 +52,12 @@ class Copy(NamedTuple):
     stamp: str
 
 
-class Hello(NamedTuple):
-    """What an actor finds where it is.
+class Handshake(NamedTuple):
+    """The first answer of an actor.
 
     Attributes:
-        version: of the unshard there.
-        kind: what the path is that it was given: "file", "directory", or "" if there is nothing.
+        version: the version of unshard on its node.
+        kind: "file" or "directory" for the path in the question, "" if it does not exist.
     """
 
     version: str
@@ -65,26 +65,26 @@ class Hello(NamedTuple):
 
 
 class NodeFiles:
-    """Lists and reads what is below a root, a directory, and follows no link that leads out of it.
+    """Lists and reads files below a root directory, without links that lead out of it.
 
-    Its methods are called from several threads. They return errors of the system.
+    Thread-safe. Methods return errors of the system.
     """
 
-    def hello(self, root: str) -> Hello:
-        """Return what is here."""
+    def hello(self, root: str) -> Handshake:
+        """Return version and kind of a path."""
         kind = "directory" if Path(root).is_dir() else "file" * Path(root).is_file()
-        return Hello(__version__, kind)
+        return Handshake(__version__, kind)
 
     def listing(self, root: str, path: str) -> dict[str, NodeFile | None] | OSError:
-        """Return what is directly in a directory, by name: files, and None for each directory.
+        """Return the files of a directory by name, and None for each directory in it.
 
-        It is empty if there is no such directory. A link out of the root is a file that cannot be
-        read.
+        The result is empty for a missing directory. A link out of the root is listed as a file, but
+        cannot be read.
         """
         return _or_error(partial(_list, root, path))
 
     def read(self, root: str, path: str, stamp: str, start: int, length: int) -> bytes | OSError:
-        """Return bytes of a file, fewer at its end; ESTALE if it is another one now."""
+        """Return bytes of a file, fewer at its end; ESTALE if the file has changed."""
         return _or_error(partial(_read, root, path, stamp, start, length))
 
     def digest(self, root: str, path: str, stamp: str) -> str | OSError:
@@ -98,16 +98,16 @@ def _list(root: str, path: str) -> dict[str, NodeFile | None]:
             listed = {entry.name: _entry(root, path, entry) for entry in entries}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return {name: one for name, one in listed.items() if not isinstance(one, bool)}
+    return {name: file for name, file in listed.items() if not isinstance(file, bool)}
 
 
 def _entry(root: str, path: str, entry: "os.DirEntry[str]") -> NodeFile | bool | None:
-    """Return a file, None for a directory, or False for what is neither."""
+    """Return a file, None for a directory, or False for any other entry."""
     try:
         if entry.is_symlink() and not _is_inside(os.path.realpath(f"{path}/{entry.name}"), root):
             return _described(entry.stat(follow_symlinks=False))
         status = entry.stat()
-    except FileNotFoundError:  # a link to nothing, or it was removed just now
+    except FileNotFoundError:  # a broken link, or the entry was just removed
         return False
     if stat.S_ISDIR(status.st_mode):
         return None
@@ -121,13 +121,13 @@ def _read(root: str, path: str, stamp: str, start: int, length: int) -> bytes:
 
 
 def _digest(root: str, path: str, stamp: str) -> str:
-    found = blake2b(digest_size=32)
+    digest = blake2b(digest_size=32)
     with _opened(root, path, _FILE) as fd:
         _check(fd, stamp)
         while block := os.read(fd, _DIGESTED):
-            found.update(block)
+            digest.update(block)
         _check(fd, stamp)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _is_inside(real: str, root: str) -> bool:
@@ -136,10 +136,12 @@ def _is_inside(real: str, root: str) -> bool:
 
 @contextmanager
 def _opened(root: str, path: str, flags: int) -> Iterator[int]:
-    """Open what a path leads to, if that is below the root; then no link is followed any more.
+    """Open the target of a path, which must be below the root.
+
+    Opens each directory without following links, because a link may be created after the check.
 
     Raises:
-        PermissionError: it is not.
+        PermissionError: the target is not below the root.
         OSError: it cannot be opened.
     """
     real = os.path.realpath(path)
@@ -148,8 +150,8 @@ def _opened(root: str, path: str, flags: int) -> Iterator[int]:
     root = os.path.realpath(root)
     fd = os.open(root, _FOLDER)
     try:
-        *way, last = (".", *Path(real).relative_to(root).parts)
-        for name, kind in (*((name, _FOLDER) for name in way), (last, flags)):
+        *folders, last = (".", *Path(real).relative_to(root).parts)
+        for name, kind in (*((name, _FOLDER) for name in folders), (last, flags)):
             inner = os.open(name, kind, dir_fd=fd)
             os.close(fd)
             fd = inner
@@ -159,9 +161,9 @@ def _opened(root: str, path: str, flags: int) -> Iterator[int]:
 
 
 def read_here(path: str, stamps: set[str], start: int, length: int) -> bytes | None:
-    """Return bytes of a file, as an actor does, if this process sees it; else None.
+    """Return bytes of a file, as an actor does, if this process can read it; else None.
 
-    Inode, size and time distinguish a file from every other one, wherever that is.
+    Inode, size and time identify the file on any file system.
     """
     try:
         fd = os.open(path, _FILE)

@@ -1,9 +1,9 @@
-"""The actors that read files on the nodes of a Ray cluster: one on each node for each driver.
+"""Actors that read files on the nodes of a Ray cluster: one per node and driver.
 
-The driver begins them, and they end with it. Its actors find them by their names.
+The driver starts them, and they end with it. Its other actors find them by name.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from threading import BoundedSemaphore
 from typing import Any
@@ -15,24 +15,24 @@ from unshard.stores.nodes.files import NodeFiles
 PIECE = 1 << 20
 """The most bytes of an answer. Ray frees answers when there are 100 of them, or after a second."""
 _AT_ONCE = 8
-"""How many answers a process waits for, and how many questions an actor answers at a time."""
+"""The most answers that a process waits for, and the most calls that an actor runs at a time."""
 _UNDER_WAY = 64 << 20
-"""The most bytes that all nodes together wait for; one node may have to send all of them."""
+"""The most bytes that all nodes together wait for; a single node may have to send all of them."""
 _RESTARTS = 3
 
-_begun: dict[str, Any] = {}
-"""The actors that this process began, by their names; Ray would end those that it forgets."""
+_actors: dict[str, Any] = {}
+"""The actors that this process started, by name; Ray ends an actor without references."""
 
 
 class LostError(Exception):
-    """A node is lost, or the actor there died again and again; the argument is Ray's id of it."""
+    """A node is lost, or its actor died repeatedly; the argument is Ray's id of the node."""
 
 
 def begin(path: str) -> Mapping[str, str]:
-    """Begin an actor on every node where there is none.
+    """Start an actor on every node without one.
 
     Returns:
-        What a path is on each node where it is something, "file" or "directory".
+        "file" or "directory" for each node on which the path exists.
 
     Raises:
         UsageError: there is no cluster, or unshard cannot be used on a node.
@@ -41,28 +41,28 @@ def begin(path: str) -> Mapping[str, str]:
     what = f"node://{path}"
     ray = connect(what)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    asked = {node: _begun_on(ray, node).hello.remote(path) for node in nodes}
-    found = {}
-    for node, answer in asked.items():
+    answers = {node: _started(ray, node).hello.remote(path) for node in nodes}
+    kinds = {}
+    for node, answer in answers.items():
         try:
-            hello = ray.get(answer)
+            handshake = ray.get(answer)
         except ray.exceptions.RayActorError as error:
-            del _begun[_name(ray, node)]
+            del _actors[_name(ray, node)]
             if getattr(error, "actor_init_failed", False):
                 raise unusable(what, host(node), error) from error
             raise StoreError(f"{what}: node {host(node)} is lost") from error
-        check_version(what, host(node), hello.version)
-        if hello.kind:
-            found[node] = hello.kind
-    return found
+        check_version(what, host(node), handshake.version)
+        if handshake.kind:
+            kinds[node] = handshake.kind
+    return kinds
 
 
-def _begun_on(ray: Any, node: str) -> Any:
-    """Return the actor on a node, which is begun if need be."""
+def _started(ray: Any, node: str) -> Any:
+    """Return the actor on a node; start it if necessary."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     name = _name(ray, node)
-    if name not in _begun:
+    if name not in _actors:
         actor = ray.remote(NodeFiles).options(
             name=name,
             num_cpus=0,
@@ -71,62 +71,54 @@ def _begun_on(ray: Any, node: str) -> Any:
             max_concurrency=_AT_ONCE,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        _begun[name] = actor.remote()
-    return _begun[name]
+        _actors[name] = actor.remote()
+    return _actors[name]
 
 
-def ask(node: str, question: Callable[[Any], Any]) -> Any:
-    """Return what the actor on a node answers; `question` calls one of its methods.
-
-    Raises:
-        LostError: it does not.
-        OSError: as the actor returned it.
-    """
-    return ask_all([(node, question)])[0][1]
-
-
-def ask_all(questions: Iterable[tuple[str, Callable[[Any], Any]]]) -> list[tuple[str, Any]]:
-    """Return several nodes, and what the actor on each answers; they work at the same time.
+def call(method: str, arguments: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, Any]]:
+    """Call a method of the actors on several nodes at the same time; return nodes with results.
 
     Raises:
-        LostError, OSError: as for `ask`.
+        LostError: an actor does not answer.
+        OSError: an actor returned it.
     """
     ray = connect("node://")
-    asked = []
-    for node, question in questions:
+    pending = []
+    for node, values in arguments:
         try:
-            asked.append((node, question(_actor(_name(ray, node)))))
-        except ValueError as error:  # Ray knows none of this name
+            actor = _actor(_name(ray, node))
+        except ValueError as error:  # Ray has no actor of this name
             raise LostError(node) from error
-    return [(node, _answer(ray, node, answer)) for node, answer in asked]
+        pending.append((node, getattr(actor, method).remote(*values)))
+    return [(node, _result(ray, node, reference)) for node, reference in pending]
 
 
-def _answer(ray: Any, node: str, asked: Any) -> Any:
+def _result(ray: Any, node: str, reference: Any) -> Any:
     try:
-        answer = ray.get(asked)
+        result = ray.get(reference)
     except ray.exceptions.RayTaskError:
         raise
     except ray.exceptions.RayError as error:
         raise LostError(node) from error
-    if isinstance(answer, OSError):
-        raise answer
-    return answer
+    if isinstance(result, OSError):
+        raise result
+    return result
 
 
 def host(node: str) -> str:
-    """Return how messages call a node."""
+    """Return a node's name for messages."""
     return host_of(connect("node://"), node)
 
 
 @lru_cache(maxsize=1)
 def pieces() -> BoundedSemaphore:
-    """Return what bounds how many pieces this process waits for, as one of all nodes."""
+    """Return the semaphore for this process's share of the pieces that all nodes wait for."""
     nodes = len(connect("node://").nodes())
     return BoundedSemaphore(max(1, min(_AT_ONCE, _UNDER_WAY // (PIECE * nodes))))
 
 
 def _name(ray: Any, node: str) -> str:
-    """Return the name of the actor on a node, which no other job has."""
+    """Return the name of the actor on a node, unique to this job."""
     return f"unshard-files-{ray.get_runtime_context().get_job_id()}-{node}"
 
 

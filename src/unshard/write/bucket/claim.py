@@ -24,9 +24,9 @@ from unshard.errors import CorruptError, OutputError, UnshardError
 from unshard.fronts import Text
 from unshard.progress import Chosen, Listener, Warned
 from unshard.read.hub_files import RECORD_NAME
-from unshard.stores.at_once import submit
 from unshard.stores.buckets import refusing
 from unshard.stores.objects import create
+from unshard.stores.pool import submit
 from unshard.stores.remote_path import RemotePath
 from unshard.write.bucket.ledger import FINISHED_NAME
 from unshard.write.stage import BusyError

@@ -24,9 +24,9 @@ from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
 from unshard.showing import counted
 from unshard.signals import uninterrupted
-from unshard.stores.at_once import away_from_signals
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload
+from unshard.stores.pool import away_from_signals
 from unshard.stores.remote_path import RemotePath
 from unshard.write.bucket.claim import CLAIM_NAME, Claim
 from unshard.write.bucket.ledger import FINISHED_NAME, BucketLedger, open_bucket_ledger

@@ -1,4 +1,4 @@
-"""Several requests at a time: the threads of this process that wait for stores."""
+"""Run several requests at a time, in this process's threads for stores."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TypeVar
 
 AT_ONCE = 16
-"""How many requests are under way at a time, in this process."""
+"""How many requests of this process run at a time."""
 
 _AHEAD = 8
 
@@ -28,10 +28,10 @@ class Ongoing:
         self._futures: deque[Future[None]] = deque()
 
     def add(self, task: _Task) -> None:
-        """Begin a task, if need be after the end of an earlier one.
+        """Start a task, if necessary after the end of an earlier task.
 
         Raises:
-            Exception: what an earlier one ended with; the others are over then.
+            Exception: the error of an earlier task; the others have ended then.
         """
         while len(self._futures) >= self._most:
             self._wait_for_first()
@@ -39,14 +39,14 @@ class Ongoing:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are tasks whose end was not waited for."""
+        """Whether tasks may still run."""
         return bool(self._futures)
 
     def finish(self) -> None:
         """Wait for all tasks.
 
         Raises:
-            Exception: what the first that failed ended with; the others are over then.
+            Exception: the error of the first task that failed; the others have ended then.
         """
         while self._futures:
             self._wait_for_first()
@@ -64,18 +64,18 @@ class Ongoing:
             raise
 
 
-def ahead(function: Callable[[_T], _R], given: Sequence[_T]) -> Iterator[_R]:
-    """Yield what a function returns for each value, in their order; the next few are under way.
+def ahead(function: Callable[[_T], _R], values: Sequence[_T]) -> Iterator[_R]:
+    """Yield the results of a function for each value, in order; the next few calls run already.
 
     Raises:
-        Exception: what the function raised for the value whose turn it is.
+        Exception: the error of the function for the next value.
     """
     futures: deque[Future[_R]] = deque()
-    left = iter(given)
+    rest = iter(values)
     try:
         while True:
-            more = islice(left, _AHEAD - len(futures))
-            futures.extend(submit(partial(function, one)) for one in more)
+            more = islice(rest, _AHEAD - len(futures))
+            futures.extend(submit(partial(function, value)) for value in more)
             if not futures:
                 return
             yield futures.popleft().result()
@@ -85,12 +85,13 @@ def ahead(function: Callable[[_T], _R], given: Sequence[_T]) -> Iterator[_R]:
 
 
 def all_at_once(tasks: Iterable[_Task]) -> None:
-    """Do tasks that wait for a store, several at a time.
+    """Run tasks that wait for a store, several at a time.
 
-    One alone is done by this thread, and so are all those of a thread that does such a task itself.
+    This thread runs a single task itself, and all tasks if it belongs to the pool, which could
+    deadlock otherwise.
 
     Raises:
-        Exception: what the first that failed ended with; the others are over then.
+        Exception: the error of the first task that failed; the others have ended then.
     """
     waiting = list(tasks)
     if len(waiting) == 1 or getattr(_thread, "waits", False):
@@ -104,9 +105,9 @@ def all_at_once(tasks: Iterable[_Task]) -> None:
 
 
 def away_from_signals(function: Callable[[], _R]) -> _R:
-    """Return what a function returns; the main thread waits for another one that calls it.
+    """Return the result of a function, which another thread calls if this is the main thread.
 
-    A signal ends that wait at once, where the function would keep it back, or lose its number.
+    A signal interrupts the wait at once, but might be delayed or lost inside the function.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
@@ -125,14 +126,10 @@ _lock = threading.Lock()
 
 
 def submit(function: Callable[[], _R]) -> "Future[_R]":
-    """Begin a function in the context of this thread: that has what notes the files it opens."""
-    return _pool().submit(copy_context().run, function)
-
-
-def _pool() -> ThreadPoolExecutor:
-    """Return the threads of this process; a fork has none of its parent's."""
+    """Run a function in the pool, with this thread's context, which records the opened files."""
     with _lock:
-        if os.getpid() not in _pools:
+        pool = _pools.get(os.getpid())
+        if pool is None:  # a fork has no threads of its parent
             _pools.clear()
-            _pools[os.getpid()] = ThreadPoolExecutor(AT_ONCE, "unshard-store", _begin)
-        return _pools[os.getpid()]
+            pool = _pools[os.getpid()] = ThreadPoolExecutor(AT_ONCE, "unshard-store", _begin)
+    return pool.submit(copy_context().run, function)
