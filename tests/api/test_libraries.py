@@ -357,7 +357,7 @@ def test_the_drop_in_of_verl_omni_merges_and_checks(
         file.write_bytes(data)
     drop_in(monkeypatch, "test", *common, "--test_hf_dir", out)
     (model / "more.py").symlink_to("/etc/passwd")
-    with pytest.raises(CorruptError, match="is not what was written"):
+    with pytest.raises(CorruptError, match="differs from its record"):
         drop_in(monkeypatch, "test", *common, "--test_hf_dir", out)
 
 

@@ -369,7 +369,7 @@ def test_a_class_that_does_not_fit_the_config_is_named(tmp_path: Path) -> None:
         UsageError, match="AutoModelForCausalLM has no model for this conf"
     ) as caught:
         unshard.from_pretrained(place, AutoModelForCausalLM)
-    assert "the config names Qwen2_5_VLForConditionalGeneration" in caught.value.hint
+    assert "the config's class is Qwen2_5_VLForConditionalGeneration" in caught.value.hint
 
 
 @pytest.mark.parametrize("given", ["AutoModelForCausalLM", dict])

@@ -22,9 +22,9 @@ from sources import Sources, grid
 from unshard.containers.strided import raw_dtype
 from unshard.convert.expected.tensors import Slot
 from unshard.convert.recipes import take
-from unshard.engines.arrays import Part, TensorReader
+from unshard.engines.arrays import IndexedBits, TensorReader
 from unshard.engines.into_torch import (
-    StoredTensor,
+    ReadableTensor,
     as_tensor,
     model_tensors,
     need_torch,
@@ -123,7 +123,7 @@ class Noting(TensorReader):
 
     count = 0
 
-    def parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
+    def parts(self, operation: Tiled, selection: Selection) -> Iterator[IndexedBits]:
         self.count += prod(selection.counts)
         return super().parts(operation, selection)
 
@@ -137,7 +137,7 @@ def stored(directory: Path, values: torch.Tensor, reader: TensorReader | None = 
     sources.plan()
     target = Target(0, 0, tuple(values.shape))
     operation = make_operation(target, take(sources.entries["w"]), dtype)
-    return StoredTensor(reader or TensorReader(directory), operation)
+    return ReadableTensor(reader or TensorReader(directory), operation)
 
 
 def test_the_meta_device_gets_the_values_themselves_and_ties_stay(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_sharded_parameter_of_which_no_part_is_known_is_refused(tmp_path: Path
             fill_with_zeros(model, tmp_path)
         turned = DeviceMesh("cpu", [3, 2, 1, 0])
         model.w = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), turned, [Shard(0)]))
-        with pytest.raises(ConversionError, match=r"parameter w: .*\[3, 2, 1, 0\] is not known"):
+        with pytest.raises(ConversionError, match=r"parameter w: .*\[3, 2, 1, 0\] is unknown"):
             fill_with_zeros(model, tmp_path)
         model.w = nn.Parameter(
             DTensor.from_local(
@@ -267,5 +267,5 @@ def test_a_part_of_another_size_than_its_placements_say_is_refused(tmp_path: Pat
                 torch.zeros(3, 3), mesh, [Shard(0)], shape=torch.Size((8, 3)), stride=(3, 1)
             )
         )
-        with pytest.raises(ConversionError, match="not what its placements say"):
+        with pytest.raises(ConversionError, match="does not fit its placements"):
             fill_with_zeros(model, tmp_path)

@@ -1,7 +1,7 @@
-"""Make tensors, or parts of them, in the memory of this process: tile by tile into the result.
+"""Read tensors, or parts of them, into memory, tile by tile.
 
-At most `TILE_BYTES` per thread that reads, and for at most `AT_ONCE` of them, are needed in
-addition to the results, whatever is read. Arrays have raw bits; the caller knows their dtype.
+In addition to the result, at most `TILE_BYTES` per reading thread, for at most `AT_ONCE` threads,
+are needed. Arrays have raw bits; the caller knows their dtype.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,34 +23,33 @@ from unshard.write.execute import make_tile
 
 TILE_BYTES = 4 * 1024 * 1024
 
-Place = tuple[slice | EllipsisType, ...]
-Part = tuple[Place, Elements]
+Index = tuple[slice | EllipsisType, ...]
+IndexedBits = tuple[Index, Elements]
 Empty = Callable[[tuple[int, ...], np.dtype[np.generic]], Elements]
-"""Returns an array of a shape and a dtype, its values whatever they are."""
+"""Returns an uninitialised array of a shape and a dtype."""
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint; several threads may, and `AT_ONCE` tiles are made at a time.
+    """Reads tensors of a checkpoint, for several threads; `AT_ONCE` tiles are made at a time.
 
     Args:
-        path: that of the checkpoint, for errors.
-        empty: makes the arrays that it fills.
-        states: the files of the checkpoint as they were when it was opened.
+        path: the path of the checkpoint, for errors.
+        empty: allocates the arrays.
+        states: the states of the checkpoint's files when it was opened.
     """
 
     def __init__(
         self, path: Path, empty: Empty = np.empty, states: FileStates | None = None
     ) -> None:
         self._empty = empty
-        what = f"{path}: the checkpoint was closed"
-        self._files = LentFiles(what, states=states)
+        self._files = LentFiles(f"{path}: the checkpoint was closed", states=states)
 
     def close(self) -> None:
-        """Close all files once the tiles that are being made are done; nothing can be read then."""
+        """Close all files after the current tiles; afterwards nothing can be read."""
         self._files.close()
 
     def read(self, operation: Tiled, selection: Selection) -> Elements:
-        """Return what a selection takes of the tensor that an operation makes.
+        """Return a selection of the tensor that an operation makes.
 
         Returns:
             Raw bits, row-major, in the selection's shape; the array shares no memory.
@@ -67,15 +66,15 @@ class TensorReader:
                 with self._files.borrow() as files:
                     fill_box(view(forward, box), box, table, out.dtype, files)
         else:
-            for place, bits in self._computed_parts(operation, selection):
-                forward[place] = bits
+            for index, bits in self._computed_parts(operation, selection):
+                forward[index] = bits
         return out.reshape(selection.shape)
 
-    def parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
-        """Yield what `read` returns in parts, for a caller that has other memory for it.
+    def parts(self, operation: Tiled, selection: Selection) -> Iterator[IndexedBits]:
+        """Yield the result of `read` in parts, for callers with their own memory.
 
-        A place is that in an array of the selection's counts, of which no dimension is turned. The
-        bits of a part change when the next one is asked for.
+        An index applies to an array of the selection's counts, with no dimension turned. The bits
+        are valid until the next part is requested.
 
         Raises:
             CorruptError: as by `read`.
@@ -94,30 +93,27 @@ class TensorReader:
                 fill_box(bits, box, table, bits.dtype, files)
             yield place_of(box), bits
 
-    def _computed_parts(self, operation: Tiled, selection: Selection) -> Iterator[Part]:
-        """Yield parts of the tiles that a merge makes: sums depend on how tiles are cut."""
+    def _computed_parts(self, operation: Tiled, selection: Selection) -> Iterator[IndexedBits]:
+        """Yield parts of a merge's own tiles, because sums depend on how tiles are cut."""
         shape, bits = operation.target.shape, raw_dtype(operation.to)
         for part in tile_parts(shape, tile_shape(operation, TILE_BYTES), selection):
             with self._files.borrow() as files:
-                made = make_tile(Tile(operation, part.tile), files)
-            taken: Place = (*part.taken, ...)  # an array also of a tensor without dimensions
-            yield part.place, made.view(bits)[taken]
+                elements = make_tile(Tile(operation, part.tile), files)
+            index: Index = (*part.taken, ...)  # an array even for a tensor without dimensions
+            yield part.place, elements.view(bits)[index]
 
 
 def _stored_parts(gather: Gather, selection: Selection) -> Iterator[tuple[Box, ChunkTable]]:
-    """Yield boxes of what a selection takes, which one tile holds, and the chunks of all of it."""
+    """Yield boxes of at most a tile that cover a selection, each with the chunks of all of it."""
     if 0 in selection.counts:
         return
     itemsize = gather.to.itemsize
     table = sliced(gather.source.chunks, selection, itemsize)
     elements, cut = TILE_BYTES // itemsize, row_tile
-    if table.strides is not None:  # runs are short: reading one takes more than its elements
-        elements, cut = elements // SLACK, square_tile if _is_turned(table) else row_tile
+    if table.strides is not None:  # runs are short, so that reads take more bytes than the elements
+        strides = np.where(table.sizes > 1, strides_of(table), np.iinfo(np.int64).max)
+        # Neighbours in a row are stored further apart than neighbours in a column.
+        is_turned = (strides[:, :-1] < strides[:, -1:]).any()
+        elements, cut = elements // SLACK, square_tile if is_turned else row_tile
     for box in tiles(selection.counts, cut(selection.counts, elements)):
         yield box, table
-
-
-def _is_turned(table: ChunkTable) -> bool:
-    """Return whether neighbours in a row are stored further apart than those in a column."""
-    strides = np.where(table.sizes > 1, strides_of(table), np.iinfo(np.int64).max)
-    return bool((strides[:, :-1] < strides[:, -1:]).any())

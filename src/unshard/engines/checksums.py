@@ -1,8 +1,7 @@
-"""SHA-256 of tensors, as output files have them, by threads: hashing releases the interpreter."""
+"""SHA-256 of tensors as in output files, by threads: hashing releases the interpreter lock."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from unshard.engines.files import PieceReader
@@ -10,10 +9,10 @@ from unshard.engines.threads import Resources, divide, one_by_one, work_off
 from unshard.plan.pieces import Contents
 from unshard.progress import Listener
 
-_WORKER_BYTES = 8 * 1024 * 1024  # a block, and a slab of the largest size with what is read for it
+_WORKER_BYTES = 8 * 1024 * 1024  # a block, and a slab of the largest size with its sources
 
 Hashed = tuple[str, Sequence[Contents]]
-"""The name of a tensor, and what it consists of, one after another."""
+"""The name of a tensor, and its contents in order."""
 
 
 def digest_contents(
@@ -21,36 +20,31 @@ def digest_contents(
 ) -> dict[str, str]:
     """Return the SHA-256 of the bytes of each tensor, in hexadecimal, by name.
 
-    Each is hashed by one thread. `path` is that of the model, for errors; a generator of tensors is
-    asked for one after another.
+    One thread hashes a whole tensor. `path` is the path of the model, for errors; a generator of
+    tensors is consumed lazily.
 
     Raises:
         CorruptError: a file is gone or ends early.
     """
     digests: dict[str, str] = {}
+
+    class Hasher:
+        def __init__(self) -> None:
+            self.reader = PieceReader(path, cache_bytes=0, at_once=1)
+
+        def close(self) -> None:
+            self.reader.close()
+
+        def do(self, job: Hashed) -> int:
+            name, parts = job
+            digest = hashlib.sha256()
+            for part in parts:
+                for block in self.reader.blocks(part):
+                    digest.update(block)
+            digests[name] = digest.hexdigest()
+            return sum(part.size for part in parts)
+
     most = max(1, resources.memory_bytes // _WORKER_BYTES)
     workers = min(divide(resources).workers, most)
-    work_off(one_by_one(tensors), listener, workers, partial(_Hasher, path, digests))
+    work_off(one_by_one(tensors), listener, workers, Hasher)
     return digests
-
-
-class _Hasher:
-    """Hashes tensors for one thread."""
-
-    def __init__(self, path: Path, digests: dict[str, str]) -> None:
-        self._reader = PieceReader(path, cache_bytes=0, at_once=1)
-        self._digests = digests
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
-
-    def do(self, job: Hashed) -> int:
-        """Hash a tensor; return its bytes."""
-        name, parts = job
-        found = hashlib.sha256()
-        for part in parts:
-            for block in self._reader.blocks(part):
-                found.update(block)
-        self._digests[name] = found.hexdigest()
-        return sum(part.size for part in parts)

@@ -1,4 +1,4 @@
-"""Compare two models tile by tile, in bounded memory: by threads of this process, or by others."""
+"""Compare two models tile by tile, in bounded memory, with threads or another engine."""
 
 import os
 import threading
@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.containers.strided import Elements
 from unshard.convert.outputs import Converted
 from unshard.convert.recipes import shape_of
 from unshard.engines.threads import Resources, divide, one_by_one, work_off
@@ -23,10 +22,10 @@ from unshard.write.verification.comparison import Comparison, TensorComparison, 
 from unshard.write.verification.measure import Measures, measure
 
 _TilePair = tuple[str, Tile, Tile]
-"""The name of two tensors, and the same box of both."""
+"""The common name of two tensors, and the same box of both."""
 
 Pairs = Mapping[str, tuple[Converted, Converted]]
-"""Two tensors of equal shape, ours and theirs, by their name."""
+"""Two tensors of equal shape, ours and theirs, by name."""
 
 
 class Measurer(Protocol):
@@ -34,10 +33,10 @@ class Measurer(Protocol):
 
     @property
     def listener(self) -> Listener:
-        """Is told of the progress."""
+        """Receives the progress."""
 
     def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
-        """Return the measures of each pair of tensors, by their name."""
+        """Return the measures of each pair of tensors, by name."""
 
 
 def size_of_pair(pair: tuple[Converted, Converted]) -> int:
@@ -48,19 +47,21 @@ def size_of_pair(pair: tuple[Converted, Converted]) -> int:
 def measure_pairs(
     pairs: Pairs, tolerances: Tolerances, resources: Resources, listener: Listener
 ) -> Mapping[str, Measures]:
-    """Return the measures of each pair of tensors, by their name.
+    """Return the measures of each pair of tensors, by name.
 
     Raises:
-        UsageError: one tile needs more memory.
+        UsageError: a tile needs more memory.
         CorruptError: a file is gone, has changed, or ends early.
     """
     if resources.memory_bytes < PAIR_BYTES:
-        what = f"⟦--memory {resources.memory_bytes}⟧: too little to compare"
-        raise UsageError(what, expected=f"at least {PAIR_BYTES} bytes")
+        raise UsageError(
+            f"⟦--memory {resources.memory_bytes}⟧: too little to compare",
+            expected=f"at least {PAIR_BYTES} bytes",
+        )
     measured = dict.fromkeys(pairs, Measures())
     share = divide(resources)
     workers = min(share.workers, resources.memory_bytes // PAIR_BYTES)
-    jobs = (  # a generator: the chunks of a tensor are looked up only when it is its turn
+    jobs = (  # lazy, so that the chunks of one tensor at a time are in memory
         (name, mine, other)
         for name, pair in pairs.items()
         for mine, other in pair_tiles(make_pair(*pair))
@@ -77,23 +78,23 @@ def compare(
     tolerances: Tolerances,
     engine: Measurer,
 ) -> Comparison:
-    """Compare every tensor of two models; the result does not depend on what the engine has.
+    """Compare every tensor of two models; the result does not depend on the engine.
 
-    Its listener gets a stage "comparing" of our bytes.
+    The engine's listener gets a stage "comparing" of our bytes.
 
     Raises:
-        UsageError: one tile needs more memory.
+        UsageError: a tile needs more memory.
         CorruptError: a file is gone, has changed, or ends early.
     """
     wanted = {tensor.name: tensor for tensor in theirs}
     both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
-    alike = {
+    same_shape = {
         name: (mine, other)
         for name, (mine, other) in both.items()
         if shape_of(mine.recipe) == shape_of(other.recipe)
     }
-    engine.listener(Stage("comparing", sum(map(size_of_pair, alike.values()))))
-    measured = engine.measure(alike, tolerances)
+    engine.listener(Stage("comparing", sum(map(size_of_pair, same_shape.values()))))
+    measured = engine.measure(same_shape, tolerances)
     names = {tensor.name for tensor in ours}
     return Comparison(
         tolerances.atol,
@@ -105,7 +106,7 @@ def compare(
 
 
 class _Comparer:
-    """Compares tiles for one thread. `lock` guards what all have measured, by name."""
+    """Compares tiles for one thread. `lock` guards the measures of all threads, by name."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class _Comparer:
         self._lock = lock
         self._tolerances = tolerances
         self._files = OpenFiles(os.O_RDONLY, limit=open_files)
-        self._memory = [np.empty(PAIR_BYTES // 4, np.uint8) for _ in range(2)]  # of each side
+        self._memory = [np.empty(PAIR_BYTES // 4, np.uint8) for _ in range(2)]  # for each side
 
     def close(self) -> None:
         """Close all files."""
@@ -128,19 +129,19 @@ class _Comparer:
     def do(self, job: _TilePair) -> int:
         """Compare two tiles; return the bytes of ours."""
         name, *tiles = job
-        ours, theirs = map(self._elements, tiles, self._memory)
-        found = measure(ours, theirs, self._tolerances)
+        # A tile that is not cast comes as raw bits.
+        ours, theirs = (
+            make_tile(tile, self._files, memory).view(numpy_dtype(tile.operation.to))
+            for tile, memory in zip(tiles, self._memory, strict=True)
+        )
+        measures = measure(ours, theirs, self._tolerances)
         with self._lock:
-            self._measured[name] += found
+            self._measured[name] += measures
         return ours.nbytes
 
-    def _elements(self, tile: Tile, memory: Elements) -> Elements:
-        """Return a tile's elements in their dtype: a tile that is not cast comes as raw bits."""
-        return make_tile(tile, self._files, memory).view(numpy_dtype(tile.operation.to))
 
-
-def _compared(ours: Converted, theirs: Converted, found: Measures | None) -> TensorComparison:
-    values = None if found is None else found.values()
+def _compared(ours: Converted, theirs: Converted, measures: Measures | None) -> TensorComparison:
+    values = None if measures is None else measures.values()
     cast = ours.dtype is not theirs.dtype and ours.dtype.castable and theirs.dtype.castable
     same_type = cast or ours.dtype is theirs.dtype
     return TensorComparison(

@@ -1,7 +1,6 @@
-"""Files that a plan would write, read without writing them: a part at a time, from anywhere.
+"""Random access to the files that a plan would write, without writing them.
 
-Memory: the bytes that are asked for, `CACHE_BYTES` of what was made last, and one slab for each
-thread that makes one.
+Memory: the requested bytes, a cache of `CACHE_BYTES`, and a slab for each thread that makes one.
 """
 
 import io
@@ -35,14 +34,13 @@ _BLOCK = 1024 * 1024
 
 
 class PieceReader:
-    """Reads what output files consist of; threads may, and `at_once` pieces are read at a time.
+    """Reads the contents of output files, for several threads.
 
     Args:
-        path: that of the checkpoint, for errors.
-        states: the files that are read as they were when they were opened first.
-        cache_bytes: how much is kept of what was made last, `CACHE_BYTES` by default; one slab in
-            any case.
-        at_once: how many pieces are read at a time.
+        path: the path of the checkpoint, for errors.
+        states: the states of the source files when they were first opened.
+        cache_bytes: bytes of recent slabs to cache, `CACHE_BYTES` by default; at least one slab.
+        at_once: number of pieces to read concurrently.
     """
 
     def __init__(
@@ -53,17 +51,17 @@ class PieceReader:
         cache_bytes: int | None = None,
         at_once: int = AT_ONCE,
     ) -> None:
-        what = f"{path}: the files of the checkpoint were closed"
-        self._sources = LentFiles(what, at_once=at_once, states=states)
+        closed = f"{path}: the files of the checkpoint were closed"
+        self._sources = LentFiles(closed, at_once=at_once, states=states)
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self._lock = Lock()  # of the two that follow
-        self._made: OrderedDict[tuple[Tiled, tuple[int, ...]], memoryview] = OrderedDict()
-        self._lost: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        self._lock = Lock()  # guards `_slabs` and `_overflows`
+        self._slabs: OrderedDict[tuple[Tiled, tuple[int, ...]], memoryview] = OrderedDict()
+        self._overflows: dict[tuple[int, int, tuple[int, ...]], int] = {}
 
     def close(self) -> None:
-        """Close all files once the pieces being read are done; nothing can be read then."""
+        """Close all files after the current pieces; afterwards nothing can be read."""
         self._sources.close()
-        self._made.clear()
+        self._slabs.clear()
 
     def check(self) -> None:
         """Raise the error of `read` if the reader is closed."""
@@ -71,51 +69,51 @@ class PieceReader:
 
     @property
     def overflows(self) -> Counter[tuple[int, int]]:
-        """How many finite values became infinite in what was made, as `Executor` counts them."""
-        counted: Counter[tuple[int, int]] = Counter()
+        """The number of finite values that became infinite so far, as `Executor` counts them."""
+        totals: Counter[tuple[int, int]] = Counter()
         with self._lock:
-            for (file, start, _), count in self._lost.items():
-                counted[file, start] += count
-        return counted
+            for (file, start, _), count in self._overflows.items():
+                totals[file, start] += count
+        return totals
 
     def read(self, contents: Contents, at: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of a file from `at` on; the file has as many.
+        """Fill `out` with the bytes of a file from `at` on; the file has enough bytes.
 
         Raises:
             CorruptError: a source file is gone, has changed, or ends early.
             UsageError: the reader is closed.
         """
-        waiting = _Waiting()
+        pending = _PendingReads()
         while out:
             self._sources.check()
             piece, skip = contents.find(at)
             block = out[:_BLOCK]
             match piece:
                 case StoredRun(path, start, length):
-                    with self._sources.borrow() as files:  # and given back, for other threads
+                    with self._sources.borrow() as files:  # per piece, for other threads' sake
                         source = files.source(path)
                         if isinstance(source, RemoteFile):
                             block = out[: length - skip]
-                            waiting.add_run(source, start + skip, block)
+                            pending.add_run(source, start + skip, block)
                         else:
                             block = block[: length - skip]
                             read_exactly(source, start + skip, block)
                 case Slab():
                     block = out[: piece.length - skip]
-                    self._read_slab(piece, skip, block, waiting)
+                    self._read_slab(piece, skip, block, pending)
                 case _:
                     block = block[: len(piece) - skip]
                     block[:] = piece[skip : skip + len(block)]
             at, out = at + len(block), out[len(block) :]
-        waiting.finish()
+        pending.finish()
 
     def blocks(
         self, tensor: Converted | Contents, block_bytes: int = _BLOCK
     ) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in blocks, as an output file has them: row-major.
+        """Yield the row-major bytes of a tensor, as in an output file, in blocks.
 
-        The bytes of a block change when the next one is asked for. A tensor without elements has
-        no block. Every block but the last has `block_bytes`.
+        A block is valid until the next block is requested. A tensor without elements has no block.
+        Every block but the last has `block_bytes`.
 
         Raises:
             CorruptError, UsageError: as by `read`.
@@ -127,60 +125,60 @@ class PieceReader:
             self.read(contents, start, block)
             yield block
 
-    def _read_slab(self, slab: Slab, skip: int, out: memoryview, waiting: "_Waiting") -> None:
-        """Read a part of a slab; if it is made of what is in a bucket, `waiting` reads it later."""
-        tables = (one.chunks for one in stored_tensors(slab.operation))
-        if not any(isinstance(path, RemotePath) for table in tables for path in table.paths[:1]):
+    def _read_slab(self, slab: Slab, skip: int, out: memoryview, pending: "_PendingReads") -> None:
+        """Read a part of a slab; if its sources are in a bucket, `pending` reads it later."""
+        firsts = (tensor.chunks.paths[:1] for tensor in stored_tensors(slab.operation))
+        if not any(isinstance(path, RemotePath) for paths in firsts for path in paths):
             self._copy_slab(slab, skip, out)
         elif isinstance(slab.operation, Gather) and len(out) == slab.length:
             source, raw = slab.operation.source, raw_dtype(slab.operation.to)
             array = np.frombuffer(out, raw).reshape(slab.box.sizes)
             with self._sources.borrow() as files:
                 for part in stored_parts(array, slab.box, source.chunks, raw, files):
-                    waiting.add_part(part)
+                    pending.add_part(part)
         else:
-            waiting.tasks.append(partial(self._copy_slab, slab, skip, out))
+            pending.tasks.append(partial(self._copy_slab, slab, skip, out))
 
     def _copy_slab(self, slab: Slab, skip: int, out: memoryview) -> None:
         with self._sources.borrow() as files:
             out[:] = self._bytes_of(slab, files)[skip : skip + len(out)]
 
     def _bytes_of(self, slab: Slab, files: OpenFiles) -> memoryview:
-        """Return the bytes of a slab: of one made lately, or made now.
+        """Return the bytes of a slab, from the cache or made now.
 
-        Threads that want the same slab at the same time each make it.
+        Threads that need the same slab at the same time each make it.
         """
-        key = slab.operation, slab.box.offsets  # itself: what is made later may get its identity
+        key = slab.operation, slab.box.offsets  # the object, because an id may be reused
         with self._lock:
-            found = self._made.get(key)
-            if found is not None:
-                self._made.move_to_end(key)  # now the last to go
-                return found
-        made = self._make(slab, files)
+            cached = self._slabs.get(key)
+            if cached is not None:
+                self._slabs.move_to_end(key)  # least recently used first
+                return cached
+        data = self._make(slab, files)
         with self._lock:
-            self._made[key] = made
-            held = sum(map(len, self._made.values()))
-            while held > self._cache_bytes and len(self._made) > 1:
-                held -= len(self._made.popitem(last=False)[1])
-        return made
+            self._slabs[key] = data
+            size = sum(map(len, self._slabs.values()))
+            while size > self._cache_bytes and len(self._slabs) > 1:
+                size -= len(self._slabs.popitem(last=False)[1])
+        return data
 
     def _make(self, slab: Slab, files: OpenFiles) -> memoryview:
         out = np.empty(slab.box.sizes, raw_dtype(slab.operation.to))
-        for place, tile in slab_tiles(slab):
-            made = make_tile(tile, files)
-            view(out, place)[...] = made.view(out.dtype)
-            if count := count_overflows(tile, made, files):
-                target = tile.operation.target  # a slab may be made again: it counts once
+        for box, tile in slab_tiles(slab):
+            elements = make_tile(tile, files)
+            view(out, box)[...] = elements.view(out.dtype)
+            if count := count_overflows(tile, elements, files):
+                target = tile.operation.target  # keyed by tile, because a slab may be made again
                 with self._lock:
-                    self._lost[target.file, target.start, tile.box.offsets] = count
+                    self._overflows[target.file, target.start, tile.box.offsets] = count
         return out.reshape(-1).view(np.uint8).data
 
 
-class _Waiting:
-    """What is still to be read from buckets, with few requests, several at a time.
+class _PendingReads:
+    """Reads from buckets that are still to be made, with few and concurrent requests.
 
     Attributes:
-        tasks: what reads by itself.
+        tasks: reads that cannot be combined.
     """
 
     def __init__(self) -> None:
@@ -188,13 +186,13 @@ class _Waiting:
         self._runs: dict[str, tuple[RemoteFile, list[tuple[int, memoryview]]]] = {}
 
     def add_run(self, file: RemoteFile, start: int, out: memoryview) -> None:
-        """Add bytes of an object; neighbours are read together."""
+        """Add a run of bytes of an object; neighbouring runs are read together."""
         if start + len(out) > file.size:
-            read_exactly(file, start, out)  # raises that the object ends too early
+            read_exactly(file, start, out)  # raises the error that the object ends early
         self._runs.setdefault(file.name, (file, []))[1].append((start, out))
 
     def add_part(self, part: StoredPart) -> None:
-        """Add a part of a box of a tensor; one on disk is read at once."""
+        """Add a part of a box of a tensor; read it now if it is on disk."""
         run = part.run()
         if not isinstance(part.file, RemoteFile):
             part.fill()
@@ -204,21 +202,20 @@ class _Waiting:
             self.add_run(part.file, part.start, run)
 
     def finish(self) -> None:
-        """Read all of it."""
+        """Read everything."""
         for file, runs in self._runs.values():
             self.tasks += file.fills(runs)
         all_at_once(self.tasks)
 
 
 class PlannedFile(io.BufferedIOBase):
-    """A file that a merge would write, open for reading: as `open(path, "rb")` returns it.
+    """A file that a merge would write, open for reading, like the result of `open(path, "rb")`.
 
-    Its bytes are read, or made, when they are asked for. Several threads may use it; they share its
-    position, but not that of another one for the same file.
+    Its bytes are read or made on request. Several threads may use it; they share its position.
 
     Attributes:
-        name: of the file, in the directory that a merge would make.
-        size: how many bytes it has.
+        name: its name in the directory that a merge would write.
+        size: its bytes.
         mode: "rb".
     """
 
@@ -253,12 +250,12 @@ class PlannedFile(io.BufferedIOBase):
         with self._lock:
             base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}.get(whence)
             if base is None or base + offset < 0:
-                raise ValueError(f"seek({offset}, {whence}): there is no such position")
+                raise ValueError(f"seek({offset}, {whence}): invalid position")
             self._at = base + offset
             return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to `size` bytes from the position on; all that are left if it is negative.
+        """Read up to `size` bytes from the position on; all of the rest if it is negative.
 
         Raises:
             CorruptError: a source file is gone, has changed, or ends early.
@@ -269,7 +266,7 @@ class PlannedFile(io.BufferedIOBase):
         with self._lock:
             left = max(0, self.size - self._at)
             wanted = left if size is None or size < 0 else min(size, left)
-            whole = io.BytesIO()  # its value is not copied, as a bytearray would be
+            whole = io.BytesIO()  # `getvalue` does not copy it, unlike `bytes(bytearray)`
             block = memoryview(bytearray(min(wanted, _BLOCK)))
             for done in range(0, wanted, _BLOCK):
                 part = block[: wanted - done]
@@ -279,21 +276,15 @@ class PlannedFile(io.BufferedIOBase):
         return whole.getvalue()
 
     def read_at(self, at: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `at` on, which the file has; the position stays."""
+        """Fill `out` with the bytes from `at` on, which must exist; the position stays."""
         self._read(at, out)
 
     def read1(self, size: int = -1, /) -> bytes:
-        """Read as `read` does."""
+        """Read like `read`."""
         return self.read(size)
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """Fill a buffer from the position on; return how many bytes were left for it.
-
-        Raises:
-            CorruptError: a source file is gone, has changed, or ends early.
-            UsageError: the checkpoint was closed.
-            ValueError: this file was closed.
-        """
+        """Fill a buffer from the position on; return the number of bytes; raise as `read`."""
         self._check_open()
         with self._lock:
             out = memoryview(buffer).cast("B")
@@ -303,7 +294,7 @@ class PlannedFile(io.BufferedIOBase):
             return len(out)
 
     def readinto1(self, buffer: "WriteableBuffer", /) -> int:
-        """Fill a buffer as `readinto` does."""
+        """Fill a buffer like `readinto`."""
         return self.readinto(buffer)
 
     def _check_open(self) -> None:

@@ -1,7 +1,7 @@
-"""Into torch: tensors of bits in memory, and the parameters and buffers of a module.
+"""torch tensors from bits in memory, and the parameters and buffers of a module.
 
-This module, `engines.into_transformers` and `write.verification.load` are the only ones that import
-torch (the extra `torch`), inside functions, when they are used.
+Only this module, `engines.into_transformers` and `write.verification.load` import torch (the extra
+`torch`), inside functions, when they are used.
 """
 
 import weakref
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Module as Module
 
 
-_RECYCLED = 1024 * 1024  # bytes; malloc keeps the memory of what is smaller
+_RECYCLED = 1024 * 1024  # bytes; malloc itself reuses smaller blocks
 
 
 def need_torch() -> None:
@@ -46,47 +46,47 @@ def need_torch() -> None:
 
 
 def as_tensor(bits: Elements, dtype: DType) -> "Tensor":
-    """Return a tensor of this dtype in the memory of an array of bits, row-major.
+    """Return a tensor of this dtype that shares the memory of an array of bits, row-major.
 
     Raises:
         UsageError: this version of torch does not have the dtype.
     """
     import torch
 
-    meant = getattr(torch, dtype.name, None)
-    if not isinstance(meant, torch.dtype):
-        raise UsageError(f"torch {torch.__version__} has no {dtype}", hint="use a newer one")
+    torch_dtype = getattr(torch, dtype.name, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise UsageError(f"torch {torch.__version__} has no {dtype}", hint="use a newer torch")
     flat = torch.from_numpy(bits.reshape(-1).view(np.uint8))
-    return flat.view(meant).reshape(bits.shape)
+    return flat.view(torch_dtype).reshape(bits.shape)
 
 
 def torch_memory(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Elements:
-    """Return an array, without values, in memory that torch allocated and aligned for a tensor.
+    """Return an uninitialised array in memory that torch allocated and aligned for a tensor.
 
-    numpy aligns to 16 bytes, and asks for huge pages, which cost some machines far more time.
+    numpy aligns to 16 bytes, and requests huge pages, which are far slower on some machines.
     """
     import torch
 
     size = prod(shape) * dtype.itemsize
-    memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # not the default device
     bits: Elements = memory.numpy().view(dtype).reshape(shape)
     return bits
 
 
 class RecycledMemory:
-    """Makes arrays as `torch_memory` does, large ones in memory that is no longer used.
+    """Allocates arrays like `torch_memory`, large arrays in memory that is no longer used.
 
-    Fresh memory costs a fault for each page, which takes longer than reading what is in the page
-    cache. When all that is unused is too small, it is given back. Threads may share it.
+    Fresh memory costs a fault for each page, which takes longer than reading from the page cache.
+    If all unused blocks are too small, they are freed. Threads may share it.
     """
 
     def __init__(self) -> None:
-        # An array of all the memory is alive as long as any array or tensor that is made of it.
+        # The array of a whole block lives as long as any array or tensor made from it.
         self._blocks: dict[Tensor, weakref.ref[Elements]] = {}
         self._lock = Lock()
 
     def __call__(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Elements:
-        """Return an array, its values whatever they are."""
+        """Return an uninitialised array."""
         import torch
 
         size = prod(shape) * dtype.itemsize
@@ -108,37 +108,37 @@ class RecycledMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
-    """A tensor of a checkpoint, as torch reads it.
+class ReadableTensor:
+    """A tensor of a checkpoint, to be read into torch.
 
     Attributes:
-        reader: has the checkpoint open.
-        operation: makes the tensor.
+        reader: the open checkpoint.
+        operation: the operation that makes the tensor.
     """
 
     reader: TensorReader
     operation: Tiled
 
     def read(self, selection: Selection) -> "Tensor":
-        """Return what a selection takes, in the dtype of the operation, in memory of its own."""
+        """Return a selection in the dtype of the operation, in its own memory."""
         return as_tensor(self.reader.read(self.operation, selection), self.operation.to)
 
     def copy_to(self, out: "Tensor", selection: Selection) -> None:
-        """Copy what a selection takes, without turning it, into a tensor of its counts.
+        """Copy a selection, without turning it, into a tensor of its counts.
 
         torch casts values to the dtype of `out` part by part, so no second tensor is needed.
         """
-        for place, bits in self.reader.parts(self.operation, selection):
-            out[place].copy_(as_tensor(bits, self.operation.to))
+        for index, bits in self.reader.parts(self.operation, selection):
+            out[index].copy_(as_tensor(bits, self.operation.to))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensor:
-    """A parameter or buffer of a model, and the modules that hold it.
+    """A parameter or buffer of a model, and its modules.
 
     Attributes:
         slot: its names and its (global) shape.
-        tensor: its present value.
+        tensor: its current value.
         owners: (module, attribute) of every name.
     """
 
@@ -148,10 +148,10 @@ class ModelTensor:
 
     @property
     def pieces(self) -> list[ours.Piece]:
-        """The parts of the whole tensor that belong here: of a DTensor those of this rank.
+        """The local parts of the whole tensor: for a DTensor, the parts of this rank.
 
         Raises:
-            ConversionError: it is not known which part this rank has, or it has no memory.
+            ConversionError: the parts of this rank are unknown, or have no memory.
         """
         name, whole = self.slot.names[0], self.slot.shape
         if not hasattr(self.tensor, "placements"):
@@ -169,31 +169,31 @@ class ModelTensor:
             raise ConversionError(f"parameter {name}: {error}") from error
         if shape != tuple(local.shape):
             raise ConversionError(
-                f"parameter {name}: this rank's part is not what its placements say",
+                f"parameter {name}: this rank's part does not fit its placements",
                 expected=str(list(shape)),
                 found=str(list(local.shape)),
             )
         return list(pieces)
 
     def check(self, stored: DType | None) -> None:
-        """Check that values of a dtype, if there are any, can be copied into the tensor.
+        """Check that values of a stored dtype, if any, can be copied into the tensor.
 
         Raises:
-            ConversionError: as by `pieces`; or integers would be made of fractions.
+            ConversionError: as by `pieces`, or fractions would become integers.
         """
         _ = self.pieces
-        there = self.tensor.dtype
+        dtype = self.tensor.dtype
         has_fractions = stored is not None and stored.kind is DTypeKind.FLOAT
-        takes_any = there.is_floating_point or there.is_complex or self.tensor.is_meta
+        takes_any = dtype.is_floating_point or dtype.is_complex or self.tensor.is_meta
         if has_fractions and not takes_any:
             raise ConversionError(
-                f"parameter {self.slot.names[0]}: is {str(there).removeprefix('torch.')} in the "
-                f"model, and {stored} in the checkpoint, whose fractions would be lost",
+                f"parameter {self.slot.names[0]}: is {str(dtype).removeprefix('torch.')} in the "
+                f"model and {stored} in the checkpoint, whose fractions would be lost",
                 hint="quantise the model after it is loaded",
             )
 
-    def fill(self, stored: StoredTensor) -> None:
-        """Copy values into the tensor, cast to its dtype; a meta tensor is replaced by them.
+    def fill(self, stored: ReadableTensor) -> None:
+        """Copy values into the tensor, cast to its dtype; replace a meta tensor.
 
         Raises:
             ConversionError: as by `pieces`; nothing was read.
@@ -206,7 +206,7 @@ class ModelTensor:
             if isinstance(self.tensor, torch.nn.Parameter):
                 learns = self.tensor.requires_grad and values.dtype.is_floating_point
                 values = torch.nn.Parameter(values, requires_grad=learns)
-            for module, name in self.owners:  # under all its names, so that tied ones stay tied
+            for module, name in self.owners:  # under all names, so that tied parameters stay tied
                 setattr(module, name, values)
             return
         tensor = self.tensor
@@ -220,25 +220,25 @@ class ModelTensor:
 
 
 def model_tensors(model: "Module") -> list[ModelTensor]:
-    """Return the parameters of a model and the buffers that it saves, in order.
+    """Return the parameters and persistent buffers of a model, in order.
 
-    Models of transformers whose parameters are on the meta device are tied first: moving them
+    Models of transformers with parameters on the meta device are tied first, because moving them
     there may have untied them.
     """
-    if any(one.is_meta for one in model.parameters()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         for module in list(model.modules()):
             tie = getattr(module, "tie_weights", None)
             if callable(tie):
                 tie()
-    # Tied names share one tensor, so its identity groups them.
-    known: dict[int, tuple[Tensor, list[str], list[tuple[Module, str]]]] = {}
+    # Tied names share a tensor, so its identity groups them.
+    by_id: dict[int, tuple[Tensor, list[str], list[tuple[Module, str]]]] = {}
     for name, tensor, owner in _saved(model):
-        _, names, owners = known.setdefault(id(tensor), (tensor, [], []))
+        _, names, owners = by_id.setdefault(id(tensor), (tensor, [], []))
         names.append(name)
         owners.append(owner)
     return [
         ModelTensor(Slot(tuple(names), tuple(tensor.shape)), tensor, tuple(owners))
-        for tensor, names, owners in known.values()
+        for tensor, names, owners in by_id.values()
     ]
 
 
@@ -249,10 +249,10 @@ def on_meta(model: "Module") -> list[str]:
 
 
 def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str]]]:
-    """Yield what a state dict has: the name, the tensor itself, and its module and attribute."""
+    """Yield the entries of a state dict: name, the tensor itself, and its module and attribute."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        unsaved = module._non_persistent_buffers_set  # noqa: SLF001 (torch names it nowhere else)
+        unsaved = module._non_persistent_buffers_set  # noqa: SLF001 (no public equivalent)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield prefix + name, parameter, (module, name)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -261,16 +261,16 @@ def _saved(model: "Module") -> Iterator[tuple[str, "Tensor", tuple["Module", str
 
 
 def _sharding(tensor: "DTensor") -> ours.Sharding:
-    """Return the sharding of a tensor in the form that the readers of checkpoints use."""
-    mesh, at = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    """Return the sharding of a tensor, as the readers of checkpoints represent it."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     ranks = mesh.mesh.flatten().tolist()
-    if at is None or ranks != sorted(ranks):
-        raise ours.PlacementError(f"which part this rank has on a mesh of {ranks} is not known")
-    stated = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 (no other way)
-    order = tuple((int(one.tensor_dim), tuple(map(int, one.mesh_dims))) for one in stated)
-    placed = tuple(map(_placement, tensor.placements))
-    place = ours.DeviceMesh(tuple(mesh.mesh.shape), None, tuple(at))
-    return ours.Sharding(place, placed, order or None)
+    if coordinate is None or ranks != sorted(ranks):
+        raise ours.PlacementError(f"this rank's part on a mesh of {ranks} is unknown")
+    entries = getattr(tensor._spec, "shard_order", None) or ()  # noqa: SLF001 (not public)
+    order = tuple((int(entry.tensor_dim), tuple(map(int, entry.mesh_dims))) for entry in entries)
+    placements = tuple(map(_placement, tensor.placements))
+    device_mesh = ours.DeviceMesh(tuple(mesh.mesh.shape), None, tuple(coordinate))
+    return ours.Sharding(device_mesh, placements, order or None)
 
 
 def _placement(value: object) -> ours.Placement:

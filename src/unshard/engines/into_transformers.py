@@ -1,7 +1,7 @@
-"""Into transformers: its own `from_pretrained`, on tensors that are read when it asks for them.
+"""transformers' own `from_pretrained`, on tensors that are read when it indexes them.
 
-transformers decides everything about the model in memory: devices, dtypes, quantisation, names
-inside. This module gives it the class, the config and the tensors, and compares what it reports.
+transformers decides everything about the model in memory: devices, dtypes, quantisation, inner
+names. This module passes the class, the config and the tensors, and checks the loading report.
 """
 
 import copy
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig as PreTrainedConfig
     from transformers import PreTrainedModel as PreTrainedModel
 
-    from unshard.engines.into_torch import StoredTensor
+    from unshard.engines.into_torch import ReadableTensor
 
 GENERATION_NAME = "generation_config.json"
 _FIRST_LAZY = 5  # the first version that reads tensors of a state dict by indexing them
-# Of these, `from_pretrained` makes more than a field of the config: it must get them itself.
+# `from_pretrained` does more with these than set a field of the config, so it must get them.
 _NOT_FOR_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 Options = Mapping[str, object]
@@ -40,17 +40,17 @@ Options = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
-    """What transformers gets when it indexes a tensor: it calls `to` next, and that reads.
+    """The result of indexing a tensor; transformers then calls `to`, which reads.
 
-    So a tensor that is cast is never in memory as a whole in the dtype in which it is stored.
+    So a tensor that is cast is never in memory as a whole in its stored dtype.
 
     Attributes:
         stored: the tensor.
-        selection: what is taken of it.
-        failures: gets what reading raises, because transformers makes another error of it.
+        selection: the indexed part.
+        failures: collects errors of reading, because transformers replaces them.
     """
 
-    stored: "StoredTensor"
+    stored: "ReadableTensor"
     selection: Selection
     failures: list[UnshardError]
 
@@ -73,7 +73,7 @@ class Unread:
             raise
 
 
-class Loader(Protocol):
+class PretrainedClass(Protocol):
     """A model class of transformers, or an Auto class."""
 
     def from_pretrained(self, name: None, **options: object) -> object:
@@ -81,7 +81,7 @@ class Loader(Protocol):
 
 
 def need_lazy_loading() -> None:
-    """Check that torch and a version of transformers that reads lazy tensors are installed.
+    """Check that torch, and a transformers that reads lazy tensors, are installed.
 
     Raises:
         UsageError: they are not.
@@ -91,40 +91,40 @@ def need_lazy_loading() -> None:
 
     if int(transformers.__version__.partition(".")[0]) < _FIRST_LAZY:
         raise UsageError(
-            f"from_pretrained needs transformers {_FIRST_LAZY} or later, which reads tensors one "
-            "by one",
+            f"from_pretrained needs transformers {_FIRST_LAZY} or later, which reads tensors "
+            "separately",
             found=f"transformers {transformers.__version__}",
             hint="update transformers, or merge the checkpoint and load the merged model; "
-            "unshard.load_into fills a model that you have built",
+            "unshard.load_into fills an existing model",
         )
 
 
-def config_object(given: object) -> "PreTrainedConfig | None":
-    """Return a config that a caller gave, if it is an object of transformers and not a path.
+def config_object(config: object) -> "PreTrainedConfig | None":
+    """Return the caller's config if it is an object of transformers, None if it is a path.
 
     Raises:
         UsageError: it is neither.
     """
     from transformers import PreTrainedConfig
 
-    if given is None or isinstance(given, PreTrainedConfig):
-        return given
-    if isinstance(given, str | Path):
+    if config is None or isinstance(config, PreTrainedConfig):
+        return config
+    if isinstance(config, str | Path):
         return None
     raise UsageError(
-        f"config: a {type(given).__name__} is not a config",
+        f"config: a {type(config).__name__} is not a config",
         expected="a path, or a config object of transformers",
     )
 
 
 def choose_loader(
     auto_class: object, config: "ModelConfig | PreTrainedConfig", options: Options
-) -> "tuple[Loader, PreTrainedConfig, Options]":
-    """Return the class that loads a model, its config, and the keywords that are left for it.
+) -> "tuple[PretrainedClass, PreTrainedConfig, Options]":
+    """Return the class that loads a model, its config, and the remaining keywords.
 
     Args:
-        auto_class: a class with `from_pretrained`; None for the class that the config names.
-        config: the model's config, or an object to use as it is.
+        auto_class: a class with `from_pretrained`; None: the class of the config.
+        config: the model's config, or a config object to use unchanged.
         options: keywords for transformers' `from_pretrained`.
 
     Raises:
@@ -132,67 +132,70 @@ def choose_loader(
     """
     trusted = options.get("trust_remote_code") is True
     if not isinstance(config, ModelConfig):
-        stated = config.architectures or []
-        return _choose_class(auto_class, config, stated, trusted=trusted), config, options
-    known = _read_config(config, trusted=trusted)
-    named = config.fields.get("architectures")
-    names = [str(name) for name in named] if isinstance(named, list) else []
-    loader = _choose_class(auto_class, known, names, trusted=trusted)
-    return loader, *_make_config(loader, known, config, options)
+        names = config.architectures or []
+        return _choose_class(auto_class, config, names, trusted=trusted), config, options
+    read = _read_config(config, trusted=trusted)
+    architectures = config.fields.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    loader = _choose_class(auto_class, read, names, trusted=trusted)
+    return loader, *_make_config(loader, read, config, options)
 
 
 def load_pretrained(
-    loader: Loader,
+    loader: PretrainedClass,
     tensors: Mapping[str, object],
     config: "PreTrainedConfig",
     options: Options,
 ) -> "tuple[PreTrainedModel, LoadingInfo]":
-    """Let transformers load tensors into a model; return it, and the differences that it reports.
+    """Let transformers load tensors into a model; return it, and the loading info.
 
     Args:
-        loader: the class, by `choose_loader`.
-        tensors: by names of the hub; indexing one with `...` reads it.
-        config: of the model, by `choose_loader`.
+        loader: the class, from `choose_loader`.
+        tensors: by names of the hub; indexing a tensor with `...` reads it.
+        config: the model's config, from `choose_loader`.
         options: other keywords for transformers' `from_pretrained`.
     """
     ours = {
         "config": config,
         "state_dict": dict(tensors),
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # `refuse_differences` names them with all others
+        "ignore_mismatched_sizes": True,  # `refuse_differences` lists them with all others
     }
     loaded = loader.from_pretrained(None, **{**options, **ours})
-    model, found = cast("tuple[PreTrainedModel, LoadingInfo]", loaded)
+    model, info = cast("tuple[PreTrainedModel, LoadingInfo]", loaded)
     if options.get("ignore_mismatched_sizes") is True:
-        found = {**found, "mismatched_keys": ()}
-    return model, found
+        info = {**info, "mismatched_keys": ()}
+    return model, info
 
 
 def _read_config(config: ModelConfig, *, trusted: bool) -> "PreTrainedConfig":
-    """Return the config as transformers reads it, which knows its class and where its code is."""
+    """Return the config as read by transformers, with its class and its remote code, if any."""
     import transformers
 
-    place = config.path.parent if config.path.name == "config.json" else config.path
+    path = config.path.parent if config.path.name == "config.json" else config.path
     try:
-        found: PreTrainedConfig = transformers.AutoConfig.from_pretrained(
-            place, local_files_only=True, trust_remote_code=trusted
+        return cast(
+            "PreTrainedConfig",
+            transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trusted
+            ),
         )
     except Exception as error:
-        what = f"{config.path}: transformers {transformers.__version__} cannot use it: {error}"
-        raise UsageError(what) from error
-    return found
+        raise UsageError(
+            f"{config.path}: transformers {transformers.__version__} cannot use it: {error}"
+        ) from error
 
 
 def _choose_class(
-    auto_class: object, known: "PreTrainedConfig", architectures: Sequence[str], *, trusted: bool
-) -> Loader:
-    """Return the class that loads the model: an Auto class chooses by the config."""
+    auto_class: object, config: "PreTrainedConfig", architectures: Sequence[str], *, trusted: bool
+) -> PretrainedClass:
+    """Return the class that loads the model; an Auto class selects it by the config."""
     import torch
     import transformers
 
     chosen = auto_class
     if chosen is None:
-        chosen = _remote_class(known, architectures) if trusted else None
+        chosen = _remote_class(config, architectures) if trusted else None
         chosen = chosen or named_class(architectures) or transformers.AutoModelForCausalLM
     name = getattr(chosen, "__name__", repr(chosen))
     if not callable(getattr(chosen, "from_pretrained", None)):
@@ -202,71 +205,71 @@ def _choose_class(
         )
     from_config = getattr(chosen, "from_config", None)
     if from_config is None:
-        return cast("Loader", chosen)
+        return cast("PretrainedClass", chosen)
     try:
         with torch.device("meta"):
-            return cast("Loader", type(from_config(known, trust_remote_code=trusted)))
+            return cast("PretrainedClass", type(from_config(config, trust_remote_code=trusted)))
     except Exception as error:
-        named = f"the config names {architectures[0]}" if architectures else ""
+        fact = f"the config's class is {architectures[0]}" if architectures else ""
         raise UsageError(
             f"auto_class: {name} has no model for this config: {error}",
-            hint="; ".join(filter(None, [named, "give a class that fits: auto_class=…"])),
+            hint="; ".join(filter(None, [fact, "give a class that fits: auto_class=…"])),
         ) from error
 
 
-def _remote_class(known: "PreTrainedConfig", architectures: Sequence[str]) -> object:
-    """Return the Auto class for which a config names code of its own; None if it names none."""
+def _remote_class(config: "PreTrainedConfig", architectures: Sequence[str]) -> object:
+    """Return the Auto class for which a config has remote code; None if it has none."""
     import transformers
 
-    for auto, code in (getattr(known, "auto_map", None) or {}).items():
+    for auto, code in (getattr(config, "auto_map", None) or {}).items():
         if str(code).rpartition(".")[2] in architectures[:1]:
             return getattr(transformers, auto, None)
     return None
 
 
 def _make_config(
-    loader: Loader, known: "PreTrainedConfig", config: ModelConfig, options: Options
+    loader: PretrainedClass, read: "PreTrainedConfig", config: ModelConfig, options: Options
 ) -> "tuple[PreTrainedConfig, Options]":
-    """Return the config for a class, with the fields that options change, and the other options.
+    """Return the config for a class, changed by the options that are its fields, and the others.
 
-    This is what transformers does with the keywords of an Auto class's `from_pretrained`. The class
-    may be of the text model inside a larger one, and then has its config.
+    transformers treats the keywords of an Auto class's `from_pretrained` the same way. The class
+    may be the text model of a larger model; then it gets the nested config.
     """
-    kind: type[PreTrainedConfig] = getattr(loader, "config_class", None) or type(known)
-    own = (one for one in config.nested if one.get("model_type") == kind.model_type)
-    kept = {name: value for name, value in options.items() if name in _NOT_FOR_CONFIG}
-    passed = {name: value for name, value in options.items() if name not in kept}
-    made: object = kind.from_dict(
-        copy.deepcopy(dict(next(own, config.fields))), return_unused_kwargs=True, **passed
+    kind: type[PreTrainedConfig] = getattr(loader, "config_class", None) or type(read)
+    nested = (fields for fields in config.nested if fields.get("model_type") == kind.model_type)
+    direct = {name: value for name, value in options.items() if name in _NOT_FOR_CONFIG}
+    others = {name: value for name, value in options.items() if name not in direct}
+    result: object = kind.from_dict(
+        copy.deepcopy(dict(next(nested, config.fields))), return_unused_kwargs=True, **others
     )
-    built, unused = cast("tuple[PreTrainedConfig, dict[str, object]]", made)
-    return built, {**unused, **kept}
+    final, unused = cast("tuple[PreTrainedConfig, dict[str, object]]", result)
+    return final, {**unused, **direct}
 
 
 def refuse_differences(
-    model: "PreTrainedModel", found: LoadingInfo, *, allow_missing: bool, allow_unexpected: bool
+    model: "PreTrainedModel", info: LoadingInfo, *, allow_missing: bool, allow_unexpected: bool
 ) -> None:
-    """Compare the names and shapes that were loaded with those of the model.
+    """Refuse differences between the loaded names and shapes and the model's.
 
     Raises:
-        ConversionError: they differ; all that do are named.
+        ConversionError: they differ; lists all differences.
     """
-    loading = loading_of(type(model), found)
+    loading = loading_of(type(model), info)
     missing = () if allow_missing else loading.missing
     unexpected = () if allow_unexpected else loading.unexpected
-    hints = [
-        *(["⟦+--allow-missing⟧ lets transformers initialise what is missing"] if missing else []),
-        *(["⟦+--allow-unexpected⟧ leaves out what the model does not have"] if unexpected else []),
-        "auto_class=… names another class",
-    ]
-    left = replace(loading, missing=missing, unexpected=unexpected)
-    refuse_misfits(left, hint="; ".join(hints))
+    hints = ["auto_class=… selects another class"]
+    if unexpected:
+        hints.insert(0, "⟦+--allow-unexpected⟧ leaves out tensors that the model does not have")
+    if missing:
+        hints.insert(0, "⟦+--allow-missing⟧ lets transformers initialise missing tensors")
+    differences = replace(loading, missing=missing, unexpected=unexpected)
+    refuse_misfits(differences, hint="; ".join(hints))
 
 
 def set_generation(model: "PreTrainedModel", file: Path) -> None:
-    """Give a model the generation config of a file, as it gets it from a directory.
+    """Set a model's generation config from a file, as for a model from a directory.
 
-    The file is the generation config, or the model's config.json: old ones have such fields.
+    The file is the generation config, or the config.json of an old model, with such fields.
     """
     from transformers import GenerationConfig
 

@@ -1,13 +1,13 @@
-"""Models of other libraries than transformers: loaded, or their names and shapes compared.
+"""Load models of diffusers and sentence-transformers, or compare their names and shapes.
 
-diffusers' `from_pretrained` reads files alone. So the class that a config names is built by
-`from_config`, and gets its values as `load_model_dict_into_meta` gives them (diffusers 0.42): in
-the dtype that is asked for, float32 by default, and always float32 where the class keeps modules
-so.
+diffusers' `from_pretrained` only reads files. So `from_config` builds the class of a config, and
+values are assigned as by `load_model_dict_into_meta` (diffusers 0.42): in the requested dtype,
+float32 by default, and always float32 for modules that the class keeps so.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Lazy(Protocol):
-    """A tensor of which nothing is read before it is indexed."""
+    """A tensor that is read when it is indexed."""
 
     @property
     def shape(self) -> Shape:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
 
     def __getitem__(self, index: Any) -> "Unread":
-        """Return what is to be read."""
+        """Return the selected part, to be read."""
 
 
 def load_diffusers(
@@ -40,17 +40,18 @@ def load_diffusers(
     options: Mapping[str, Any],
     allowed: Mapping[str, bool],
 ) -> "torch.nn.Module":
-    """Return the model that a config names, in evaluation mode.
+    """Return the model of a config, in evaluation mode.
 
     Args:
         config: with `_class_name`.
         tensors: by the names of the output.
-        options: keywords of diffusers' `from_pretrained`: `torch_dtype` alone, or `dtype`.
+        options: keywords of diffusers' `from_pretrained`: only `torch_dtype` or `dtype`.
         allowed: `allow_missing` and `allow_unexpected`, as for `merge`.
 
     Raises:
-        UsageError: diffusers is not installed, or does not know the class; or another option.
-        ConversionError: names or shapes differ; all that do are named.
+        UsageError: diffusers is not installed, or an option does not apply.
+        OutputError: diffusers does not have the class, or cannot build it.
+        ConversionError: names or shapes differ; lists all differences.
     """
     import torch
 
@@ -62,35 +63,35 @@ def load_diffusers(
     dtype = options.get("dtype") or options.get("torch_dtype") or torch.float32
     dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"dtype: {options} has none of torch", expected="torch.bfloat16")
+        raise UsageError(f"dtype: {options} has no dtype of torch", expected="torch.bfloat16")
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         model = _build(config)
     finally:
         torch.set_default_dtype(before)
-    places = model.state_dict(keep_vars=True)
-    found = _compare_with(model, {name: one.shape for name, one in tensors.items()})
-    missing = () if allowed["allow_missing"] else found.missing
-    unexpected = () if allowed["allow_unexpected"] else found.unexpected
-    refuse_misfits(Loading(found.model_class, missing, unexpected, found.mismatched))
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    for name in places.keys() & tensors.keys():
-        in_full = any(part in name.split(".") for part in kept)
-        wanted = torch.float32 if in_full else dtype
-        place = places[name]
-        wanted = wanted if place.is_floating_point() else place.dtype
-        place.data = tensors[name][...].to(dtype=wanted)
+    parameters = model.state_dict(keep_vars=True)
+    loading = _compare_with(model, {name: tensor.shape for name, tensor in tensors.items()})
+    missing = () if allowed["allow_missing"] else loading.missing
+    unexpected = () if allowed["allow_unexpected"] else loading.unexpected
+    refuse_misfits(replace(loading, missing=missing, unexpected=unexpected))
+    in_float32 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name in parameters.keys() & tensors.keys():
+        parameter = parameters[name]
+        wanted = parameter.dtype
+        if parameter.is_floating_point():
+            wanted = torch.float32 if {*in_float32} & {*name.split(".")} else dtype
+        parameter.data = tensors[name][...].to(dtype=wanted)
     model.eval()
     return cast("torch.nn.Module", model)
 
 
 def place_in_diffusers(config: ModelConfig, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    """Compare names and shapes with those of the class that a config names, on the meta device.
+    """Compare names and shapes with a config's class of diffusers, on the meta device.
 
     Raises:
         UsageError: diffusers is not installed.
-        OutputError: it has no such class, or the config does not fit it.
+        OutputError: it does not have the class, or the config does not fit it.
     """
     try:
         import torch
@@ -102,13 +103,13 @@ def place_in_diffusers(config: ModelConfig, tensors: Mapping[str, tuple[DType, S
 
 
 def place_in_modules(listed: Path, tensors: Mapping[str, tuple[DType, Shape]]) -> Loading:
-    """Compare names and shapes with what sentence-transformers loads from a directory.
+    """Compare names and shapes with the modules that sentence-transformers loads.
 
-    Its first module is a model of transformers, which is compared as one.
+    The first module is a model of transformers, and is compared with `verify_load`.
 
     Args:
         listed: the directory's modules.json.
-        tensors: of all modules, each after its folder.
+        tensors: of all modules, with the folder of each before their names.
 
     Raises:
         UsageError: sentence-transformers or transformers is not installed.
@@ -125,17 +126,18 @@ def place_in_modules(listed: Path, tensors: Mapping[str, tuple[DType, Shape]]) -
     try:
         model = SentenceTransformer(str(listed.parent), device="cpu", local_files_only=True)
     except Exception as error:
-        what = f"{listed.parent}: sentence-transformers does not load it: {error}"
-        raise OutputError(what) from error
+        raise OutputError(
+            f"{listed.parent}: sentence-transformers does not load it: {error}"
+        ) from error
     loaded = in_folders(model.state_dict(), modules_at(listed))
-    shapes = {name: tuple(one.shape) for name, one in loaded.items() if "/" in name}
-    found = {name: shape for name, (_, shape) in tensors.items() if "/" in name}
-    apart = _compare("", shapes, found)
+    expected = {name: tuple(tensor.shape) for name, tensor in loaded.items() if "/" in name}
+    ours = {name: shape for name, (_, shape) in tensors.items() if "/" in name}
+    others = _compare("", expected, ours)
     return Loading(
         f"{first.model_class} of SentenceTransformer",
-        (*first.missing, *apart.missing),
-        (*first.unexpected, *apart.unexpected),
-        (*first.mismatched, *apart.mismatched),
+        (*first.missing, *others.missing),
+        (*first.unexpected, *others.unexpected),
+        (*first.mismatched, *others.mismatched),
     )
 
 
@@ -145,39 +147,40 @@ def _build(config: ModelConfig) -> Any:
     except ImportError as error:
         raise _not_installed(error) from error
     name = str(config.fields["_class_name"])
-    known: Any = getattr(diffusers, name, None)
-    if not (isinstance(known, type) and issubclass(known, diffusers.ModelMixin)):
+    model_class: Any = getattr(diffusers, name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)):
         raise OutputError(
-            f"{config.path}: names no model class of diffusers {diffusers.__version__}",
+            f"{config.path}: has no model class of diffusers {diffusers.__version__}",
             found=f"_class_name: {name}",
         )
     try:
-        build: Any = known.from_config
+        build: Any = model_class.from_config
         return build(dict(config.fields))
     except Exception as error:
         raise OutputError(f"{config.path}: diffusers cannot build {name}: {error}") from error
 
 
 def _compare_with(model: Any, tensors: Mapping[str, Shape]) -> Loading:
-    """Return what has no counterpart: as diffusers' loading, which ignores some names."""
-    shapes = {name: tuple(one.shape) for name, one in model.state_dict(keep_vars=True).items()}
+    """Compare names and shapes like diffusers' loading, which ignores some names."""
+    parameters = model.state_dict(keep_vars=True).items()
+    expected = {name: tuple(parameter.shape) for name, parameter in parameters}
     ignored: Iterable[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    meant = {
+    ours = {
         name: shape
         for name, shape in tensors.items()
-        if name in shapes or not any(re.search(one, name) for one in ignored)
+        if name in expected or not any(re.search(pattern, name) for pattern in ignored)
     }
-    return _compare(type(model).__name__, shapes, meant)
+    return _compare(type(model).__name__, expected, ours)
 
 
-def _compare(name: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> Loading:
-    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+def _compare(title: str, expected: Mapping[str, Shape], ours: Mapping[str, Shape]) -> Loading:
+    missing, unexpected = expected.keys() - ours.keys(), ours.keys() - expected.keys()
     mismatched = (
-        Mismatch(one, found[one], expected[one])
-        for one in sorted(expected.keys() & found.keys())
-        if expected[one] != found[one]
+        Mismatch(name, ours[name], expected[name])
+        for name in sorted(expected.keys() & ours.keys())
+        if expected[name] != ours[name]
     )
-    return Loading(name, tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(mismatched))
+    return Loading(title, tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(mismatched))
 
 
 def _not_installed(error: ImportError, packages: str = "torch diffusers") -> UsageError:

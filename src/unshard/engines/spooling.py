@@ -1,4 +1,4 @@
-"""Make tensors from their start to their end, as frames of zstd are, in files to copy them from."""
+"""Write tensors sequentially, as zstd frames require, into temporary files to copy them from."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
@@ -15,7 +15,7 @@ from unshard.tensors.dtypes import DType
 _PER_THREAD, _PER_STREAM = 16 << 20, 2 << 20
 
 Blocks = Callable[[PieceReader], Iterator[bytes | memoryview]]
-"""Yields the blocks of what a tensor becomes; called by a thread, with its reader."""
+"""Yields the blocks of a converted tensor; called by a thread, with its reader."""
 
 
 def size_of(tensor: Converted) -> int:
@@ -23,7 +23,7 @@ def size_of(tensor: Converted) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
-def spool(  # noqa: PLR0913 (what is made, with what, and where)
+def spool(  # noqa: PLR0913 (the jobs, the resources, and the directory)
     jobs: Mapping[str, tuple[int, Blocks]],
     make_reader: Callable[[], PieceReader],
     directory: Path,
@@ -32,10 +32,10 @@ def spool(  # noqa: PLR0913 (what is made, with what, and where)
     *,
     streams: int,
 ) -> Mapping[str, Path]:
-    """Write what each job yields into a file of a directory; return the files, by the jobs' names.
+    """Write the blocks of each job into a file of a directory; return the files by job name.
 
-    A job also has its bytes of progress. A thread has its own reader, and of the memory 16 MiB, and
-    2 MiB for each of the zstd `streams` that its job has open.
+    A job is (bytes of progress, blocks). A thread has its own reader and takes 16 MiB of the
+    memory, and 2 MiB for each of the zstd `streams` of its job.
     """
     paths = {name: directory / f"spool-{number}" for number, name in enumerate(jobs)}
 
@@ -59,7 +59,7 @@ def spool(  # noqa: PLR0913 (what is made, with what, and where)
 
 
 def spooled(name: str, dtype: DType, shape: tuple[int, ...], path: Path) -> Converted:
-    """Return a tensor that was written into a file."""
+    """Return a tensor whose bytes are a whole file."""
     draft = TensorDraft(name, dtype, shape)
     draft.add(rank=0, file=0, start=0)
     return Converted(name, dtype, take(draft.entry((path,))))

@@ -1,6 +1,6 @@
 """Run a plan with threads of this process, and divide its resources among them.
 
-Threads are enough: moving bytes and casting release the interpreter lock.
+Threads suffice, because moving bytes and casting release the interpreter lock.
 """
 
 import os
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _Job_contra = TypeVar("_Job_contra", contravariant=True)
 
 MIN_BUFFER = 128 * 1024
-"""The least that one worker can work with, bytes."""
+"""The smallest buffer of a worker, bytes."""
 
 _MAX_WORKERS = 8
 _RESERVED_FILES = 24
@@ -37,7 +37,7 @@ _MAX_FILES = 65536
 
 
 class Resources(NamedTuple):
-    """What a run may use: a number of threads, and bytes of buffers for all of them together."""
+    """The limits of a run: a number of threads, and the bytes of all buffers."""
 
     workers: int
     memory_bytes: int
@@ -52,12 +52,12 @@ class Share(NamedTuple):
 
 
 def default_workers() -> int:
-    """Return the number of threads that suits this machine."""
+    """Return the default number of threads on this machine."""
     return min(_MAX_WORKERS, os.cpu_count() or 1)
 
 
 def divide(resources: Resources) -> Share:
-    """Divide the resources among workers: fewer than given if memory or open files are short."""
+    """Divide the resources among workers, of which there are fewer if memory or files are short."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _MAX_FILES if soft == resource.RLIM_INFINITY else max(2, soft - _RESERVED_FILES)
     workers = max(1, min(resources.workers, resources.memory_bytes // MIN_BUFFER, files // 2))
@@ -65,50 +65,50 @@ def divide(resources: Resources) -> Share:
     return Share(workers, resources.memory_bytes // workers, open_files)
 
 
-class _Worker(Protocol[_Job_contra]):
-    """What a thread does its jobs with, one after another; closed at the end."""
+class _ThreadWorker(Protocol[_Job_contra]):
+    """Executes the jobs of a thread, one after another; closed when the thread ends."""
 
     def close(self) -> None: ...
 
     def do(self, job: _Job_contra, /) -> int:
-        """Do a job; return the bytes of progress it makes."""
+        """Execute a job; return its bytes of progress."""
 
 
 class _Jobs(Generic[_T]):
-    """Jobs in parts, for several threads; `lock` is held while a part is taken."""
+    """Jobs in parts, for several threads; `lock` guards the parts."""
 
     def __init__(self, parts: Iterator[Iterable[_T]]) -> None:
         self.lock = threading.Lock()
         self._parts = parts
-        self._stopped = False
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Let every worker end after its job."""
-        self._stopped = True
+        """Let every worker end after its current job."""
+        self._stopped.set()
 
     def of_one_worker(self) -> Iterator[_T]:
-        """Yield the jobs of the next part that no other worker has taken, and so on."""
-        while (part := self._next_part()) is not None:
+        """Yield the jobs of the next untaken part, and so on."""
+        while not self._stopped.is_set():
+            with self.lock:
+                part = next(self._parts, None)
+            if part is None:
+                return
             for job in part:
-                if self._stopped:
+                if self._stopped.is_set():
                     return
                 yield job
-
-    def _next_part(self) -> Iterable[_T] | None:
-        with self.lock:
-            return None if self._stopped else next(self._parts, None)
 
 
 def work_off(
     parts: Iterator[Iterable[_T]],
     listener: Listener,
     count: int,
-    make_worker: Callable[[], _Worker[_T]],
+    make_worker: Callable[[], _ThreadWorker[_T]],
 ) -> None:
-    """Do jobs with `count` threads, each with its own worker, until they end or one fails.
+    """Execute jobs with `count` threads, each with its own worker, until all are done or one fails.
 
-    The jobs of a part are done by one worker, in their order. The first error is raised when all
-    threads have ended.
+    One worker executes the jobs of a part, in order. The first error is raised after all threads
+    have ended.
     """
     jobs = _Jobs(parts)
     errors: list[BaseException] = []
@@ -130,7 +130,7 @@ def work_off(
             thread.start()
         for thread in threads:
             thread.join()
-    finally:  # Ctrl-C arrives here, in the main thread: let the others finish their job
+    finally:  # Ctrl-C arrives here, in the main thread; the others finish their current job
         jobs.stop()
         with uninterrupted():
             for thread in threads:
@@ -141,7 +141,7 @@ def work_off(
 
 
 def one_by_one(jobs: Iterable[_T]) -> Iterator[Iterable[_T]]:
-    """Yield each job as a part of its own, which any worker may do at any time."""
+    """Yield each job as its own part, for any worker."""
     return ((job,) for job in jobs)
 
 
@@ -152,12 +152,12 @@ def run_plan(
     listener: Listener,
     finished: Finished = lambda _number, _overflows: None,
 ) -> Overflows:
-    """Make the output files in `directory`: headers, and every operation of the plan.
+    """Write the output files into `directory`: headers, and every operation of the plan.
 
     The bytes do not depend on the resources. The first error stops all workers and is raised.
 
     Returns:
-        How many finite values became infinite.
+        The number of finite values that became infinite.
     """
     outputs = _create_files(plan, directory)
     share = divide(resources)
@@ -171,7 +171,7 @@ def run_plan(
 
     work_off(parts, listener, share.workers, worker)
     for number in plan.numbers:
-        if not plan.layout.files[number].data_bytes:  # no worker has seen it
+        if not plan.layout.files[number].data_bytes:  # no unit of work belongs to it
             finished(number, Overflows())
     return finishing.overflows
 
@@ -179,26 +179,26 @@ def run_plan(
 def _in_turn(
     files: Iterable[tuple[Iterable[_T], Iterable[_T]]], *, behind: int
 ) -> Iterator[Iterable[_T]]:
-    """Yield the work on each file, so that one file after the other is finished.
+    """Yield the work on each file, so that files are finished one after another.
 
-    The copies into a file are one part: two threads that write into one file wait for one another,
-    because its inode is locked. For that reason its tiles, which any worker may make, come when
-    the copies of `behind` files were begun.
+    The copies into a file are one part, because the kernel locks the inode, so that two threads
+    that write into the same file would wait for each other. For the same reason its tiles, for any
+    worker, come after the copies of `behind` files have begun.
     """
     waiting: deque[Iterable[_T]] = deque()
-    for copies, made in files:
+    for copies, file_tiles in files:
         yield copies
-        waiting.append(made)
+        waiting.append(file_tiles)
         if len(waiting) >= behind:
             yield from one_by_one(waiting.popleft())
     yield from one_by_one(chain.from_iterable(waiting))
 
 
 class _Finishing:
-    """Notices when an output file has all its bytes. For several threads.
+    """Detects when an output file has all its bytes. For several threads.
 
     Attributes:
-        overflows: what became infinite so far, in all files.
+        overflows: the overflows in all files so far.
     """
 
     def __init__(self, plan: Plan, finished: Finished) -> None:
@@ -208,33 +208,38 @@ class _Finishing:
         self._lock = threading.Lock()
 
     def did(self, units: Iterable[Unit], overflows: Overflows) -> None:
-        """Take note of units of work that were done, and of what became infinite in them."""
-        whole: dict[int, Overflows] = {}
+        """Record completed units of work, and their overflows."""
+        complete: list[int] = []
         with self._lock:
             self.overflows.update(overflows)
             for unit in units:
                 number, size = file_of(unit), unit_bytes(unit)
                 self._left[number] -= size
                 if size and not self._left[number]:
-                    found = self.overflows.items()
-                    whole[number] = Overflows({at: count for at, count in found if at[0] == number})
-        for number, lost in whole.items():
-            self._finished(number, lost)
+                    complete.append(number)
+            finished = {number: overflows_of(self.overflows, number) for number in complete}
+        for number, file_overflows in finished.items():
+            self._finished(number, file_overflows)
+
+
+def overflows_of(overflows: Overflows, number: int) -> Overflows:
+    """Return the overflows of an output file."""
+    return Overflows({at: count for at, count in overflows.items() if at[0] == number})
 
 
 class _Recorded:
-    """A worker of the pool, whose work `finishing` takes note of."""
+    """A worker of the pool that records its work in `finishing`."""
 
     def __init__(self, executor: Executor, finishing: _Finishing) -> None:
         self._executor = executor
         self._finishing = finishing
-        self._begun: list[Unit] = []  # of one file; what comes from a bucket is not all there yet
+        self._begun: list[Unit] = []  # units of one file, whose downloads may not be complete
 
     def do(self, unit: Unit) -> int:
-        """Do a unit of work, or begin it; return its bytes."""
+        """Execute a unit, or begin its downloads; return its bytes."""
         if self._begun and file_of(self._begun[0]) != file_of(unit):
             self._finish()
-        begun, self._begun = self._begun, []  # after an error none of them counts as done
+        begun, self._begun = self._begun, []  # after an error, none of them counts as done
         done = self._executor.do(unit)
         self._begun = [*begun, unit]
         if not self._executor.is_waiting:
@@ -242,7 +247,7 @@ class _Recorded:
         return done
 
     def close(self) -> None:
-        """Finish what was begun, and close all files."""
+        """Finish the downloads, and close all files."""
         try:
             self._finish()
         finally:
@@ -255,7 +260,7 @@ class _Recorded:
 
 
 def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
-    """Make the plan's files at full size, their headers written; return the paths of all files."""
+    """Create the plan's files at full size, with their headers; return the paths of all files."""
     outputs = tuple(directory / file.filename for file in plan.layout.files)
     for number in plan.numbers:
         file = plan.layout.files[number]
@@ -269,7 +274,7 @@ def _create_files(plan: Plan, directory: Path) -> tuple[Path, ...]:
     return outputs
 
 
-def find_differences(  # noqa: PLR0913 (what is checked, with what, and what part of it)
+def find_differences(  # noqa: PLR0913 (the objects, the resources, and the part)
     plan: Plan,
     catalogs: Sequence[Catalog],
     directory: Path,
@@ -278,10 +283,10 @@ def find_differences(  # noqa: PLR0913 (what is checked, with what, and what par
     *,
     part: tuple[int, int] = (0, 1),
 ) -> list[UnshardError]:
-    """Check sources, replicas and every byte of the output in `directory`; return what differs.
+    """Check sources, replicas and every byte of the output in `directory`; return the problems.
 
-    `part` is its number, from 0 on, and how many there are. Each has some of the output files, and
-    some of what there is to check about the sources.
+    `part` is (number, count), with numbers from 0. Each part has some of the output files, and some
+    of the checks of the sources.
     """
     number, count = part
     share = divide(resources)
@@ -300,12 +305,12 @@ def find_differences(  # noqa: PLR0913 (what is checked, with what, and what par
 
 
 def raise_differences(problems: Sequence[UnshardError]) -> None:
-    """Raise what was found: an error of the sources before one of the output.
+    """Raise the problems of the sources or else those of the output, if there are any.
 
     Raises:
         CorruptError: a source file is damaged, or replicas differ.
         OutputError: the output differs from its sources.
     """
     for kind in (CorruptError, OutputError):
-        found = sorted((p for p in problems if isinstance(p, kind)), key=str)
-        raise_all(kind, "verification found differences", found)
+        of_kind = sorted((p for p in problems if isinstance(p, kind)), key=str)
+        raise_all(kind, "verification found differences", of_kind)

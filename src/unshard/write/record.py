@@ -157,7 +157,8 @@ def is_made_by(output: Path, fingerprint: str) -> bool:
             # In place, a checkpoint's own config of an adapter stays, and is not listed.
             names = {*sizes, *([ADAPTER_CONFIG_NAME] if ADAPTER_NAME in sizes else [])}
             if recorded == fingerprint and has_sizes(output, sizes):
-                return names.issuperset(p.name for p in output.iterdir() if is_loaded(p.name))
+                present = (path.name for path in output.iterdir())
+                return names.issuperset(name for name in present if is_loaded(name))
     return False
 
 

@@ -72,7 +72,7 @@ class Opened:
 
 def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
     """Copy a checkpoint's tensors into a model; see `OpenCheckpoint.load_into`."""
-    from unshard.engines.into_torch import StoredTensor, model_tensors, need_torch, on_meta
+    from unshard.engines.into_torch import ReadableTensor, model_tensors, need_torch, on_meta
 
     need_torch()
     targets = model_tensors(model)
@@ -94,7 +94,7 @@ def fill(model: "Module", opened: Opened, *, strict: bool) -> Loaded:
             recipe = tensors[names[0]]
             nowhere = Target(0, 0, target.slot.shape)  # in memory, not in a file
             operation = make_operation(nowhere, recipe, stored_dtype(recipe))
-            target.fill(StoredTensor(opened.reader, operation))
+            target.fill(ReadableTensor(opened.reader, operation))
     return Loaded(matches.missing, matches.unexpected, tuple(on_meta(model)))
 
 

@@ -16,7 +16,7 @@ from unshard.api.sources import Sources, no_config
 from unshard.api.unmerged.opening import LazyTensor
 from unshard.convert.outputs import Converted, main_dtype
 from unshard.engines.arrays import TensorReader
-from unshard.engines.into_torch import StoredTensor, torch_memory
+from unshard.engines.into_torch import ReadableTensor, torch_memory
 from unshard.engines.into_transformers import (
     GENERATION_NAME,
     Unread,
@@ -205,7 +205,7 @@ def _reading(
     failures: list[UnshardError] = []
 
     def unread(operation: Tiled, selection: Selection) -> Unread:
-        return Unread(StoredTensor(reader, operation), selection, failures)
+        return Unread(ReadableTensor(reader, operation), selection, failures)
 
     try:
         yield {tensor.name: LazyTensor(tensor, unread) for tensor in tensors}

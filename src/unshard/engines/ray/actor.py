@@ -1,6 +1,6 @@
-"""What runs on a node of a Ray cluster: an actor that does jobs, several at a time.
+"""The actor on a node of a Ray cluster, which executes jobs, several concurrently.
 
-What a job is, its `Task` says, which each node gets once. This module does not import Ray.
+A `Task`, which each node receives once, defines the jobs. This module does not import Ray.
 """
 
 import os
@@ -24,19 +24,19 @@ class StoppedError(Exception):
 
 
 class Task(Protocol):
-    """What nodes do."""
+    """The work of a node."""
 
     def do(self, job: int, attempt: int, listener: Listener) -> object:
-        """Do a job, and return what the driver needs of it; each attempt at it has a number."""
+        """Execute a job, and return its result; each attempt has a number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What an actor finds where it is.
+class NodeView:
+    """The environment of an actor.
 
     Attributes:
-        version: of the unshard there.
-        lacking: a path that is needed and is not there; empty if all are.
+        version: the version of unshard there.
+        lacking: a required path that is missing there; "" if none is.
     """
 
     version: str
@@ -45,11 +45,11 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Attributes:
-        answer: what the task returned, or the error that it raised.
-        written: the bytes of progress that it made.
+        answer: the result of the task, or its error.
+        written: its bytes of progress.
     """
 
     answer: object
@@ -57,7 +57,7 @@ class Done:
 
 
 class Actor:
-    """Does jobs. Its methods are called from several threads."""
+    """Executes jobs. Its methods are called from several threads."""
 
     def __init__(self) -> None:
         self._task: Task | None = None
@@ -65,29 +65,29 @@ class Actor:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def look(self, directory: str, needed: Mapping[str, Sequence[str]]) -> Found:
-        """Return whether the files that are needed, by their directories, are here.
+    def look(self, directory: str, needed: Mapping[str, Sequence[str]]) -> NodeView:
+        """Look for the required files, by directory; relative paths are relative to `directory`.
 
-        A network file system may show them later: an answer that they are not takes its time.
-        Relative paths mean what they mean in `directory`.
+        If a file is missing, wait before the answer, because network file systems may show it
+        later.
         """
         with suppress(OSError):
             os.chdir(directory)
         lacking = _first_lacking(needed)
         if lacking:
             time.sleep(_LOOK_S)
-        return Found(__version__, lacking)
+        return NodeView(__version__, lacking)
 
     def take(self, task: Task) -> None:
-        """Take what is to be done."""
+        """Set the task."""
         self._task = task
 
     def do(self, job: int, attempt: int) -> Done:
-        """Do a job; an error that is ours, or the system's, is returned."""
+        """Execute a job; return errors of unshard or the system as its answer."""
         if self._task is None:
             raise RuntimeError("a job before its task")
 
-        def told(event: Event) -> None:
+        def count_progress(event: Event) -> None:
             if self._stopped:
                 raise StoppedError
             if isinstance(event, Advanced):
@@ -97,30 +97,30 @@ class Actor:
         with self._lock:
             self._written[attempt] = 0
         try:
-            answer = self._task.do(job, attempt, told)
+            answer = self._task.do(job, attempt, count_progress)
         except (UnshardError, OSError, MemoryError, StoppedError) as error:
             answer = error
         with self._lock:
             return Done(answer, self._written.pop(attempt))
 
     def written(self) -> dict[int, int]:
-        """Return the bytes of progress of each attempt that is under way; it takes its time."""
+        """Return, after a while, the bytes of progress of each running attempt."""
         time.sleep(_LOOK_S)
         with self._lock:
             return dict(self._written)
 
     def stop(self) -> None:
-        """Let every attempt end soon."""
+        """Make every attempt end soon."""
         self._stopped = True
 
 
 def _first_lacking(needed: Mapping[str, Sequence[str]]) -> str:
     for directory, names in needed.items():
         try:
-            there = {path.name for path in Path(directory).iterdir()}
+            existing = {path.name for path in Path(directory).iterdir()}
         except OSError:
             return directory
         for name in names:
-            if name not in there:
+            if name not in existing:
                 return str(Path(directory, name))
     return ""

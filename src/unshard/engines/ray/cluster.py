@@ -1,8 +1,8 @@
-"""Jobs on the nodes of a Ray cluster, for a process that is connected with it: the driver.
+"""The driver of jobs on the nodes of a Ray cluster.
 
-On every node that has a CPU and sees what is needed there is one `Actor`, which does several jobs
-at a time. If it dies, or its node is lost, what it had to do is done again elsewhere. The driver
-learns the progress of all, and lets all stop before it raises an error.
+Every node that has a CPU and sees the required files has one `Actor`, which executes several jobs
+concurrently. If it dies, or its node is lost, its jobs are repeated elsewhere. The driver collects
+the progress of all actors, and stops all of them before it raises an error.
 """
 
 import threading
@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from unshard.engines.ray.actor import Actor, Done, Found, StoppedError, Task
+from unshard.engines.ray.actor import Actor, Done, NodeView, StoppedError, Task
 from unshard.errors import OutputError, UnshardError
 from unshard.progress import Advanced, Chosen, Listener, Warned
 from unshard.showing import counted
@@ -28,16 +28,16 @@ from unshard.stores.nodes.store import LostNodeError, lost_node
 _LOOK_S = 1.0
 _VISIBLE_S = 30.0  # network file systems may show new files of other machines later
 _STOPPING_S = 60.0
-_PATIENCE_S = 5.0  # until it is told what is waited for
+_PATIENCE_S = 5.0  # until the user is told about the wait
 _MOST_DEATHS = 3
 _OPTION = "⟦--engine ray⟧"
 
 
 @contextmanager
 def connected() -> Iterator["Cluster"]:
-    """Connect with the cluster that RAY_ADDRESS names, or that this machine is a node of.
+    """Connect to the cluster at RAY_ADDRESS, or else to this machine's cluster.
 
-    A process that is connected already stays so.
+    An existing connection is used, and stays open.
 
     Raises:
         UsageError: Ray is not installed, or there is no cluster.
@@ -47,17 +47,17 @@ def connected() -> Iterator["Cluster"]:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ClusterJobs:
     """Jobs for a cluster.
 
     Attributes:
-        task: does them.
+        task: executes the jobs.
         jobs: their numbers, the longest first.
-        needed: the files that a node must see, by their directories; a directory alone, too.
-        slots: how many jobs a node does at a time.
-        cpus: how many CPUs Ray reserves on a node, or all that it has.
-        done: called with a job, an attempt and what the task returned, once for each job.
-        lost: called with a job and an attempt that may have left something, and will not end.
+        needed: the files that a node must see, by directory; without files, the directory itself.
+        slots: number of concurrent jobs on a node.
+        cpus: number of CPUs to reserve on a node; all of them if it has fewer.
+        done: called with job, attempt and result, once for each job.
+        lost: called with job and attempt when an attempt is lost, which may have left files.
         alone: the sources that only one node has, by Ray's id of the node.
     """
 
@@ -72,16 +72,17 @@ class Work:
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
-    """A node, and the actor there.
+class _Node:
+    """A node, and its actor.
 
     Attributes:
         node: Ray's id of the node.
         host: its name.
         actor: a handle of an `Actor`.
-        opened: when it was asked for.
-        is_ready: whether it takes jobs.
-        running: the jobs that it does, by their attempts.
+        opened: when the actor was requested.
+        is_ready: whether it accepts jobs.
+        is_lost: whether it has died.
+        running: its current jobs, by attempt.
     """
 
     node: str
@@ -94,7 +95,7 @@ class _Place:
 
 
 class Cluster:
-    """A cluster that this process is connected with."""
+    """A cluster to which this process is connected."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
@@ -102,17 +103,17 @@ class Cluster:
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes that are alive and have a CPU for jobs."""
         nodes = self.ray.nodes()
-        return [one for one in nodes if one["Alive"] and one["Resources"].get("CPU", 0) >= 1]
+        return [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
-    def run(self, work: Work, listener: Listener) -> None:
-        """Do jobs, and return when all are done.
+    def run(self, work: ClusterJobs, listener: Listener) -> None:
+        """Execute jobs, and return when all are done.
 
         Raises:
-            UnshardError: as the task raised it; or no node can do it.
-            OSError: likewise.
+            UnshardError: the task raised it, or no node can execute it.
+            OSError: the task raised it.
         """
         running = _Running(self, work, listener)
-        with ThreadPoolExecutor(1, "unshard-ray") as driver:  # a signal can end the wait for it
+        with ThreadPoolExecutor(1, "unshard-ray") as driver:  # so that a signal can end the wait
             try:
                 driver.submit(running.to_the_end).result()
             except BaseException:
@@ -123,38 +124,38 @@ class Cluster:
 
 
 class _Running:
-    """Jobs on their way. All methods but `stop` are for one thread."""
+    """Running jobs. All methods except `stop` are for one thread."""
 
-    def __init__(self, cluster: Cluster, work: Work, listener: Listener) -> None:
+    def __init__(self, cluster: Cluster, work: ClusterJobs, listener: Listener) -> None:
         self._cluster, self._ray = cluster, cluster.ray
         self._work = work
         self._listener = listener
-        self._task = self._ray.put(work.task)  # it is sent once to each node
+        self._task = self._ray.put(work.task)  # sent once to each node
         self._waiting = deque(work.jobs)
         self._left = set(work.jobs)
         self._attempts = 0
         self._deaths: Counter[int | str] = Counter()  # by job, and by node
-        self._told: Counter[int] = Counter()
-        self._places: list[_Place] = []
-        self._asked: dict[Any, tuple[_Place, Callable[[Any], None]]] = {}
+        self._progress: Counter[int] = Counter()  # reported bytes, by job
+        self._nodes: list[_Node] = []
+        self._calls: dict[Any, tuple[_Node, Callable[[Any], None]]] = {}  # without answers yet
         self._lacking: dict[str, str] = {}
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Let `to_the_end` end soon."""
+        """Make `to_the_end` end soon."""
         self._stopped.set()
 
     def to_the_end(self) -> None:
-        """Do all jobs."""
+        """Execute all jobs."""
         try:
             for node in self._cluster.nodes():
                 self._open(node)
-            told_at = time.monotonic() + _PATIENCE_S
+            report_at = time.monotonic() + _PATIENCE_S
             while self._left:
                 self._assign()
                 self._take_answers()
-                if time.monotonic() > told_at and not any(one.is_ready for one in self._places):
-                    told_at = inf
+                if time.monotonic() > report_at and not any(n.is_ready for n in self._nodes):
+                    report_at = inf
                     cpus = counted(self._work.cpus, "CPU")
                     self._listener(Chosen(f"waiting for {cpus} on a node of the Ray cluster"))
         finally:
@@ -167,134 +168,128 @@ class _Running:
         kind = self._ray.remote(Actor).options(
             num_cpus=cpus,
             max_restarts=0,
-            max_concurrency=self._work.slots + 3,  # while it works it is asked, and told to stop
+            max_concurrency=self._work.slots + 3,  # also for `written` and `stop` during jobs
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )
-        place = _Place(node["NodeID"], node["NodeManagerHostname"], kind.remote(), time.monotonic())
-        self._places.append(place)
-        self._look(place)
+        host = node["NodeManagerHostname"]
+        self._nodes.append(_Node(node["NodeID"], host, kind.remote(), time.monotonic()))
+        self._look(self._nodes[-1])
 
-    def _look(self, place: _Place) -> None:
-        found = place.actor.look.remote(str(Path.cwd()), self._work.needed)
-        self._ask(place, found, partial(self._found, place))
-
-    def _ask(self, place: _Place, answer: Any, take: Callable[[Any], None]) -> None:
-        self._asked[answer] = place, take
+    def _look(self, node: _Node) -> None:
+        call = node.actor.look.remote(str(Path.cwd()), self._work.needed)
+        self._calls[call] = node, partial(self._on_view, node)
 
     def _take_answers(self) -> None:
-        """Take what the actors have answered, or wait a little for an answer."""
+        """Handle the answers of actors, or wait a little for one."""
         if self._stopped.is_set():
             raise StoppedError
         errors = self._ray.exceptions
         lost = errors.RayActorError, errors.ActorUnschedulableError
-        ready, _ = self._ray.wait(list(self._asked), timeout=_LOOK_S)
-        for one in ready:
-            place, take = self._asked.pop(one)
+        ready, _ = self._ray.wait(list(self._calls), timeout=_LOOK_S)
+        for call in ready:
+            node, handle = self._calls.pop(call)
             try:
-                answer = self._ray.get(one)
+                answer = self._ray.get(call)
             except lost as error:
-                self._lose(place, error)
+                self._lose(node, error)
             else:
-                take(answer)
+                handle(answer)
 
-    def _found(self, place: _Place, found: Found) -> None:
-        check_version(_OPTION, place.host, found.version)
-        if not found.lacking:
-            self._ask(place, place.actor.take.remote(self._task), partial(self._taken, place))
-        elif time.monotonic() - place.opened < _VISIBLE_S:
-            self._look(place)
+    def _on_view(self, node: _Node, view: NodeView) -> None:
+        check_version(_OPTION, node.host, view.version)
+        if not view.lacking:
+            self._calls[node.actor.take.remote(self._task)] = node, partial(self._on_ready, node)
+        elif time.monotonic() - node.opened < _VISIBLE_S:
+            self._look(node)
         else:
-            self._lacking[place.host] = found.lacking
-            self._warn(f"node {place.host} does not see {found.lacking}, and is left out")
-            self._ray.kill(place.actor)
+            self._lacking[node.host] = view.lacking
+            self._warn(f"node {node.host} does not see {view.lacking}, and is left out")
+            self._ray.kill(node.actor)
 
-    def _taken(self, place: _Place, _: None) -> None:
-        place.is_ready = True
-        self._ask(place, place.actor.written.remote(), partial(self._written, place))
+    def _on_ready(self, node: _Node, _: None) -> None:
+        node.is_ready = True
+        self._on_progress(node, {})
 
     def _assign(self) -> None:
-        """Give jobs to the nodes that have the fewest."""
+        """Assign jobs, each to the node with the fewest."""
         while self._waiting:
-            free = [
-                one for one in self._places if one.is_ready and len(one.running) < self._work.slots
-            ]
+            free = [n for n in self._nodes if n.is_ready and len(n.running) < self._work.slots]
             if not free:
                 break
-            place = min(free, key=lambda one: len(one.running))
+            node = min(free, key=lambda n: len(n.running))
             job, attempt = self._waiting.popleft(), self._attempts
             self._attempts += 1
-            place.running[attempt] = job
-            self._ask(
-                place, place.actor.do.remote(job, attempt), partial(self._done, place, attempt)
-            )
-        if not self._asked:
+            node.running[attempt] = job
+            call = node.actor.do.remote(job, attempt)
+            self._calls[call] = node, partial(self._on_done, node, attempt)
+        if not self._calls:
             raise self._no_node()
 
     def _no_node(self) -> UnshardError:
         if self._lacking:
-            listed = (f"{host} does not see {path}" for host, path in self._lacking.items())
+            reasons = (f"{host} does not see {path}" for host, path in self._lacking.items())
             return OutputError(
-                f"⟦--engine ray⟧: no node of the cluster can do it: {', '.join(listed)}",
+                f"⟦--engine ray⟧: no node of the cluster can do it: {', '.join(reasons)}",
                 hint="checkpoint and output must be on a file system that the nodes share, under "
                 "the same paths",
             )
-        return OutputError("⟦--engine ray⟧: no node with a CPU is left of the cluster")
+        return OutputError("⟦--engine ray⟧: the cluster has no node with a CPU left")
 
-    def _written(self, place: _Place, written: Mapping[int, int]) -> None:
+    def _on_progress(self, node: _Node, written: Mapping[int, int]) -> None:
         for attempt, count in written.items():
-            if attempt in place.running:
-                self._tell(place.running[attempt], count)
-        self._ask(place, place.actor.written.remote(), partial(self._written, place))
+            if attempt in node.running:
+                self._report(node.running[attempt], count)
+        self._calls[node.actor.written.remote()] = node, partial(self._on_progress, node)
 
-    def _tell(self, job: int, written: int) -> None:
-        """Tell how far a job is; what was told of an attempt that is lost is not told again."""
-        more = written - self._told[job]
+    def _report(self, job: int, written: int) -> None:
+        """Report the progress of a job, without bytes that a lost attempt has reported already."""
+        more = written - self._progress[job]
         if more > 0:
-            self._told[job] = written
+            self._progress[job] = written
             self._listener(Advanced(more))
 
-    def _done(self, place: _Place, attempt: int, done: Done) -> None:
-        job = place.running.pop(attempt)
+    def _on_done(self, node: _Node, attempt: int, done: Done) -> None:
+        job = node.running.pop(attempt)
         if isinstance(done.answer, LostNodeError) and done.answer.node in self._work.alone:
             lost = done.answer.node
             raise lost_node(lost, host_of(self._ray, lost), self._work.alone[lost])
         if isinstance(done.answer, UnshardError):
-            done.answer.hint += f"{' ' * bool(done.answer.hint)}(on node {place.host})"
+            done.answer.hint += f"{' ' * bool(done.answer.hint)}(on node {node.host})"
         if isinstance(done.answer, BaseException):
             raise done.answer
         self._work.done(job, attempt, done.answer)
-        self._tell(job, done.written)
+        self._report(job, done.written)
         self._left.discard(job)
 
-    def _lose(self, place: _Place, error: Any) -> None:
-        """Have what a process had to do, which has died, done elsewhere, or there by another."""
-        if place.is_lost:
+    def _lose(self, node: _Node, error: Any) -> None:
+        """Repeat the jobs of a dead actor, elsewhere or in a new actor on the same node."""
+        if node.is_lost:
             return
-        place.is_lost, place.is_ready = True, False
+        node.is_lost, node.is_ready = True, False
         if getattr(error, "actor_init_failed", False):
-            raise unusable(_OPTION, place.host, error) from error
-        self._ray.kill(place.actor)  # perhaps it only cannot be reached
-        alive = {one["NodeID"]: one for one in self._cluster.nodes()}.get(place.node)
-        if alive is None and place.node in self._work.alone:
-            raise lost_node(place.node, place.host, self._work.alone[place.node]) from error
-        if place.running:
-            what = "is lost" if alive is None else "lost a process"
-            jobs = counted(len(place.running), "part")
-            self._warn(f"node {place.host} {what}: {jobs} of the work are done again")
-        for attempt, job in place.running.items():
+            raise unusable(_OPTION, node.host, error) from error
+        self._ray.kill(node.actor)  # it may be alive but unreachable
+        alive = {each["NodeID"]: each for each in self._cluster.nodes()}.get(node.node)
+        if alive is None and node.node in self._work.alone:
+            raise lost_node(node.node, node.host, self._work.alone[node.node]) from error
+        if node.running:
+            event = "is lost" if alive is None else "lost a process"
+            jobs = counted(len(node.running), "part")
+            self._warn(f"node {node.host} {event}: {jobs} of the work are done again")
+        for attempt, job in node.running.items():
             self._work.lost(job, attempt)
             self._waiting.appendleft(job)
-            self._count_death(job, place, error)
-        place.running.clear()
+            self._count_death(job, node, error)
+        node.running.clear()
         if alive is not None:
-            self._count_death(place.node, place, error)
+            self._count_death(node.node, node, error)
             self._open(alive)
 
-    def _count_death(self, what: int | str, place: _Place, error: Exception) -> None:
-        self._deaths[what] += 1
-        if self._deaths[what] == _MOST_DEATHS:
+    def _count_death(self, job_or_node: int | str, node: _Node, error: Exception) -> None:
+        self._deaths[job_or_node] += 1
+        if self._deaths[job_or_node] == _MOST_DEATHS:
             raise OutputError(
-                f"⟦--engine ray⟧: processes die at their work, the last one on node {place.host}",
+                f"⟦--engine ray⟧: processes die repeatedly, the last one on node {node.host}",
                 hint="if they were killed for memory, give less ⟦--memory⟧ and fewer ⟦--workers⟧",
             ) from error
 
@@ -302,12 +297,12 @@ class _Running:
         self._listener(Warned(text))
 
     def _close(self) -> None:
-        """Let all attempts end, so that none of them goes on with what is about to be removed."""
-        going = [answer for answer, (place, _) in self._asked.items() if place.running]
-        if going:
-            for place in self._places:
-                if place.running:
-                    place.actor.stop.remote()
-            self._ray.wait(going, num_returns=len(going), timeout=_STOPPING_S)
-        for place in self._places:
-            self._ray.kill(place.actor)
+        """Stop all attempts, so that none of them writes after the cleanup."""
+        running = [call for call, (node, _) in self._calls.items() if node.running]
+        if running:
+            for node in self._nodes:
+                if node.running:
+                    node.actor.stop.remote()
+            self._ray.wait(running, num_returns=len(running), timeout=_STOPPING_S)
+        for node in self._nodes:
+            self._ray.kill(node.actor)

@@ -1,7 +1,7 @@
-"""The work of a merge on the nodes of a Ray cluster: each output file is made by one node.
+"""The work of a merge on the nodes of a Ray cluster: one node makes each output file.
 
-A file is made in a directory of its own next to the output, and moved there when the node has
-flushed it. So what a node writes that was taken for lost can never come between.
+A file is written into its own directory next to the output, and moved when the node has flushed it.
+So a node that was believed lost can never interfere with a later attempt.
 """
 
 import shutil
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unshard.convert.outputs import Converted
-from unshard.convert.recipes import Take, takes
+from unshard.convert.recipes import takes
 from unshard.engines.compare import Pairs, measure_pairs, size_of_pair
-from unshard.engines.ray.cluster import Cluster, Work
+from unshard.engines.ray.cluster import Cluster, ClusterJobs
 from unshard.engines.threads import (
     MIN_BUFFER,
     Resources,
@@ -37,19 +37,19 @@ from unshard.write.stage import Finished, Overflows, Uploads, Written
 from unshard.write.verification.comparison import Tolerances
 from unshard.write.verification.measure import Measures
 
-_VISIBLE_S = 90.0  # a network file system may show what another machine has made later
+_VISIBLE_S = 90.0  # network file systems may show another machine's new files late
 _LOOK_S = 0.1
-_PARTS = 4  # for each node: nodes are not equally fast
+_PARTS = 4  # per node, because nodes are not equally fast
 
 
 @dataclass(frozen=True, slots=True)
 class OverRay:
-    """Does on the nodes of a cluster what `crew.Threads` does here.
+    """The counterpart of `crew.Threads` for the nodes of a cluster.
 
     Attributes:
         cluster: the cluster.
-        resources: those of each node.
-        listener: is told of the progress.
+        resources: the resources of each node.
+        listener: receives the progress.
     """
 
     cluster: Cluster
@@ -57,46 +57,46 @@ class OverRay:
     listener: Listener
 
     def make(self, plan: Plan, directory: Path, finished: Finished) -> Overflows:
-        """Make the output files as `threads.run_plan` does; `directory` is in a stage."""
+        """Write files with `threads.run_plan`; `directory` is in a stage."""
         files, staging = plan.layout.files, directory.parent
         each, sources = self._share(len(plan.numbers)), _sources(plan)
         overflows = Overflows()
 
-        def done(number: int, attempt: int, lost: Overflows) -> None:
+        def done(number: int, attempt: int, file_overflows: Overflows) -> None:
             name = files[number].filename
-            place = _place_of(attempt, staging)
-            _move(place / name, directory / name)
-            shutil.rmtree(place)
-            overflows.update(lost)
-            finished(number, lost)
+            folder = _folder_of(attempt, staging)
+            _move(folder / name, directory / name)
+            shutil.rmtree(folder)
+            overflows.update(file_overflows)
+            finished(number, file_overflows)
 
-        work = Work(
+        work = ClusterJobs(
             _Making(plan, staging, each),
             sorted(plan.numbers, key=lambda number: -files[number].size),
             {**_by_directory(sources), str(staging): ()},
             slots=self.resources.workers // each.workers,
             cpus=self.resources.workers,
             done=done,
-            lost=lambda _, attempt: shutil.rmtree(_place_of(attempt, staging), ignore_errors=True),
+            lost=lambda _, attempt: shutil.rmtree(_folder_of(attempt, staging), ignore_errors=True),
             alone=_on_one_node(sources),
         )
         self.cluster.run(work, self.listener)
         return overflows
 
     def upload(self, plan: Plan, stage: Uploads, finished: Finished) -> Written:
-        """Make and upload files as `uploads.upload_files` does; each one from one node."""
+        """Make and upload files with `uploads.upload_files`, each from one node."""
         files, written = plan.layout.files, Written()
         for number in plan.numbers:
-            stage.wrote(files[number].filename, None)  # whatever happens now, it may be there
+            stage.wrote(files[number].filename, None)  # it may exist from now on
 
         def done(number: int, _attempt: int, answer: tuple[Stored, Written]) -> None:
-            stored, one = answer
+            stored, file_written = answer
             stage.wrote(files[number].filename, stored)
-            written.add(one)
-            finished(number, one.overflows)
+            written.add(file_written)
+            finished(number, file_written.overflows)
 
         with _aborting(stage, self.listener) as abort:
-            work = Work(
+            work = ClusterJobs(
                 _Uploading(plan, stage.target, self.resources),
                 sorted(plan.numbers, key=lambda number: -files[number].size),
                 _by_directory(sources := _sources(plan)),
@@ -110,45 +110,47 @@ class OverRay:
         return written
 
     def measure(self, pairs: Pairs, tolerances: Tolerances) -> Mapping[str, Measures]:
-        """Compare tensors as `compare.measure_pairs` does; a node takes some at a time."""
+        """Compare tensors with `compare.measure_pairs`; a job is some of the pairs."""
         parts = _divided(pairs, _PARTS * max(1, len(self.cluster.nodes())))
-        recipes = (one.recipe for pair in pairs.values() for one in pair)
-        tables = {id(one): one for recipe in recipes for one in map(_paths_of, takes(recipe))}
-        sources = {path for paths in tables.values() for path in paths}
+        recipes = (tensor.recipe for pair in pairs.values() for tensor in pair)
+        # The tensors of a checkpoint share one object of paths.
+        tables = (take.entry.chunks.paths for recipe in recipes for take in takes(recipe))
+        shared = {id(paths): paths for paths in tables}
+        sources = {path for paths in shared.values() for path in paths}
         measured: dict[str, Measures] = {}
-        work = Work(
+        work = ClusterJobs(
             _Measuring(parts, tolerances, self.resources),
             range(len(parts)),
             _by_directory(sources),
             slots=1,
             cpus=self.resources.workers,
-            done=lambda _job, _attempt, found: measured.update(found),
+            done=lambda _job, _attempt, measures: measured.update(measures),
             alone=_on_one_node(sources),
         )
         self.cluster.run(work, self.listener)
         return measured
 
     def verify(self, plan: Plan, catalogs: Sequence[Catalog], directory: Path) -> None:
-        """Check as `find_differences` does; a node takes some files and sources at a time."""
+        """Check with `find_differences`; a job is some of the files and sources."""
         count = _PARTS * max(1, len(self.cluster.nodes()))
-        sources = _sources(plan).union(*(one.weight_files for one in catalogs))
-        sources |= {part.path for one in catalogs for part in one.archives}
+        sources = _sources(plan).union(*(catalog.weight_files for catalog in catalogs))
+        sources |= {part.path for catalog in catalogs for part in catalog.archives}
         output = {directory / file.filename for file in plan.layout.files}
         problems: list[UnshardError] = []
-        work = Work(
+        work = ClusterJobs(
             _Verifying(plan, catalogs, directory, self.resources, count),
             range(count),
             _by_directory(sources | output),
             slots=1,
             cpus=self.resources.workers,
-            done=lambda _job, _attempt, found: problems.extend(found),
+            done=lambda _job, _attempt, differences: problems.extend(differences),
             alone=_on_one_node(sources),
         )
         self.cluster.run(work, self.listener)
         raise_differences(problems)
 
     def _share(self, jobs: int) -> Resources:
-        """Return the resources of one of the jobs that a node does at a time."""
+        """Return the resources of each of a node's concurrent jobs."""
         resources, nodes = self.resources, max(1, len(self.cluster.nodes()))
         most = min(resources.workers, resources.memory_bytes // MIN_BUFFER, -(-jobs // nodes))
         slots = max(1, most)
@@ -164,16 +166,12 @@ class _Making:
     resources: Resources
 
     def do(self, number: int, attempt: int, listener: Listener) -> Overflows:
-        """Make an output file in a directory of its own; return what became infinite in it."""
-        place, found = _place_of(attempt, self.staging), Overflows()
-        place.mkdir()
-
-        def finished(_: int, lost: Overflows) -> None:
-            found.update(lost)
-
-        run_plan(self.plan.only([number]), place, self.resources, listener, finished)
-        sync(place / self.plan.layout.files[number].filename)
-        return found
+        """Make an output file in its own directory; return its overflows."""
+        folder = _folder_of(attempt, self.staging)
+        folder.mkdir()
+        overflows = run_plan(self.plan.only([number]), folder, self.resources, listener)
+        sync(folder / self.plan.layout.files[number].filename)
+        return overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,7 @@ class _Measuring:
 
 @dataclass(frozen=True, slots=True)
 class _Verifying:
-    """Reads some of the sources and of the output files again; runs on a node."""
+    """Checks some of the sources and output files; runs on a node."""
 
     plan: Plan
     catalogs: Sequence[Catalog]
@@ -200,9 +198,9 @@ class _Verifying:
     count: int
 
     def do(self, number: int, _attempt: int, listener: Listener) -> list[UnshardError]:
-        """Return what differs in a part."""
-        given = (self.plan, self.catalogs, self.directory, self.resources, listener)
-        return find_differences(*given, part=(number, self.count))
+        """Return the problems of a part."""
+        arguments = (self.plan, self.catalogs, self.directory, self.resources, listener)
+        return find_differences(*arguments, part=(number, self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ class _Uploading:
     resources: Resources
 
     def do(self, number: int, _attempt: int, listener: Listener) -> tuple[Stored | None, Written]:
-        """Upload a file of the plan; the driver has claimed the place, and records the file."""
+        """Upload a file of the plan; the driver holds the claim, and records the file."""
         stage = BucketStage(self.target)
         plan = self.plan.only([number])
         written = upload_files(plan, stage, self.resources, listener, lambda *_: None)
@@ -223,9 +221,9 @@ class _Uploading:
 
 @contextmanager
 def _aborting(stage: Uploads, listener: Listener) -> Iterator[Callable[[str], None]]:
-    """Yield what aborts the upload of a file by a lost node; at the end it is done once more.
+    """Yield a function that aborts a lost node's upload of a file; abort again at the end.
 
-    A node that was only cut off from the cluster may have begun another upload.
+    A node that was only disconnected may have begun another upload.
     """
     names: set[str] = set()
 
@@ -239,13 +237,16 @@ def _aborting(stage: Uploads, listener: Listener) -> Iterator[Callable[[str], No
         with uninterrupted():
             are_gone = not names or stage.abort_uploads([*names])
         if not are_gone:
-            files = ", ".join(sorted(names))
-            left = f"{stage.target}: what a lost node was uploading of {files} may be left in parts"
-            listener(Warned(f"{left}, which are paid for; a rule of the bucket can remove them"))
+            listener(
+                Warned(
+                    f"{stage.target}: parts of a lost node's uploads of {', '.join(sorted(names))} "
+                    "may be left, which cost money; a lifecycle rule of the bucket can remove them"
+                )
+            )
 
 
 def _divided(pairs: Pairs, count: int) -> list[Pairs]:
-    """Divide pairs into parts of about as many bytes, none of them empty."""
+    """Divide pairs into parts of about equal size, none of them empty."""
     parts: list[dict[str, tuple[Converted, Converted]]] = [{} for _ in range(count)]
     sizes = [0] * count
     for name in sorted(pairs, key=lambda name: -size_of_pair(pairs[name])):
@@ -255,26 +256,21 @@ def _divided(pairs: Pairs, count: int) -> list[Pairs]:
     return [part for part in parts if part]
 
 
-def _paths_of(taken: Take) -> Sequence[Path]:
-    """Return the files that a tensor may be in; those of one checkpoint share the object."""
-    return taken.entry.chunks.paths
-
-
-def _place_of(attempt: int, staging: Path) -> Path:
+def _folder_of(attempt: int, staging: Path) -> Path:
     return staging / f"attempt-{attempt}"
 
 
-def _move(made: Path, target: Path) -> None:
-    """Move a file that another machine has made."""
+def _move(file: Path, target: Path) -> None:
+    """Move a file that another machine has written."""
     until = time.monotonic() + _VISIBLE_S
     target.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            made.rename(target)
+            file.rename(target)
         except FileNotFoundError as error:
             if time.monotonic() > until:
                 raise OutputError(
-                    f"{made}: a node has made it, but this machine does not see it",
+                    f"{file}: a node has written it, but this machine does not see it",
                     hint="the output must be on a file system that the nodes share",
                 ) from error
             time.sleep(_LOOK_S)
@@ -284,20 +280,20 @@ def _move(made: Path, target: Path) -> None:
 
 def _sources(plan: Plan) -> set[Path]:
     """Return the files that may be read for a plan."""
-    tables = [source.chunks.paths for one in plan.tiled for source in stored_tensors(one)]
+    tables = [source.chunks.paths for tile in plan.tiled for source in stored_tensors(tile)]
     shared = {id(paths): paths for paths in (plan.paths, *tables)}
     return {path for paths in shared.values() for path in paths}
 
 
 def _by_directory(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:
-    """Return the names of files on disk by their directories."""
-    found: dict[str, list[str]] = {}
+    """Return the names of files on disk, by directory."""
+    names: dict[str, list[str]] = {}
     for path in sorted(paths):
         if not isinstance(path, RemotePath):
-            found.setdefault(str(path.parent), []).append(path.name)
-    return found
+            names.setdefault(str(path.parent), []).append(path.name)
+    return names
 
 
 def _on_one_node(paths: Iterable[Path]) -> Mapping[str, Sequence[str]]:
     """Return the files that only one node has, by Ray's id of the node."""
-    return on_one_node((str(one), one.copies) for one in paths if isinstance(one, RemotePath))
+    return on_one_node((str(path), path.copies) for path in paths if isinstance(path, RemotePath))

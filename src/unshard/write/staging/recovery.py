@@ -68,7 +68,7 @@ def _recover(left: StagingDirectory, target: str, *, resume: bool) -> None:
                 except OutputError as error:  # the target was not changed
                     _log.info("removed: %s: %s", staging.path, error)
             elif _has_output(staging) and (resume if owner.target == target else owner.keeps):
-                _log.info("left for --resume: %s", staging.path)
+                _log.info("left to be resumed: %s", staging.path)
                 return
             remove_staging(staging, dead.file)
             remove_empty(owner.made)
