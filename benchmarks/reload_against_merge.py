@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from from_pretrained_against_merge import write_checkpoint
 
 if TYPE_CHECKING:
-    from unshard.plugins.vllm import Engine
+    from unshard.plugins.vllm import RunningEngine
 
 _DTYPE: Final = "bfloat16"
 _CHECKED, _PLAIN, _MERGED = "reload", "reload, not compared", "merge and reload"
 _BEFORE = "reload of --against"
 
 
-def start(arguments: Mapping[str, object], stack: ExitStack) -> "Engine":
+def start(arguments: Mapping[str, object], stack: ExitStack) -> "RunningEngine":
     """Return an engine, whose processes end with the stack."""
     from vllm import LLM
 
@@ -43,10 +43,10 @@ def start(arguments: Mapping[str, object], stack: ExitStack) -> "Engine":
         **arguments, dtype=_DTYPE, enforce_eager=True, max_model_len=64, skip_tokenizer_init=True
     )
     stack.callback(engine.llm_engine.engine_core.shutdown)
-    return cast("Engine", engine)
+    return cast("RunningEngine", engine)
 
 
-def reload(engine: "Engine", path: Path) -> None:
+def reload(engine: "RunningEngine", path: Path) -> None:
     """Let vLLM load weights by itself."""
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
 

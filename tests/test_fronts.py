@@ -234,6 +234,7 @@ def test_a_message_names_options_of_merge_or_of_the_command_that_prints_it(
         "cli/engines": VLLM | SGLANG,
         "cli/options": {"--help"},
         "plugins/vllm": VLLM,
+        "plugins/serving": VLLM | SGLANG,  # of both engines
         "plugins/sglang": SGLANG,
         "read/megatron": {"--ckpt-convert-format"},  # of Megatron
         "write/hub": {"--include", "--revision"},  # of `hf upload`
@@ -376,7 +377,7 @@ def test_a_model_that_cannot_be_read_is_blamed_on_the_flag_that_named_it(
         merge_fsdp.main()
     message = str(caught.value)
     assert message.startswith("--model_name_or_class './no such model': no such directory")
-    assert "or leave --model_name_or_class out where the checkpoint has a config.json" in message
+    assert "or leave --model_name_or_class out if the checkpoint has a config.json" in message
     assert "--base" not in message
 
 

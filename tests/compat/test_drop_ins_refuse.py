@@ -188,7 +188,7 @@ def test_an_auto_class_is_not_an_architecture(
         arguments = ("--input_dir", step.parent, "--output_dir", out)
         assert command(merge_fsdp, *arguments, "--model_name_or_class", name) == 0
         assert json.loads((out / "config.json").read_text())["architectures"] == [written]
-        changed = "architectures is ['OtherModel'] now, and was ['MyForCausalLM']"
+        changed = "architectures changed from ['MyForCausalLM'] to ['OtherModel']"
         assert (changed in capsys.readouterr().err) is (written == "OtherModel")
 
 

@@ -139,7 +139,7 @@ def test_a_config_of_another_model_is_told_and_a_tokenizer_is_written(
     before = (run / CONFIG).read_bytes()
     train(run, UnshardCallback(), tokenizer=tiny_tokenizer(), save_strategy="no")
     (warning,) = told(caplog)
-    start = f"{run}/config.json is not that of the model that is trained: "
+    start = f"{run}/config.json differs from the config of the trained model: "
     assert warning.startswith(start)
     keys = warning.removeprefix(start).partition(". ")[0].split(", ")
     assert "rms_norm_eps" in keys

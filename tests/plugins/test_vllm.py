@@ -264,5 +264,5 @@ def test_a_reload_that_would_be_wrong_is_refused_and_nothing_is_changed(talk: Ta
 
 def test_another_interface_of_vllm_is_an_error_where_the_format_is_asked_for(talk: Talk) -> None:
     assert "error" not in talk["change interface"]
-    assert "this version of vLLM has another interface" in talk["unfit"]["error"]
+    assert "does not fit the interface of this version of vLLM" in talk["unfit"]["error"]
     assert "has no get_all_weights" in talk["unfit"]["error"]

@@ -1,4 +1,4 @@
-"""The command lines of the tools that unshard replaces: same flags, defaults, names and words.
+"""The command lines of the tools that unshard replaces: same flags, defaults, names and output.
 
-They parse and print; what they do is `unshard.api`'s. `docs/migrating.md` says what differs.
+They parse and print; `unshard.api` does the work. `docs/migrating.md` lists the differences.
 """

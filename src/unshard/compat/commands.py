@@ -1,4 +1,4 @@
-"""What the drop-in commands share: how they end, what they advise, how they convert."""
+"""Shared code of the drop-in commands: arguments, exit codes, advice, conversion."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -19,22 +19,59 @@ if TYPE_CHECKING:
     from unshard.api.inspecting import ShardCounts
     from unshard.tensors.catalog import Catalog
 
+NOT_NEEDED = "accepted, but not needed: "
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
 def path_argument(text: str) -> Path:
-    """Return the path that an argument is; an empty variable of a shell is none.
+    """Return the path of an argument.
 
     Raises:
-        argparse.ArgumentTypeError: it is empty.
+        argparse.ArgumentTypeError: it is empty, such as an unset variable of a shell.
     """
-    if not text:  # `Path` would take it for the current directory
+    if not text:  # `Path("")` is the current directory
         raise argparse.ArgumentTypeError("it is an empty path; for the current directory, give .")
     return Path(text)
 
 
+def merger_parsers(
+    shared: argparse.ArgumentParser,
+    prog: str,
+    *,
+    backends: tuple[str, ...],
+    test: str,
+    test_dir: str,
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of verl's or verl-omni's merger, and that of its operation `merge`.
+
+    Args:
+        shared: their options of both operations, to which the common options are added.
+        prog: the module's name.
+        backends: the values of `--backend`.
+        test: the help of the operation `test`.
+        test_dir: the help of `--test_hf_dir`.
+    """
+    about = f"{NOT_NEEDED}the format is detected"
+    shared.add_argument("--backend", required=True, choices=backends, help=about)
+    about = "the checkpoint: global_step_N/actor"
+    shared.add_argument("--local_dir", type=path_argument, help=about)
+    about = f"{NOT_NEEDED}no code of a model is run"
+    shared.add_argument("--trust-remote-code", action="store_true", help=about)
+    parser = argparse.ArgumentParser(prog=f"python -m unshard.compat.{prog}")
+    operations = parser.add_subparsers(dest="operation", required=True)
+    about = "merge a checkpoint and save it"
+    merge = operations.add_parser("merge", parents=[shared], help=about)
+    about = "the output directory; default: tmp"
+    merge.add_argument("--target_dir", default="tmp", type=path_argument, help=about)
+    merge.add_argument("--hf_upload_path", help="also upload it to this repository on the hub")
+    merge.add_argument("--private", action="store_true", help="make that repository private")
+    compare = operations.add_parser("test", parents=[shared], help=test)
+    compare.add_argument("--test_hf_dir", type=path_argument, required=True, help=test_dir)
+    return parser, merge
+
+
 def add_options(parser: argparse.ArgumentParser, *, output: str, folder: str, dtype: str) -> None:
-    """Add the options that both conversion scripts have, by the names that each gives them."""
+    """Add the options of both conversion scripts, under the names of each script."""
     parser.add_argument(output, type=path_argument, help="default: CHECKPOINT_PATH_merged")
     about = "folder of the shards; default: actor"
     parser.add_argument(folder, type=path_argument, default="actor", help=about)
@@ -43,28 +80,28 @@ def add_options(parser: argparse.ArgumentParser, *, output: str, folder: str, dt
 
 
 def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
-    """Run a command as this process; exit with 1 if it fails, as the originals do.
+    """Run a command as this process; exit with 1 if it fails, like the originals.
 
-    `failed` is printed before the message of an error.
+    `failed` is the prefix of an error's message.
     """
     running.run(main, failed=failed, failure=1)
 
 
 @contextmanager
 def showing(front: Front) -> Iterator[Listener]:
-    """Show the progress, the warnings and the errors of a command in the words of a front."""
+    """Show the progress, warnings and errors of a command as a front writes them."""
     with front_of_errors(front), listening(quiet=False, front=front) as listener:
         yield listener
 
 
 def merge_line(checkpoint: Path, output: Path, options: "MergeOptions") -> Call:
-    """Return the line of `unshard merge` that does what a drop-in does."""
+    """Return the line of `unshard merge` that is equivalent to a drop-in."""
     return Call("unshard merge", (str(checkpoint), str(output)), options.chosen)
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where a conversion script reads and writes: the step, its folder of shards, the output."""
+    """The paths of a conversion script: the step, its folder of shards, the output."""
 
     checkpoint: Path
     actor: Path
@@ -72,10 +109,10 @@ class Paths:
 
 
 def find_paths(checkpoint: Path, subfolder: Path, output: Path | None) -> Paths:
-    """Return the paths that a script's arguments name.
+    """Return the paths of a script's arguments.
 
     Raises:
-        UnknownFormatError: there is no such directory.
+        UnknownFormatError: a directory does not exist.
         UsageError: the default output would look like a checkpoint to a trainer.
     """
     step = checkpoint.resolve()
@@ -86,7 +123,7 @@ def find_paths(checkpoint: Path, subfolder: Path, output: Path | None) -> Paths:
         raise UnknownFormatError(f"Actor directory does not exist: {actor}")
     if output is None and step.name.startswith("checkpoint"):
         raise UsageError(
-            f"{step}_merged: trainers would take the default output for one of their checkpoints",
+            f"{step}_merged: to trainers, the default output would look like a checkpoint",
             hint="give another output: --output",
         )
     return Paths(step, actor, Path(f"{step}_merged") if output is None else output.resolve())
@@ -97,28 +134,28 @@ def convert(
     options: "MergeOptions",
     before: Callable[["Catalog", "ShardCounts"], None],
 ) -> "Report":
-    """Make the output of a conversion script, and show the progress.
+    """Write the output of a conversion script, and show the progress.
 
-    `before` is called with what was read, before anything is written.
+    `before` is called with the catalog and its counts, before anything is written.
     """
     from unshard.api.inspecting import count_shards
     from unshard.api.making import Prepared
     from unshard.api.merging import merge_checkpoint
 
-    def tell(prepared: Prepared) -> Prepared:
+    def prepare(prepared: Prepared) -> Prepared:
         saved = as_transformers_saves(prepared)
         catalog = saved.checkpoint.catalog
         before(catalog, count_shards(catalog))
         return saved
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
-    alone = replace(options, config="none")  # as the originals: no base is looked for
+    alone = replace(options, config="none")  # without a base, like the originals
     with showing(front) as listener:
-        return merge_checkpoint(paths.actor, paths.output, alone, listener, before=tell)
+        return merge_checkpoint(paths.actor, paths.output, alone, listener, before=prepare)
 
 
 def print_how_to_load(output: Path) -> None:
-    """Print how the output is loaded."""
+    """Print Python code that loads the output."""
     print("\nYou can now load this model with:")
     print("  from transformers import AutoModelForCausalLM")
     print(f"  model = AutoModelForCausalLM.from_pretrained({str(output)!r})")

@@ -1,12 +1,12 @@
 """`scripts/convert_checkpoint_simple.py`, also as a module: `python -m unshard.compat.…`.
 
-It prints the transcript that the script's guide shows.
+It prints the transcript of the script's guide.
 """
 
 from unshard import signals
 
 if __name__ == "__main__":
-    signals.end_at_once()  # before the imports, which take time
+    signals.end_at_once()  # before the slow imports
 
 import argparse
 from typing import TYPE_CHECKING
@@ -42,7 +42,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Convert as the arguments say."""
+    """Convert, and print the result."""
     from unshard import api
 
     arguments = _arguments()

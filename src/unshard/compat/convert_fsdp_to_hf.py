@@ -6,12 +6,13 @@ Also `torchrun --nproc_per_node=N -m unshard.compat.convert_fsdp_to_hf`.
 from unshard import signals
 
 if __name__ == "__main__":
-    signals.end_at_once()  # before the imports, which take time
+    signals.end_at_once()  # before the slow imports
 
 import argparse
 from typing import TYPE_CHECKING
 
 from unshard.compat.commands import (
+    NOT_NEEDED,
     Paths,
     add_options,
     convert,
@@ -46,13 +47,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="accepted, and not needed: no code of a model runs here",
+        help=f"{NOT_NEEDED}no code of a model is run",
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Convert as the arguments say."""
+    """Convert, and print the result."""
     from unshard import api
 
     arguments = _arguments()

@@ -3,7 +3,7 @@
 from unshard import signals
 
 if __name__ == "__main__":
-    signals.end_at_once()  # before the imports, which take time
+    signals.end_at_once()  # before the slow imports
 
 import argparse
 import json
@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Merge or average as the arguments say."""
+    """Merge or average, and print the result."""
     from unshard.api import MergeOptions
     from unshard.api.merging import check_output, merge_checkpoint, merge_with
     from unshard.api.opening import open_sources
@@ -95,64 +95,64 @@ def main() -> None:
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
         showing(Command(own, line)) as listener,
-        _of_model(arguments.model_name_or_class, paths[-1], alone, listener) as wanted,
+        _with_model(arguments.model_name_or_class, paths[-1], alone, listener) as final,
     ):
         if averages:
-            output = check_output(target, wanted)
-            sources = open_sources(paths, wanted, listener, pass_over=False)
-            report = merge_with(sources, output, wanted, listener, before=_told)
+            output = check_output(target, final)
+            sources = open_sources(paths, final, listener, pass_over=False)
+            report = merge_with(sources, output, final, listener, before=_prepare)
         else:
-            given = (paths[-1], target, wanted, listener)
-            report = merge_checkpoint(*given, before=_told, pass_over=False)
+            request = (paths[-1], target, final, listener)
+            report = merge_checkpoint(*request, before=_prepare, pass_over=False)
     print(f"Merged checkpoint saved to: {report.output}")
 
 
-def _told(prepared: "Prepared") -> "Prepared":
-    """Print what is merged, before it is merged; return it unchanged but for its config."""
+def _prepare(prepared: "Prepared") -> "Prepared":
+    """Print the sources of a merge, and change its config as transformers saves it."""
     count = len(prepared.sources.checkpoints)
     if count > 1:
         print(f"Merging {count} checkpoints", flush=True)
     else:
-        place = prepared.checkpoint.location.weights_dir
-        print(f"Using latest checkpoint: {place}", flush=True)
+        directory = prepared.checkpoint.location.weights_dir
+        print(f"Using latest checkpoint: {directory}", flush=True)
     return as_transformers_saves(prepared)
 
 
 def _checkpoints(run_dir: Path, dirname: str, step: int | None) -> list[Path]:
-    """Return what to merge: the run itself, or folders of another name in its steps, in order."""
+    """Return the paths to merge: the run itself, or folders of another name in its steps."""
     if not run_dir.is_dir():
-        raise UnknownFormatError(f"No checkpoint found in {run_dir}: there is no such directory")
+        raise UnknownFormatError(f"No checkpoint found in {run_dir}: the directory does not exist")
     if dirname in _WEIGHTS:
         return [run_dir]
-    found = {
+    folders = {
         int(match[1]): folder
         for folder in run_dir.glob(f"checkpoint-*/{dirname}")
         if (match := _STEP.fullmatch(folder.parent.name))
     }
-    chosen = [found[number] for number in sorted(found) if step in (None, number)]
+    chosen = [folders[number] for number in sorted(folders) if step in (None, number)]
     if not chosen:
         raise UnknownFormatError(f"No checkpoint found in {run_dir}: no checkpoint-N/{dirname}")
     return chosen
 
 
 @contextmanager
-def _of_model(
+def _with_model(
     model: str, checkpoint: Path, options: "MergeOptions", listener: Listener
 ) -> Iterator["MergeOptions"]:
-    """Yield the options with the base or config that a directory, hub id or class name means."""
-    if not model or _AUTO.fullmatch(model):  # how to load a model, not what it is
+    """Yield the options with the base or config for a directory, hub id or class name."""
+    if not model or _AUTO.fullmatch(model):  # an Auto class does not determine the model
         yield options
     elif Path(model).is_dir():
         weights = [*Path(model).glob("*.safetensors*"), *Path(model).glob("*.bin*")]
         yield replace(options, base=model) if weights else replace(options, config=Path(model))
-    elif Path(model).suffix == ".json":  # what a message about a missing config advises
+    elif Path(model).suffix == ".json":  # the error about a missing config suggests a file
         yield replace(options, config=model)
     elif not _CLASS.fullmatch(model):
         try:
             yield replace(options, base=model)
         except UnshardError as error:
             if marked(error.subject).startswith("⟦--base "):
-                error.hint += f"; or leave {_MODEL} out where the checkpoint has a config.json"
+                error.hint += f"; or leave {_MODEL} out if the checkpoint has a config.json"
             raise
     else:
         from unshard.api.sources import read_checkpoint
@@ -160,15 +160,16 @@ def _of_model(
         config = read_checkpoint(checkpoint, options).config
         if config is None:
             raise UsageError(
-                f"{_MODEL} {model}: this is the name of a class, "
-                f"but {checkpoint} has no config.json",
+                f"{_MODEL} {model}: is the name of a class, but {checkpoint} has no config.json",
                 hint="give a model's directory or hub id instead",
             )
-        if (named := config.fields.get("architectures")) and named != [model]:
-            what = (
-                f"architectures is [{model!r}] now, and was {named}; no such class was looked for"
+        if (before := config.fields.get("architectures")) and before != [model]:
+            listener(
+                Warned(
+                    f"config.json: architectures changed from {before} to [{model!r}]; the class "
+                    "was not checked"
+                )
             )
-            listener(Warned(f"config.json: {what}"))
         fields = {**config.fields, "architectures": [model]}
         with tempfile.TemporaryDirectory(prefix="_unshard-") as scratch:
             file = Path(scratch) / "config.json"

@@ -3,7 +3,7 @@
 from unshard import signals
 
 if __name__ == "__main__":
-    signals.end_at_once()  # before the imports, which take time
+    signals.end_at_once()  # before the slow imports
 
 import argparse
 import re
@@ -33,18 +33,18 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="ignored: the output is safetensors in any case",
     )
-    parser.add_argument("-t", "--tag", help="default: the tag that the file latest names")
+    parser.add_argument("-t", "--tag", help="default: the tag in the file latest")
     parser.add_argument(
         "--exclude_frozen_parameters",
         action="store_true",
-        help="leave out parameters that are not trained",
+        help="leave out parameters that were not trained",
     )
     parser.add_argument("-d", "--debug", action="store_true", help="ignored")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Merge as the arguments say."""
+    """Merge, and print the result."""
     from unshard.api import MergeOptions
     from unshard.api.merging import merge_checkpoint
     from unshard.read.finding.discover import discover
@@ -53,12 +53,12 @@ def main() -> None:
     from unshard.showing import counted
 
     arguments = _arguments()
-    place = _tag_folder(arguments.checkpoint_dir, arguments.tag)
-    location = discover(place, Choice())[0]
+    folder = _tag_folder(arguments.checkpoint_dir, arguments.tag)
+    location = discover(folder, Choice())[0]
     if is_stage0(location):
-        with front_of_errors(Command({}, merge_line(place, arguments.output_dir, MergeOptions()))):
+        with front_of_errors(Command({}, merge_line(folder, arguments.output_dir, MergeOptions()))):
             raise NotMergeableError(
-                f"{place}: of ZeRO stage 0, which saves no float32 weights by name",
+                f"{folder}: of ZeRO stage 0, which saves no float32 weights by name",
                 expected="stage 1, 2 or 3",
                 hint="for the weights in the dtype of training: ⟦+--names training⟧",
             )
@@ -71,31 +71,31 @@ def main() -> None:
         overwrite=True,
         extra_state=False,
     )
-    line = merge_line(place, arguments.output_dir, options)
+    line = merge_line(folder, arguments.output_dir, options)
     with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
-        print(f"Processing zero checkpoint '{place}'", flush=True)
-        given = (place, arguments.output_dir, options, listener)
-        report = merge_checkpoint(*given, pass_over=False)
+        print(f"Processing zero checkpoint '{folder}'", flush=True)
+        request = (folder, arguments.output_dir, options, listener)
+        report = merge_checkpoint(*request, pass_over=False)
     print(f"Saved {counted(report.tensors, 'tensor')} to {report.output}")
 
 
 def _tag_folder(checkpoint: Path, tag: str | None) -> Path:
-    """Return the directory of a tag, by default of the one that the file `latest` names.
+    """Return the directory of a tag, by default of the tag in the file `latest`.
 
     Raises:
-        UnknownFormatError: there is no such file, or no such directory.
+        UnknownFormatError: the file or the directory does not exist.
     """
     from unshard.read.finding.markers import stated_tag
 
-    found = stated_tag(checkpoint) if tag is None else tag
-    if found is None:
+    tag = stated_tag(checkpoint) if tag is None else tag
+    if tag is None:
         raise UnknownFormatError(
             f"Unable to find 'latest' file at {checkpoint / 'latest'}",
             hint="give the directory that has it, or the tag: -t TAG",
         )
-    if not (checkpoint / found).is_dir():
-        raise UnknownFormatError(f"Directory '{checkpoint / found}' doesn't exist")
-    return checkpoint / found
+    if not (checkpoint / tag).is_dir():
+        raise UnknownFormatError(f"Directory '{checkpoint / tag}' doesn't exist")
+    return checkpoint / tag
 
 
 if __name__ == "__main__":

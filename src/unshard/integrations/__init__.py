@@ -1,1 +1,1 @@
-"""Hooks for trainers' own processes: what they call is replaced, or called back, by unshard."""
+"""Hooks in trainers' own processes."""

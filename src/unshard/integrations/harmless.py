@@ -1,4 +1,4 @@
-"""What runs inside a training must never end it."""
+"""Error handling for code that runs inside a training, which it must never end."""
 
 import logging
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def ignoring_errors(what: str) -> Iterator[None]:
-    """Log any exception and continue: nothing here may hurt a training."""
+def ignoring_errors(consequence: str) -> Iterator[None]:
+    """Log any exception, with its consequence, and continue."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (the one place where this is the contract)
-        log.warning("%s: %s: %s", what, type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001  (an error must not end the training)
+        log.warning("%s: %s: %s", consequence, type(error).__name__, error)

@@ -1,16 +1,16 @@
-"""lmms-engine's `FSDP2Merger`, replaced by ours in the process of a trainer.
+"""Replacement of lmms-engine's `FSDP2Merger` by ours in the process of a trainer.
 
 Its RL trainers merge at every policy sync, while generation waits. Call this before training:
 
     import unshard.integrations.lmms_engine as integration
     integration.install()
 
-`python -m unshard.evaluate.lmms_engine` does. Ray's workers are told to by their environment:
+`python -m unshard.evaluate.lmms_engine` does so. For Ray's workers, set in their environment:
 
     runtime_env: {worker_process_setup_hook: unshard.integrations.lmms_engine.install}
 
-lmms-engine's own merger is not imported: it imports every model that lmms-engine has, and one whose
-dependency is missing would stop a training that does without it.
+lmms-engine's own merger is not imported, because it imports every model of lmms-engine, and a
+missing dependency of any model would stop the training.
 """
 
 import importlib
@@ -23,7 +23,7 @@ from unshard.merger import fsdp2
 __all__ = ["install"]
 
 _MODULE = "lmms_engine.merger.fsdp2"
-# What their module has for others to import.
+# The public names of their module.
 _NAMES = {
     "FSDP2Merger": fsdp2.FSDP2Merger,
     "CheckpointMerger": fsdp2.CheckpointMerger,
@@ -36,9 +36,9 @@ _NAMES = {
 
 
 def install() -> None:
-    """Replace lmms-engine's merger by ours, for modules that have imported it and for later ones.
+    """Replace lmms-engine's merger by ours, in modules that have imported it and in later imports.
 
-    Subclasses of the original that exist already keep it. To call it again changes nothing.
+    Existing subclasses of the original keep it. Another call changes nothing.
 
     Raises:
         ImportError: lmms-engine is not installed, or has no merger.
@@ -54,6 +54,6 @@ def install() -> None:
     vars(package).setdefault("fsdp2", module)  # as an import would
     vars(package)["CheckpointMerger"].register(fsdp2.FSDP2Merger)
     loaded: list[object] = list(sys.modules.values())  # some packages put other objects there
-    for names in (vars(one) for one in loaded if isinstance(one, ModuleType)):
-        found = [name for name, value in list(names.items()) if value is original]
-        names.update(dict.fromkeys(found, fsdp2.FSDP2Merger))
+    for names in (vars(each) for each in loaded if isinstance(each, ModuleType)):
+        uses = [name for name, value in list(names.items()) if value is original]
+        names.update(dict.fromkeys(uses, fsdp2.FSDP2Merger))

@@ -1,11 +1,12 @@
-"""What a run of transformers' Trainer lacks: config and tokenizer, and the models of its steps.
+"""A callback for transformers' Trainer that writes config and tokenizer, and merges the steps.
 
     from unshard.integrations.transformers import UnshardCallback
 
     trainer = Trainer(..., callbacks=[UnshardCallback(follow="models/my-run --dtype bfloat16")])
 
 With FSDP's sharded state dicts the Trainer saves neither config nor tokenizer (transformers 5.23,
-`save_model`). No mtime of a checkpoint changes: the Trainer removes the oldest.
+`save_model`). The callback changes no mtime of a checkpoint, by which the Trainer removes the
+oldest.
 """
 
 import json
@@ -34,14 +35,14 @@ from unshard.write.dirfd import closing, open_regular, write_whole
 __all__ = ["UnshardCallback", "write_companions"]
 
 _GENERATION = "generation_config.json"
-# Of config.json: who wrote it, and what says nothing about the model that was trained.
+# Keys of config.json that do not depend on the trained model.
 _FREE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 _FREE |= {"use_cache"}
 
 log = logging.getLogger(__name__)
 
-# Becomes a command of low priority that gets SIGTERM when its parent ends in any way
-# (PR_SET_PDEATHSIG). Between fork and exec none of our code may run: there are threads.
+# Executes a command of low priority that gets SIGTERM when its parent ends in any way
+# (PR_SET_PDEATHSIG). It is a script, because after a fork with threads no code of ours may run.
 _BECOME = """if True:
     import ctypes, os, sys
     os.nice(10)
@@ -53,16 +54,16 @@ _BECOME = """if True:
 
 
 class UnshardCallback(TrainerCallback):
-    """Writes config and tokenizer into the run when training begins; on request merges its steps.
+    """Writes config and tokenizer into the run when training begins; optionally merges its steps.
 
-    An error is a warning, and never ends a training.
+    Errors are logged as warnings, and never end a training.
 
     Args:
-        follow: what comes after the run in `unshard merge RUN … --follow`, the outputs' directory
-            or store and options; a text is split as a shell does. One process, on the node of rank
-            0, merges each step, and prints to `<output_dir>/_unshard/follow.log`.
-        timeout: seconds for which rank 0 waits at most, when training ends, until the last step is
-            merged. Other ranks may wait for it, and NCCL gives up after 10 minutes.
+        follow: the arguments after the run in `unshard merge RUN … --follow`: the outputs'
+            directory or store, and options; a string is split like in a shell. A process on the
+            node of rank 0 merges each step, and writes to `<output_dir>/_unshard/follow.log`.
+        timeout: seconds that rank 0 waits at the end of training for the last step to be merged.
+            Other ranks may wait for rank 0, and NCCL gives up after 10 minutes.
     """
 
     def __init__(
@@ -76,32 +77,32 @@ class UnshardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Write what the run lacks, and start to follow it."""
+        """Write config and tokenizer, and start to follow the run."""
         del control
         run = Path(args.output_dir or ".")
         if state.is_world_process_zero:
             with ignoring_errors("the run may lack config and tokenizer"):
                 write_companions(run, given.get("model"), given.get("processing_class"))
             with ignoring_errors("no step is merged while training goes on"):
-                if self._words and self._follower is None:  # else a training was interrupted
+                if self._words and self._follower is None:  # not None after an interruption
                     self._follower = _Follower(run, self._words)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Write `MERGE.txt` at the first save, and see to it that the run is followed."""
+        """Write `MERGE.txt` at the first save, and make sure that the run is followed."""
         del control
         with ignoring_errors("no MERGE.txt"):
             if state.is_world_process_zero:
                 write_hint(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
         with ignoring_errors("no step is merged while training goes on"):
             if self._follower is not None:
-                self._follower.go_on()
+                self._follower.ensure_running()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Wait until the last step is merged, for as long as is allowed."""
+        """Wait until the last step is merged, at most for `timeout`."""
         del args, control
         follower, self._follower = self._follower, None
         with ignoring_errors("not all steps are merged"):
@@ -110,7 +111,7 @@ class UnshardCallback(TrainerCallback):
 
 
 class _Follower:
-    """A process that merges each step; a lock in the outputs sees to it that there is only one."""
+    """A process that merges each step; a lock in the outputs' directory allows only one."""
 
     def __init__(self, run: Path, words: Sequence[str]) -> None:
         self._run, self._words = run.absolute(), words
@@ -119,8 +120,8 @@ class _Follower:
         self._process = self._start()
         self._failed = 0
 
-    def go_on(self) -> None:
-        """Start it again if it failed: that of an earlier training may not have ended yet."""
+    def ensure_running(self) -> None:
+        """Restart the process if it failed, perhaps because an earlier training's still ran."""
         if code := self._process.poll():
             self._process, self._failed = self._start(), self._failed + 1
             if self._failed == 1:
@@ -130,9 +131,9 @@ class _Follower:
             raise UnshardError(f"a step is not merged: see {self._log}")
 
     def finish(self, step: int, timeout: float) -> None:
-        """Merge what is left until the last step, and wait for it `timeout` seconds at most."""
+        """Merge the remaining steps, and wait for at most `timeout` seconds."""
         end = time.monotonic() + timeout
-        if self._process.poll() == 0:  # it was told when to end
+        if self._process.poll() == 0:  # the user's options made it end
             return
         self._process.terminate()
         try:
@@ -145,7 +146,7 @@ class _Follower:
 
     def _start(self, *more: str) -> "subprocess.Popen[bytes]":
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        # What the user gives comes last, and counts.
+        # The user's words come last, so that they override ours.
         words = (str(self._run), "--follow", *more, *self._words)
         with closing(open_regular(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)) as output:
             return subprocess.Popen(  # noqa: S603
@@ -153,36 +154,36 @@ class _Follower:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # Ctrl-C in a terminal is not for it
+                process_group=0,  # so that Ctrl-C in a terminal does not reach it
             )
 
 
 def write_companions(run: Path, model: Any, processing_class: Any) -> None:
     """Write config and tokenizer into a run's directory; replace no file, and mix no tokenizers.
 
-    The model is as the Trainer has it, wrapped or not. Of an adapter, its own config is written,
-    and the base's. A config that is there already and differs from the model's is told.
+    The model may be wrapped, as in the Trainer. For an adapter, its own config and the base's are
+    written. A warning reports an existing config that differs from the model's.
     """
-    for name in ("module", "_orig_mod"):  # of DDP, FSDP1 and DeepSpeed; of torch.compile
+    for name in ("module", "_orig_mod"):  # wrappers of DDP, FSDP1 and DeepSpeed; of torch.compile
         model = getattr(model, name, model)
     adapters = [*(getattr(model, "peft_config", None) or {}).values()]
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     config: Any = deepcopy(getattr(model, "config", None))
-    if hasattr(model, "config_class"):  # a model of transformers, of which FSDP2 makes FSDP<Class>
+    if hasattr(model, "config_class"):  # a model of transformers; FSDP2 renames it to FSDP<Class>
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    there = companions_in(run)
-    code = {name for name in there.files if name.endswith(".py")}
-    if not there.files.keys() - code - {_GENERATION}:
+    existing = companions_in(run)
+    code = {name for name in existing.files if name.endswith(".py")}
+    if not existing.files.keys() - code - {_GENERATION}:
         _write(run, processing_class)
     _write(run, getattr(model, "generation_config", None))
     _write(run, adapters[0] if len(adapters) == 1 else None)
-    if there.config is None:
+    if existing.config is None:
         _write(run, config)
         return
     own = {} if config is None else json.loads(config.to_json_string())
     if keys := _differing(json_object(run / "config.json"), own):
         log.warning(
-            "%s/config.json is not that of the model that is trained: %s. Merges would use it: "
+            "%s/config.json differs from the config of the trained model: %s. Merges would use it: "
             "remove it, and the next training writes its own",
             run,
             ", ".join(keys),
@@ -204,16 +205,13 @@ def _write(run: Path, part: Any) -> None:
                 write_whole(target, path.read_bytes())
 
 
-def _differing(there: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return the keys that both configs have, with different values."""
-    shared = sorted(there.keys() & own.keys() - _FREE)
-    pairs = {key: (there[key], own[key]) for key in shared}
-    return [
-        key
-        for key, (one, other) in pairs.items()
-        if (
-            _differing(one, other)
-            if isinstance(one, dict) and isinstance(other, dict)
-            else one != other
-        )
-    ]
+def _differing(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return the common keys of two configs that have different values."""
+
+    def differ(one: Any, other: Any) -> bool:
+        if isinstance(one, dict) and isinstance(other, dict):
+            return bool(_differing(one, other))
+        return bool(one != other)
+
+    shared = sorted(saved.keys() & own.keys() - _FREE)
+    return [key for key in shared if differ(saved[key], own[key])]

@@ -1,4 +1,4 @@
-"""Experts that vLLM fuses into one parameter, which some of its kernels store in another order.
+"""Experts that vLLM fuses into one parameter, which some kernels store in another order.
 
 Interfaces of vLLM 0.32: a module with experts has a `quant_method`; if that is an
 `UnquantizedFusedMoEMethod`, its parameters are `w13_weight` and `w2_weight`, and perhaps biases,
@@ -27,7 +27,7 @@ _COMPARED = {
     UnquantizedMoeBackend.FLASHINFER_CUTLASS,
     _CPU,
 }
-"""Kernels whose order can be made of tensors on the CPU."""
+"""Kernels whose order can be computed on the CPU."""
 
 
 def has_experts(module: nn.Module) -> bool:
@@ -37,10 +37,10 @@ def has_experts(module: nn.Module) -> bool:
 
 @contextmanager
 def packing(model: Any) -> Iterator[None]:
-    """Let a reload pack the experts of CPUs, as a start does.
+    """Make a reload pack the experts for CPUs again.
 
-    vLLM packs them when it makes their kernel, and only then. After a reload with the kernel in
-    place they would be in the order of the checkpoint, and the engine would compute nonsense.
+    vLLM packs them only when it makes their kernel. After a reload with an existing kernel they
+    would be in the order of the checkpoint, and the engine would compute nonsense.
     """
     kernels = {
         module.quant_method: module.quant_method.moe_kernel
@@ -58,9 +58,9 @@ def packing(model: Any) -> Iterator[None]:
 
 
 def experts_of(module: Any) -> Any:
-    """Return what packs the experts of a module for their kernel; None if their order is not known.
+    """Return the object that packs a module's experts for their kernel; None for other kernels.
 
-    During a reload it may not be in place.
+    It may be missing during a reload.
     """
     method = module.quant_method
     return method.moe_kernel.fused_experts if method.unquantized_backend in _COMPARED else None
@@ -69,33 +69,34 @@ def experts_of(module: Any) -> Any:
 def packed_experts(
     module: Any, experts: Any, loaded: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield names of parameters, what they must be, and in which rows.
+    """Yield names of parameters, their expected values, and the rows of these values.
 
     Args:
         module: with experts.
-        experts: what `experts_of` returned.
-        loaded: what the model's loaders made of a checkpoint, by the names of the parameters; NaN
-            where nothing was loaded. What is not in it counts as NaN.
+        experts: the result of `experts_of`.
+        loaded: the parameters that the model's loaders made from a checkpoint, by name; NaN where
+            nothing was loaded. Missing parameters count as NaN.
     """
-    touched = torch.stack([~one.isnan().flatten(1).all(1) for one in loaded.values()]).any(0)
+    touched = torch.stack([~values.isnan().flatten(1).all(1) for values in loaded.values()]).any(0)
     rows = touched.nonzero().flatten()
     recorded, _ = get_layerwise_info(module).restore_metadata
-    made = nn.Module()
-    for name, one in recorded.items():
+    packed = nn.Module()
+    for name, parameter in recorded.items():
         if name in loaded:
             values = loaded[name][rows]
         else:
-            values = torch.full((len(rows), *one.shape[1:]), torch.nan, dtype=one.dtype)
-        made.register_parameter(name, nn.Parameter(values, requires_grad=False))
-    _store(module.quant_method, experts, made)
+            shape = (len(rows), *parameter.shape[1:])
+            values = torch.full(shape, torch.nan, dtype=parameter.dtype)
+        packed.register_parameter(name, nn.Parameter(values, requires_grad=False))
+    _pack(module.quant_method, experts, packed)
     for name in loaded:
-        yield name, getattr(made, name).detach(), rows
+        yield name, getattr(packed, name).detach(), rows
 
 
-def _store(method: Any, experts: Any, made: Any) -> None:
-    """Put experts into the order of their kernel, as vLLM does."""
-    made.w13_weight.data, made.w2_weight.data = convert_to_unquantized_kernel_format(
-        method.unquantized_backend, method.moe, made.w13_weight.data, made.w2_weight.data
+def _pack(method: Any, experts: Any, module: Any) -> None:
+    """Put experts into the order of their kernel, with vLLM's own functions."""
+    module.w13_weight.data, module.w2_weight.data = convert_to_unquantized_kernel_format(
+        method.unquantized_backend, method.moe, module.w13_weight.data, module.w2_weight.data
     )
     if method.unquantized_backend is _CPU and not getattr(experts, "_use_zentorch", False):
-        experts.process_weights_after_loading(made)
+        experts.process_weights_after_loading(module)

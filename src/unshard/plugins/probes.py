@@ -1,4 +1,4 @@
-"""Which tensors show that an engine holds a checkpoint, and nothing of the one before."""
+"""The choice of tensors that show whether an engine has loaded a checkpoint completely."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,41 +10,42 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def choose_probes(shapes: Shapes) -> list[list[str]]:
-    """Return names of tensors to compare, in groups that belong together.
+    """Return the names of tensors to compare, in groups of a layer or a single tensor.
 
-    All of the tensors outside layers, and of the first, the middle and the last layer of each
-    stack; of every other layer all vectors, one matrix and one expert, another one in each. So a
-    reload that left out a layer, or one kind of matrix, is seen, and little is read twice.
+    These are all tensors outside layers, all of the first, the middle and the last layer of each
+    stack, and from every other layer all vectors, one matrix and one expert, which vary with the
+    layer. So a reload that left out a layer, or a kind of matrix, is detected, and little is read
+    twice.
 
     Args:
         shapes: the shapes of all tensors, by name.
     """
     stacks: dict[str, dict[int, list[str]]] = {}
-    outside = []
+    groups = []
     for name in shapes:
-        found = _LAYER.match(name)
-        if found is None:
-            outside.append(name)
+        match = _LAYER.match(name)
+        if match is None:
+            groups.append([name])
         else:
-            stacks.setdefault(found[1], {}).setdefault(int(found[2]), []).append(name)
-    groups = [[name] for name in outside]
+            stacks.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
     for layers in stacks.values():
         numbers = sorted(layers)
         whole = {numbers[0], numbers[len(numbers) // 2], numbers[-1]}
         groups += [
-            layers[one] if one in whole else _sample(layers[one], one, shapes) for one in numbers
+            layers[number] if number in whole else _sample(layers[number], number, shapes)
+            for number in numbers
         ]
     return groups
 
 
 def _sample(names: Sequence[str], number: int, shapes: Shapes) -> list[str]:
-    """Return the vectors of a layer, one of its matrices and one expert, by the layer's number."""
+    """Return the vectors of a layer, and a matrix and an expert chosen by the layer's number."""
     experts: dict[int, list[str]] = {}
     matrices, chosen = list[str](), set[str]()
     for name in names:
-        found = _EXPERT.match(name)
-        if found is not None:
-            experts.setdefault(int(found[1]), []).append(name)
+        match = _EXPERT.match(name)
+        if match is not None:
+            experts.setdefault(int(match[1]), []).append(name)
         elif len(shapes[name]) > 1:
             matrices.append(name)
         else:

@@ -1,7 +1,7 @@
-"""What every engine needs of a checkpoint: the tensors that a merge would write, and a config.
+"""A checkpoint as engines load it: the tensors that a merge would write, and a config.
 
 An engine starts from a directory with config.json and tokenizer. Its loader gets the rest as JSON:
-the checkpoint, and the options of `open_checkpoint` except `names`, which are those of the hub.
+the checkpoint, and the options of `open_checkpoint` except `names`, which is always "hub".
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,42 +40,42 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "lora_alpha": (int, float),
 }
 OPTIONS = frozenset(_KINDS)
-"""The options that a loader takes from JSON."""
+"""The options that a loader accepts as JSON."""
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def checked(given: Mapping[str, object]) -> EngineKeywords:
-    """Return options that came as JSON; None leaves an option out.
+def checked(options: Mapping[str, object]) -> EngineKeywords:
+    """Return options from JSON, without those that are None.
 
     Raises:
-        UsageError: an option is not known, or its value is of another type.
+        UsageError: an option is unknown, or its value has the wrong type.
     """
+    given = {name: value for name, value in options.items() if value is not None}
+    if unknown := next((name for name in options if name not in _KINDS), None):
+        expected = ", ".join(sorted(OPTIONS))
+        raise UsageError(f"{unknown}: not an option of the loader", expected=expected)
     for name, value in given.items():
-        if name not in _KINDS:
-            expected = ", ".join(sorted(OPTIONS))
-            raise UsageError(f"{name}: not an option of the loader", expected=expected)
         kinds = _KINDS[name]
-        # True is an int to Python.
-        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-        if value is not None and not fits:
-            what = f"{name}: {value!r} is not a value of this option"
-            raise UsageError(what, expected=" or ".join(kind.__name__ for kind in kinds))
-    return cast(
-        "EngineKeywords", {name: value for name, value in given.items() if value is not None}
-    )
+        # A bool is an int in Python.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UsageError(
+                f"{name}: invalid value {value!r}",
+                expected=" or ".join(kind.__name__ for kind in kinds),
+            )
+    return cast("EngineKeywords", given)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
+class EngineWeights:
     """The weights of a checkpoint as an engine loads them, and the config that fits them.
 
     Attributes:
-        tensors: by their names on the hub; each is read when it is looked up.
-        config: what a merge would write as config.json, but for the dtype; None without one.
-        step: the step that was found, if it has one.
-        memory: in which tensors are made; others of similar sizes may be made there as well.
+        tensors: by their names on the hub; read on access.
+        config: the config.json that a merge would write, except for the dtype; None without one.
+        step: the step of the checkpoint, if it has one.
+        memory: the memory of the tensors, which is reused.
     """
 
     tensors: "OpenCheckpoint[Tensor]"
@@ -94,7 +94,7 @@ class Weights:
         return {name: self.tensors.get_slice(name).shape for name in self.tensors}
 
     def read(self, names: Iterable[str]) -> "Iterator[tuple[str, Tensor]]":
-        """Yield tensors with their names; while one is used, the next is read."""
+        """Yield tensors with their names, and read the next tensor meanwhile."""
         with ThreadPoolExecutor(1) as reader:
             reading: tuple[str, Future[Tensor]] | None = None
             for name in names:
@@ -107,8 +107,8 @@ class Weights:
 
 
 @contextmanager
-def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weights]:
-    """Open a checkpoint for an engine, its names and shapes checked as in a merge.
+def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[EngineWeights]:
+    """Open a checkpoint for an engine, and check names and shapes as in a merge.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -119,25 +119,25 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Weig
     chosen = MergeOptions(**options)
     with ExitStack() as stack:
         read = read_unmerged(checkpoint, chosen, stack)
-        made = convert(Sources((read,)), chosen)
-        with hearing(None) as heard:
-            for note in made.notes:
-                heard(Warned(note))
+        output = convert(Sources((read,)), chosen)
+        with hearing(None) as listener:
+            for note in output.notes:
+                listener(Warned(note))
         memory = RecycledMemory()
         reader = TensorReader(read.location.weights_dir, memory, read.states)
         stack.callback(reader.close)
-        opened = Opened(read, chosen, {one.name: one for one in made.tensors}, reader)
+        opened = Opened(read, chosen, {tensor.name: tensor for tensor in output.tensors}, reader)
         with OpenCheckpoint(opened, as_tensor, stack.pop_all()) as tensors:
-            yield Weights(tensors, made.config, read.location.step, memory)
+            yield EngineWeights(tensors, output.config, read.location.step, memory)
 
 
-def check_config(weights: Weights, stated: ModelConfig, *, hint: str) -> None:
-    """Check that the engine's config fits the weights, where a merge would change config.json.
+def check_config(weights: EngineWeights, config: ModelConfig, *, hint: str) -> None:
+    """Check that the engine's config fits the weights.
 
     Args:
         weights: of the checkpoint.
-        stated: the config that the engine has.
-        hint: how to give the engine the config that fits.
+        config: the engine's config.
+        hint: how to give the engine a config that fits.
 
     Raises:
         ConversionError: the engine would tie weights that differ, or has another vocabulary.
@@ -145,11 +145,14 @@ def check_config(weights: Weights, stated: ModelConfig, *, hint: str) -> None:
     needed = weights.config
     if needed is None:
         return
-    engine, own = (_vocabulary(stated), _vocabulary(needed))
-    problem = f"the vocabulary of the engine's config is {engine}, that of the checkpoint {own}"
-    if stated.is_tied and not needed.is_tied:
+    if config.is_tied and not needed.is_tied:
         problem = "the engine's config ties head and embedding, which differ in the checkpoint"
-    elif engine == own:
+    elif _vocabulary(config) != _vocabulary(needed):
+        problem = (
+            f"the engine's config has a vocabulary of {_vocabulary(config)}, the checkpoint of "
+            f"{_vocabulary(needed)}"
+        )
+    else:
         return
     raise ConversionError(f"{weights.path}: {problem}", hint=hint)
 
@@ -158,15 +161,29 @@ def _vocabulary(config: ModelConfig) -> object:
     return config.text.get("vocab_size", config.fields.get("vocab_size"))
 
 
-def check_shapes(weights: Weights, before: Shapes) -> None:
-    """Check that a running engine can take the tensors of another checkpoint.
+def check_local(path: str) -> None:
+    """Check that a model's path is a local directory, if no checkpoint is configured.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not Path(path).exists():
+        raise UsageError(
+            f"--load-format unshard: {path} is not a local directory, and no checkpoint is "
+            "configured",
+            hint="""add --model-loader-extra-config '{"checkpoint": "DIR"}'""",
+        )
+
+
+def check_shapes(weights: EngineWeights, before: Shapes) -> None:
+    """Check that a running engine can load another checkpoint.
 
     Args:
         weights: of that checkpoint.
-        before: names and shapes of what the engine was started with.
+        before: names and shapes of the tensors with which the engine was started.
 
     Raises:
-        ConversionError: they are not the same.
+        ConversionError: names or shapes differ.
     """
     now = weights.shapes
     differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -185,13 +202,13 @@ def check_shapes(weights: Weights, before: Shapes) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Described:
-    """What an engine is started with.
+    """The facts with which an engine is started.
 
     Attributes:
-        title: which weights these are, for people.
+        title: a description of the weights.
         step: the step of the checkpoint, if it has one.
-        config: config.json as the engine must read it.
-        companions: the files as they are.
+        config: the config.json for the engine.
+        companions: the checkpoint's own files.
     """
 
     title: str
@@ -206,16 +223,16 @@ class Described:
 
     @property
     def directory(self) -> Path | None:
-        """The directory that has exactly what the engine must read; None if there is none."""
-        config, stated = self.companions.config, self.companions.model
-        if config is None or stated is None or config.name != "config.json":
+        """The directory with exactly the files that the engine needs; None if there is none."""
+        config, model = self.companions.config, self.companions.model
+        if config is None or model is None or config.name != "config.json":
             return None
         together = all(path == config.parent / name for name, path in self.companions.files.items())
-        return config.parent if together and stated.fields == self.config.fields else None
+        return config.parent if together and model.fields == self.config.fields else None
 
 
 def describe(checkpoint: str | Path, options: EngineKeywords) -> Described:
-    """Read what an engine is started with; no weights are read.
+    """Read the facts with which an engine is started, without the weights.
 
     Raises:
         UnshardError: as `weights_of` raises it.
@@ -232,10 +249,9 @@ def describe(checkpoint: str | Path, options: EngineKeywords) -> Described:
 
 @contextmanager
 def model_directory(described: Described) -> Iterator[Path]:
-    """Yield a directory with config, tokenizer and the like, as an engine must read them.
+    """Yield a directory with config, tokenizer and the like for an engine, without weights.
 
-    It is the checkpoint's own if that has them all as they must be, and otherwise a temporary one,
-    removed in the end. It has no weights.
+    It is the checkpoint's own directory if its files fit, otherwise a temporary directory.
     """
     if described.directory is not None:
         yield described.directory
@@ -248,27 +264,27 @@ def model_directory(described: Described) -> Iterator[Path]:
 def loader_config(
     checkpoint: str | Path, step: int | None, options: EngineKeywords
 ) -> dict[str, object]:
-    """Return what the loader must be given, as JSON: the checkpoint and how to read it.
+    """Return the configuration of the loader, as JSON: the checkpoint and the options.
 
     Args:
         checkpoint: as for `merge`.
-        step: the step that was found: a run may have a newer one when the engine loads.
+        step: the step, because a run may have a newer step when the engine loads.
         options: as for `describe`.
     """
-    place = given_path(checkpoint, "the checkpoint").absolute()
-    found: dict[str, object] = {"checkpoint": str(place)}
-    found |= {} if step is None else {"step": step}
+    path = given_path(checkpoint, "the checkpoint").absolute()
+    fields: dict[str, object] = {"checkpoint": str(path)}
+    fields |= {} if step is None else {"step": step}
     for name, value in options.items():
         if value is None or value is False or value in ((), []):
-            continue  # as if it were not given
+            continue  # a default
         if name == "also":
-            found[name] = [_absolute(one) for one in options["also"]]
+            fields[name] = [_absolute(directory) for directory in options["also"]]
         else:
-            found[name] = _absolute(value) if name in {"base", "config"} else value
-    return found
+            fields[name] = _absolute(value) if name in {"base", "config"} else value
+    return fields
 
 
 def _absolute(value: object) -> str:
-    """Return a local path as an absolute one; the id of a model on the hub as it is."""
+    """Return a local path as an absolute path; the hub id of a model unchanged."""
     path = path_of(str(value))
     return str(path.absolute()) if path.exists() else str(value)

@@ -1,16 +1,16 @@
-"""The load format `unshard` of SGLang: its model loader, which reads training shards.
+"""The model loader of SGLang's load format `unshard`, which reads training shards.
 
-Interfaces of SGLang 0.5.23: at the start, a loader's `load_model` makes a model and loads what
-`_get_weights_iterator` returns. For `/update_weights_from_disk` there is a new loader, without the
-configuration of the first; the path in the request is the path of its source. What the iterator
-raises then is an answer, and nothing was changed. After what `load_weights_and_postprocess` raises,
-SGLang loads "the original weights", but from the new path; if that fails as well, the engine ends.
+Interfaces of SGLang 0.5.23: at the start, a loader's `load_model` makes a model and loads the
+tensors of `_get_weights_iterator`. For `/update_weights_from_disk` there is a new loader, without
+the configuration of the first; the path in the request is the path of its source. An error of the
+iterator becomes the answer, and nothing has changed. After an error of
+`load_weights_and_postprocess`, SGLang loads "the original weights", but from the new path; if that
+fails as well, the engine ends.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,7 @@ from unshard.keywords import EngineKeywords
 from unshard.plugins.serving import (
     Shapes,
     check_config,
+    check_local,
     check_shapes,
     checked,
     weights_of,
@@ -41,36 +42,42 @@ if not hasattr(DefaultModelLoader, "_get_weights_iterator"):
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What an engine of this process was started with."""
+    """The start of an engine in this process.
+
+    Attributes:
+        options: of the checkpoint.
+        shapes: of its tensors.
+        refusal: why other weights cannot be loaded; None if they can.
+    """
 
     options: EngineKeywords
     shapes: Shapes
     refusal: str | None
-    """Why other weights cannot be loaded into it."""
 
 
 _started: WeakKeyDictionary[ModelConfig, _Start] = WeakKeyDictionary()
 
 
 class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang has no types where mypy runs
-    """Loads a checkpoint of training with the tensors that `unshard merge` would write.
+    """Loads the tensors that `unshard merge` would write from a training checkpoint.
 
     Args:
-        load_config: SGLang's; `model_loader_extra_config` may have "checkpoint" and the options of
+        load_config: SGLang's; `model_loader_extra_config` may have "checkpoint" and options of
             `unshard.open_checkpoint`.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
-        # Not that of the default loader, which allows no options but its own.
+        # Not the default loader's constructor, which refuses options other than its own.
         BaseModelLoader.__init__(self, load_config)
-        given: Mapping[str, object] = load_config.model_loader_extra_config
-        self._checkpoint = given.get(_CHECKPOINT)
-        self._options = checked({name: one for name, one in given.items() if name != _CHECKPOINT})
+        extra: Mapping[str, object] = load_config.model_loader_extra_config
+        self._checkpoint = extra.get(_CHECKPOINT)
+        options = {name: value for name, value in extra.items() if name != _CHECKPOINT}
+        self._options = checked(options)
         self._starting = self._agreed = False
         self._shapes: Shapes = {}
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Do nothing: a checkpoint is where it is."""
+        """Do nothing, because there is nothing to download."""
 
     def load_model(self, *, model_config: ModelConfig, device_config: DeviceConfig) -> nn.Module:
         """Load the model of an engine that starts."""
@@ -85,20 +92,20 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang has no 
     def load_weights_and_postprocess(
         self, model: nn.Module, weights: Iterator[tuple[str, Tensor]], target_device: torch.device
     ) -> None:
-        """Load tensors into a model; if it is a running engine's, compare it with the checkpoint.
+        """Load tensors into a model; in a running engine, compare it with the checkpoint.
 
         Raises:
-            UnshardError: the model holds other values.
+            UnshardError: the model has other values.
         """
         DefaultModelLoader.load_weights_and_postprocess(model, weights, target_device)
         if not self._starting:
-            with weights_of(str(self._checkpoint), self._options) as again:
-                verify(again, model)
+            with weights_of(str(self._checkpoint), self._options) as expected:
+                verify(expected, model)
 
     def _get_weights_iterator(
         self, source: DefaultModelLoader.Source, **_: object
     ) -> Iterator[tuple[str, Tensor]]:
-        """Return all tensors with their names on the hub; the checkpoint has been checked then."""
+        """Return all tensors with their names on the hub, after the checkpoint was checked."""
         tensors = self._tensors(source)
         try:
             first = next(tensors)
@@ -115,34 +122,26 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang has no 
                 f"--load-format unshard: {source.model_or_path} is not the engine's own model",
                 hint="give a draft model its own format: --speculative-draft-load-format auto",
             )
-        if self._starting:
-            self._start_from(str(source.model_or_path))
-        else:
-            self._go_on_to(str(source.model_or_path), config)
+        path = str(source.model_or_path)
+        if not self._starting:
+            self._update_to(path, config)
+        elif self._checkpoint is None:
+            check_local(path)
+            self._checkpoint = path
         with weights_of(str(self._checkpoint), self._options) as weights:
-            stated = ours.ModelConfig(config.hf_config.to_dict())
-            hint = "start it with `unshard sglang`, which gives the engine the config that fits"
-            check_config(weights, stated, hint=hint)
+            engine_config = ours.ModelConfig(config.hf_config.to_dict())
+            hint = "start it with `unshard sglang`, which gives the engine a config that fits"
+            check_config(weights, engine_config, hint=hint)
             if self._starting:
                 self._shapes = weights.shapes
             else:
                 check_shapes(weights, _started[config].shapes)
-            if weights.step is not None:  # a run may have a newer one when it is compared
+            if weights.step is not None:  # a run may have a newer step when it is compared
                 self._options["step"] = weights.step
             yield from weights.tensors.items()
 
-    def _start_from(self, path: str) -> None:
-        """Find the checkpoint around the model's directory, unless it is named."""
-        if self._checkpoint is None and not Path(path).exists():
-            raise UsageError(
-                f"--load-format unshard: {path} is not a local directory, and no checkpoint is "
-                "named",
-                hint="""name it: --model-loader-extra-config '{"checkpoint": "DIR"}'""",
-            )
-        self._checkpoint = self._checkpoint or path
-
-    def _go_on_to(self, path: str, config: ModelConfig) -> None:
-        """Mean the checkpoint of a request, with the options of the start, except the step."""
+    def _update_to(self, path: str, config: ModelConfig) -> None:
+        """Switch to the checkpoint of a request, with the initial options except the step."""
         started = _started.get(config)
         if started is None:
             reason: str | None = "it was not started with --load-format unshard"
@@ -160,15 +159,15 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang has no 
     def _agree(self, problem: str | None) -> None:
         """Refuse an update in all workers of tensor parallelism if one of them refuses it.
 
-        SGLang answers a request with what the first worker says, and the others would have other
-        weights. When it loads again after an error, it does so in one worker alone.
+        SGLang answers a request with the first worker's result, and the other workers would have
+        other weights. After an error, it loads again in one worker only.
         """
         if self._starting or self._agreed:
             return
         self._agreed = True
         group = get_parallel().tp_group.cpu_group
-        found: list[str | None] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(found, problem, group=group)
-        others = [one for one in found if one is not None]
+        answers: list[str | None] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(answers, problem, group=group)
+        others = [answer for answer in answers if answer is not None]
         if problem is None and others:
             raise UnshardError(f"another worker cannot load the checkpoint: {others[0]}")

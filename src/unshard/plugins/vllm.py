@@ -1,14 +1,14 @@
-"""vLLM on training shards: the plugin, what an engine is started with, its next checkpoint.
+"""vLLM on training shards: the plugin, the arguments of an engine, and reloads.
 
 The wheel has the entry point `vllm.general_plugins`: every process of a vLLM in the same
-environment calls `register`. vLLM is imported only there.
+environment calls `register`. Only `register` imports vLLM.
 """
 
 import logging
 
-# At the end of a process, what was registered last is called first. Engines of vLLM end by
-# `weakref.finalize`, which our context uses before vLLM is imported; multiprocessing, which waits
-# for the processes of the engine, must be called after that.
+# At exit, callbacks run in reverse order of registration. vLLM's engines end by `weakref.finalize`,
+# which our context uses before vLLM is imported; multiprocessing waits for the engine's processes,
+# so its callback must run after that, and be registered first.
 import multiprocessing.util  # noqa: F401
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from unshard.keywords import EngineKeywords
 from unshard.plugins.serving import describe, loader_config, model_directory
 
 WORKER_EXTENSION = "unshard.plugins.vllm_worker.WorkerExtension"
-"""What adds our methods to vLLM's workers."""
+"""The class that adds our methods to vLLM's workers."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Add the load format `unshard` to vLLM, in this process.
 
-    If vLLM is absent, nothing happens. If its interface is another one than the loader needs, the
-    format raises an error when an engine asks for it, so that other engines are not disturbed.
+    Does nothing if vLLM is absent. If the loader does not fit vLLM's interface, only engines that
+    request the format get an error.
     """
     try:
         from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
@@ -48,13 +48,13 @@ def register() -> None:
 
 
 def _unfit_loader(base: type[Any], reason: Exception) -> type[Any]:
-    """Return a loader that cannot be made, and says why."""
+    """Return a loader whose constructor raises the reason."""
 
     class UnfitLoader(base):  # type: ignore[misc]  # known at run time only
         def __init__(self, load_config: object) -> None:
             del load_config
             raise UsageError(
-                "this version of vLLM has another interface than the load format unshard needs",
+                "the load format unshard does not fit the interface of this version of vLLM",
                 found=str(reason),
                 hint="use vLLM 0.32, or merge the checkpoint: `unshard merge CHECKPOINT OUTPUT`",
             )
@@ -69,18 +69,17 @@ def _unfit_loader(base: type[Any], reason: Exception) -> type[Any]:
 def arguments(
     checkpoint: str | Path, **options: Unpack[EngineKeywords]
 ) -> Iterator[dict[str, object]]:
-    """Yield what `vllm.LLM` is started with, to serve a checkpoint without a merge.
+    """Yield the arguments of `vllm.LLM` to serve a checkpoint without a merge.
 
         with unshard.plugins.vllm.arguments("RUN/global_step_10") as given:
             llm = vllm.LLM(**given, max_model_len=4096)
 
-    The model's directory has config and tokenizer only. If the checkpoint does not have both
-    together, as the engine must read them, it is a temporary one, removed when the context ends:
-    the engine should end before.
+    The model's directory has only config and tokenizer. It may be temporary, and is removed when
+    the context ends, so the engine should end before.
 
     Args:
         checkpoint: as for `merge`.
-        options: as for `open_checkpoint`, which explains each.
+        options: as for `open_checkpoint`.
 
     Raises:
         UnshardError: as `open_checkpoint` raises it; tensors are missing or unexpected; or the
@@ -102,8 +101,8 @@ class _LLMEngine(Protocol):
     def reset_encoder_cache(self) -> None: ...
 
 
-class Engine(Protocol):
-    """What is used of `vllm.LLM`."""
+class RunningEngine(Protocol):
+    """The used interface of `vllm.LLM`."""
 
     llm_engine: _LLMEngine
 
@@ -113,46 +112,46 @@ class Engine(Protocol):
         """Call a method of every worker."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what earlier prompts left; return whether it was forgotten."""
+        """Clear the cache of earlier prompts; return whether it is clear."""
 
 
 def reload(
-    llm: Engine, checkpoint: str | Path, **options: Unpack[EngineKeywords]
+    llm: RunningEngine, checkpoint: str | Path, **options: Unpack[EngineKeywords]
 ) -> list[Mapping[str, object]]:
-    """Load another checkpoint into a running engine of vLLM, and check that the engine holds it.
+    """Load another checkpoint into a running engine of vLLM, and verify its weights.
 
-    The engine must have been started with `arguments`, or with the same arguments by other means.
-    Its caches are reset. After an error, end the engine, unless the message says that nothing was
-    changed.
+    The engine must have been started with `arguments`, or equal arguments. Its caches are reset.
+    After an error, end the engine, unless the message says that nothing was changed.
 
     Args:
         llm: a `vllm.LLM` without requests in progress.
         checkpoint: as for `merge`; of the same model.
-        options: as for `arguments`; those that are not given are as at the start, but for `step`.
+        options: as for `arguments`; by default as at the start, except for `step`.
 
     Returns:
         For every worker: path and step of the checkpoint, and how many parameters and elements
         were compared with it.
 
     Raises:
-        UnshardError: the checkpoint cannot be read, the engine cannot take it, or it holds other
-            values afterwards.
+        UnshardError: the checkpoint cannot be read, the engine cannot load it, or has other values
+            afterwards.
     """
     if llm.llm_engine.has_unfinished_requests():
         raise UsageError("the engine has requests in progress", hint="wait until they are answered")
-    given = loader_config(checkpoint, None, options)
-    path = str(given.pop("checkpoint"))
+    config = loader_config(checkpoint, None, options)
+    path = str(config.pop("checkpoint"))
+    kwargs: dict[str, object] = {"checkpoint": path, "options": config}
     try:
-        found = llm.collective_rpc("unshard_reload", kwargs={"checkpoint": path, "options": given})
+        answers = llm.collective_rpc("unshard_reload", kwargs=kwargs)
     except UnshardError:
         raise
     except Exception as error:
-        # A worker in another process: vLLM passes on the text of its error alone.
-        raise UnshardError(f"{path}: the engine did not take it: {error}") from error
+        # From a worker in another process, vLLM passes on only the text of an error.
+        raise UnshardError(f"{path}: the engine did not load it: {error}") from error
     llm.llm_engine.reset_encoder_cache()
     if not llm.reset_prefix_cache():
         raise UnshardError(
-            f"{path}: the engine has not forgotten what it computed with the weights before",
+            f"{path}: the engine's cache still has values from the earlier weights",
             hint="end the engine",
         )
-    return found
+    return answers

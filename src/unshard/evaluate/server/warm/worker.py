@@ -31,7 +31,7 @@ from unshard.write.dirfd import write_whole
 
 if TYPE_CHECKING:
     from unshard.keywords import EngineKeywords
-    from unshard.plugins.vllm import Engine
+    from unshard.plugins.vllm import RunningEngine
 
 SOCKET_NAME = "socket"  # the socket in the worker's directory
 REPLACE = 75  # the exit code of a job that another worker must run; a job that exits with it gets 1
@@ -179,10 +179,10 @@ class _EngineFactory:
     """Takes the place of vLLM's `LLM` in lm-eval: makes an engine once, then swaps its weights."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: RunningEngine | None = None
         self._options: Mapping[str, object] = {}
 
-    def __call__(self, **options: object) -> "Engine":
+    def __call__(self, **options: object) -> "RunningEngine":
         """Return the engine with the weights of a checkpoint.
 
         Raises:
@@ -209,13 +209,15 @@ class _EngineFactory:
         return self._engine
 
 
-def _start(checkpoint: str, own: "EngineKeywords", options: Mapping[str, object]) -> "Engine":
+def _start(
+    checkpoint: str, own: "EngineKeywords", options: Mapping[str, object]
+) -> "RunningEngine":
     from vllm import LLM
 
     from unshard.plugins.serving import loader_config
     from unshard.plugins.vllm import WORKER_EXTENSION
 
-    engine: Engine = LLM(
+    engine: RunningEngine = LLM(
         **options,
         load_format="unshard",
         model_loader_extra_config=loader_config(checkpoint, None, own),
