@@ -297,7 +297,9 @@ def test_items_in_the_form_of_safetensors_are_refused_as_such(
     saved = {**before, **tensors}
     form = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     save(saved, storage_writer=form, no_dist=True)
-    with pytest.raises(NotMergeableError, match=r"__0_0\.distcp: .* form of safetensors") as error:
+    with pytest.raises(
+        NotMergeableError, match=r"__0_0\.distcp: .* serialized as safetensors"
+    ) as error:
         unshard.inspect(tmp_path)
     assert "serialization_format" in error.value.hint
 
@@ -316,4 +318,4 @@ def test_an_optimizer_in_the_form_of_safetensors_is_refused_as_such(
     save({"optimizer": state}, storage_writer=form, no_dist=True)
     found = unshard.inspect(tmp_path).optimizer
     assert found is not None
-    assert "form of safetensors" in (found.problem or "")
+    assert "serialized as safetensors" in (found.problem or "")

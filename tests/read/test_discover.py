@@ -255,7 +255,7 @@ def test_a_format_is_told_by_a_name(tmp_path: Path, name: str) -> None:
 def test_a_format_of_another_engine_is_refused_with_the_tool_that_reads_it(tmp_path: Path) -> None:
     (tmp_path / "model" / "pp_00" / "tp_00").mkdir(parents=True)
     (tmp_path / "model" / "pp_00" / "tp_00" / "sdp_00.pt").write_bytes(b"")
-    with pytest.raises(NotMergeableError, match=r"hint: .*have fairseq2 export"):
+    with pytest.raises(NotMergeableError, match=r"hint: .*export the step .* with fairseq2"):
         open_latest(tmp_path, Choice(), ReadOptions())
 
 

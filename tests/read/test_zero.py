@@ -210,7 +210,7 @@ def test_a_run_and_its_step_give_the_same_weights_whatever_latest_says(
         assert (found.path, found.step) == (str(step / "global_step4"), 4)
         assert found.would_write is not None
         assert found.would_write.startswith(f"{run / 'merged/checkpoint-4'}:")
-        noted = any("global_step4 was taken" in one for one in found.warnings)
+        noted = any("global_step4, the highest step, was taken" in one for one in found.warnings)
         assert noted is (latest != "global_step4")
     for number, place in enumerate((run, step)):
         unshard.merge(place, tmp_path / f"out{number}")

@@ -22,7 +22,7 @@ from unshard.containers.open_files import read_whole
 from unshard.errors import IncompleteError, UnknownFormatError, UnshardError, printable
 from unshard.fronts import Call, Command, Mention, Text, additions, marked
 from unshard.read.beside.adapter_config import lora_names
-from unshard.read.finding.candidates import at_same_step
+from unshard.read.finding.candidates import sibling_weights
 from unshard.read.finding.discover import find
 from unshard.read.finding.markers import run_of
 from unshard.read.format import EVERY_ROLE, Choice, Location, ReshardFormat
@@ -115,8 +115,8 @@ def _lines(source: Checkpoint, at: Path, write: Callable[[Path], str]) -> Iterat
     for role in others:
         call = Call("unshard merge", [checkpoint], {"role": role})
         yield _merge(f"merge the {role}", call, at, f"into {write(output)}-{role}")[0]
-    if is_step and at_same_step(location, "ema"):
-        call = Call("unshard merge", [checkpoint], {"weights": "ema"})
+    if is_step and sibling_weights(location, "ema"):
+        call = Call("unshard merge", given, {"weights": "ema"})
         yield _line("merge the EMA weights", call, added, f"into {write(output)}-ema")
     if lora_names(source.catalog.tensors):
         paths = [checkpoint, write(output.with_name(f"{output.name}-adapter"))]

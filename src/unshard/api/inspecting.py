@@ -17,7 +17,7 @@ from unshard.errors import CheckpointError, ConversionError, NoConfigError, Usag
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
 from unshard.read.beside.adapter_config import lora_names
-from unshard.read.finding.candidates import at_same_step
+from unshard.read.finding.candidates import sibling_weights
 from unshard.read.finding.markers import find_markers, run_of
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_optimizer
@@ -244,7 +244,7 @@ def _describe(
         parameters=sum(prod(entry.shape) for entry in entries),
         size_bytes=sum(entry.size_bytes for entry in entries),
         latest=dict(find_markers(run_of(location))),
-        has_ema=at_same_step(location, "ema") is not None,
+        has_ema=sibling_weights(location, "ema") is not None,
         lora_tensors=len(lora_names(catalog.tensors)),
         shared=_find_shared(catalog),
         compressed=any(entry.chunks.compressed.any() for entry in entries),

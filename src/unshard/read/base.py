@@ -66,7 +66,8 @@ class Base:
             )
         folders = {name.partition("/")[0] for name in self.companions.files}
         stay = sorted(name for name in folders if name.startswith(f"{folder}_"))
-        return f"{folder} is replaced; {', '.join(stay)} stays that of {self.name}" if stay else ""
+        note = f"{folder} is replaced; {', '.join(stay)} of {self.name} is kept"
+        return note if stay else ""
 
 
 def read_base(spec: str, *, needs_weights: bool = False) -> Base:

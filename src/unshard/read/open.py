@@ -21,7 +21,7 @@ from unshard.errors import (
 from unshard.fronts import unadvised
 from unshard.read.beside.adapter_config import adapter_files, lora_names
 from unshard.read.beside.companions import Companions, find_companions
-from unshard.read.finding.candidates import at_same_step
+from unshard.read.finding.candidates import sibling_weights
 from unshard.read.finding.discover import discover, find
 from unshard.read.finding.markers import notes_of, writer_by_tree
 from unshard.read.format import Choice, Location, PassedOver, ReadOptions, blaming, shortened
@@ -228,7 +228,10 @@ def _read(location: Location, options: ReadOptions) -> Checkpoint:
         companions.note(states)
         options = replace(options, config_file=companions.config_file)
         catalog = _weights(location, options)
-        if location.weights == "ema" and (regular := at_same_step(location, "model")) is not None:
+        if (
+            location.weights == "ema"
+            and (regular := sibling_weights(location, "model")) is not None
+        ):
             catalog = _completed(catalog, _weights(regular, options))
         check_coverage(catalog)
         later = catalog.weight_files  # files of compressed items have not been opened yet

@@ -27,6 +27,7 @@ from unshard.containers.torch_files.reader import unpickled
 from unshard.containers.torch_files.zip import TorchZip, read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import CheckpointError, CorruptError, UnshardError, raise_all
+from unshard.read.torch_save.state_dict import ShortStorageError, start_of
 from unshard.read.torch_save.values import StorageView, TensorFormError, read_view
 from unshard.tensors.boxes import Ints
 from unshard.tensors.catalog import ByteRange, Catalog, Chunk, TensorEntry
@@ -216,22 +217,14 @@ class _Blocks:
 
 def _stored(archive: TorchZip, decoded: _Decoded) -> StoredItem:
     view = decoded.views.get(archive.pickle)
-    if view is None:
-        try:
+    try:
+        if view is None:
             view = read_view(unpickled(archive.path, archive.pickle))
-        except TensorFormError as error:
-            raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
-        if len(decoded.views) < _MOST_PICKLES:
-            decoded.views[archive.pickle] = view
-    storage = archive.storages.get(view.key)
-    size = 0 if storage is None else storage.size
-    needed = view.storage_elements * view.dtype.itemsize
-    if size < needed and 0 not in view.sizes:
-        raise CorruptError(
-            f"{archive.path}: an item's storage has {size} bytes, but its pickle needs {needed}"
-        )
-    start = 0 if storage is None else storage.offset
-    return StoredItem(view, start + view.offset * view.dtype.itemsize)
+            if len(decoded.views) < _MOST_PICKLES:
+                decoded.views[archive.pickle] = view
+        return StoredItem(view, start_of(archive, view))
+    except (TensorFormError, ShortStorageError) as error:
+        raise CorruptError(f"{archive.path}: an item cannot be read: {error}") from error
 
 
 def inflated_bytes(catalog: Catalog) -> int:

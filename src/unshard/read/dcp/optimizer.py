@@ -222,7 +222,12 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain
     """
     path, item = place_of(metadata, place, name)
     if item.compressed:
-        archive = _unzipped(path, inflated_object(path, item, name))
+        data = inflated_object(path, item, name)
+        zipped = read_torch_zip(
+            path, offset=0, length=len(data), pread=lambda count, at: data[at : at + count]
+        )
+        # Tensors inside a compressed object cannot be read: it has no storages in the file.
+        archive = TorchFile(path, unpickled(path, zipped.pickle), {})
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
     value, notes = plain_values(archive._replace(value={name: archive.value}))
@@ -252,13 +257,3 @@ def inflated_object(path: Path, item: Item, name: str, most: int = _LARGEST) -> 
     with opened(path) as file:
         decompress(f"{path}: {name}", file, (item.offset, item.length), out, most)
     return out.getvalue()
-
-
-def _unzipped(path: Path, data: bytes) -> TorchFile:
-    """Return the value of a decompressed object; tensors inside it cannot be read."""
-
-    def pread(count: int, at: int) -> bytes:
-        return data[at : at + count]
-
-    zipped = read_torch_zip(path, offset=0, length=len(data), pread=pread)
-    return TorchFile(path, unpickled(path, zipped.pickle), {})

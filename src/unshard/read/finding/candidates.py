@@ -274,7 +274,7 @@ def numbered_files(tree: Tree, run: Path, step: int | None) -> list[Location]:
     return sorted(files, key=lambda at: (at.step or 0, version_of(at.place.name)), reverse=True)
 
 
-def at_same_step(location: Location, weights: Weights) -> Location | None:
+def sibling_weights(location: Location, weights: Weights) -> Location | None:
     """Return the EMA or the regular weights of a location's step directory, if it has them."""
     folder = location.step_dir / (_EMA_DIR if weights == "ema" else _MODEL_DIR)
     form = format_in(Tree(), folder, sharded=True)

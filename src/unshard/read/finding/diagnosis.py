@@ -110,15 +110,16 @@ def _kinds(tree: Tree, folder: Path) -> list[str]:
     """Return the meanings of names at and below a folder, each with the first path of it."""
     firsts: dict[str, Path] = {}
     for path in _paths(tree, folder)[: _MOST_PATHS + 1]:
-        kind = next((kind for sign, kind in _SIGNS.items() if _fits(sign, path.name)), None)
+        fitting = (
+            kind
+            for sign, kind in _SIGNS.items()
+            if (sign(path.name) if callable(sign) else re.fullmatch(sign, path.name))
+        )
+        kind = next(fitting, None)
         if kind is not None and not any(form.claims(tree, path) for form in formats()):
             firsts.setdefault(kind, path)
     kinds = [kind for kind in _SIGNS.values() if kind in firsts]
     return [f"{firsts[kind].relative_to(folder)}: {kind}" for kind in kinds[:_MOST_KINDS]]
-
-
-def _fits(sign: str | Callable[[str], bool], name: str) -> bool:
-    return sign(name) if callable(sign) else re.fullmatch(sign, name) is not None
 
 
 def _links_elsewhere(tree: Tree, folder: Path) -> list[str]:

@@ -170,7 +170,8 @@ def doubts(arguments: Fields) -> Iterator[str]:
 def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
     """Yield arguments that contradict a model's config."""
     fields, kind = config.fields, config.types[0]
-    rope = _rope(fields)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) else {}
     part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
     is_glm, is_latent = kind == "glm4_moe", kind == "deepseek_v3"
     window = fields.get("use_sliding_window") is not False and fields.get("sliding_window")
@@ -192,11 +193,6 @@ def contradictions(arguments: Fields, config: ModelConfig) -> Iterator[str]:
     if arguments.get("swiglu") is True and activation not in (None, "silu", "swish"):
         yield f"swiglu True, not the hidden_act {activation}"
     yield from _scaling(arguments, rope)
-
-
-def _rope(fields: Fields) -> Fields:
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
-    return rope if isinstance(rope, dict) else {}
 
 
 def _window(arguments: Fields) -> object:
@@ -269,7 +265,8 @@ def _open(arguments: Fields) -> Iterator[str]:
     kinds = {**dict.fromkeys(needed, (int,)), **_KINDS}
     for key, types in kinds.items():
         value = arguments.get(key)
-        if type(value) not in types or (bool not in types and not _is_positive(value)):
+        is_positive = isinstance(value, int | float) and value > 0
+        if type(value) not in types or (bool not in types and not is_positive):
             yield f"{key} is {value!r}"
     yield from (f"{key} is {arguments[key]!r}" for key in _others(arguments, _NEUTRAL))
     for key, value in _REQUIRED.items():
@@ -285,7 +282,3 @@ def _others(arguments: Fields, expected: Fields) -> Iterator[str]:
         neutral = (None, value, False) if key in _NEUTRAL and not value else (None, value)
         if arguments.get(key) not in neutral and not key.startswith(absent):
             yield key
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0

@@ -78,7 +78,10 @@ def _read(location: Location, options: ReadOptions) -> Catalog:
             hint=_CONVERT,
         )
     metadata = read_metadata(metadata_files(location))
-    kinds = {name: _kind(name) for name in (*metadata.tensors, *metadata.objects)}
+    kinds = {  # None for weights
+        name: next((kind for pattern, kind in _OTHERS if pattern.match(name)), None)
+        for name in (*metadata.tensors, *metadata.objects)
+    }
     names = {name: name for name in metadata.tensors if kinds[name] is None}
     common = find_file(location.roots, _COMMON)
     recorded = {} if common is None else read_arguments(common)
@@ -139,11 +142,6 @@ def _backend(location: Location) -> str:
     if backend is None:
         raise CorruptError(f"{path}: has no {_BACKEND}", hint="take another checkpoint")
     return backend
-
-
-def _kind(name: str) -> tuple[str, str] | None:
-    """Return the group and the kind of a value that is not a weight; None for a weight."""
-    return next((kind for pattern, kind in _OTHERS if pattern.match(name)), None)
 
 
 def _skipped(

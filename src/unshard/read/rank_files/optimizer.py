@@ -179,16 +179,18 @@ def _read_file(path: Path, rank: int, number: int, options: ReadOptions) -> _Opt
     table = tensors_of(
         archive, tensors, rank=rank, file_number=number, allowed=options.allowed_globals
     )
-    noted = plain_values(archive._replace(value={"groups": groups, "values": others}))
-    if not isinstance(noted.value, dict):
+    plain_parts, left_out = plain_values(
+        archive._replace(value={"groups": groups, "values": others})
+    )
+    if not isinstance(plain_parts, dict):
         raise CorruptError(f"{path}: has no parameter groups")
     state = SavedState(
         str(path),
         Catalog("", 1, {}),
         keys,
-        saved_groups(noted.value.get("groups"), str(path)),
-        noted.value.get("values", {}),
-        left_out_note(path.name, noted.notes),
+        saved_groups(plain_parts.get("groups"), str(path)),
+        plain_parts.get("values", {}),
+        left_out_note(path.name, left_out),
         flattened=is_flat,
     )
     return _OptimizerFile(path, rank, table, state, _scalars(table, path))

@@ -113,10 +113,6 @@ def missing_rank(folder: Path, worlds: Mapping[int, set[int]]) -> str | None:
     return why_folder_unfinished(folder)
 
 
-def _missing(location: Location) -> str | None:
-    return missing_rank(location.weights_dir, ranks_in(location.weights_dir))
-
-
 def _reshard_format(location: Location, catalog: Catalog) -> ReshardFormat | None:
     first = next(iter(catalog.tensors.values())).chunks.paths[0]
     if not _NAMED.fullmatch(first.name):
@@ -142,7 +138,7 @@ RANK_FILES = Format(
     _holds,
     _read,
     _claims,
-    missing=_missing,
+    missing=lambda location: missing_rank(location.weights_dir, ranks_in(location.weights_dir)),
     optimizer=_read_optimizer,
     reshard_format=_reshard_format,
 )

@@ -12,6 +12,7 @@ from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Persistent, Record, Value
 from unshard.containers.strided import read_strided
 from unshard.containers.torch_files.reader import TorchFile
+from unshard.containers.torch_files.zip import TorchZip
 from unshard.errors import CorruptError, NotMergeableError, UnshardError
 from unshard.read.torch_save.table import Cut, RankTable, StoredBox, TensorForm
 from unshard.read.torch_save.tensors import LocalTensor, TensorDecoder
@@ -122,7 +123,7 @@ def _problem(error: ValueError, where: str) -> UnshardError:
     return NotMergeableError(f"{where}: {how}" + error.args[0])
 
 
-def start_of(archive: TorchFile, view: StorageView) -> int:
+def start_of(archive: TorchFile | TorchZip, view: StorageView) -> int:
     """Return the byte where a view starts.
 
     Raises:

@@ -184,13 +184,14 @@ class TensorDecoder:
         """Return a pickled device mesh as this rank sees it."""
         mesh = self._meshes.get(id(pickled))
         if mesh is None:
-            mesh, ranks = read_mesh(state_of(pickled), self._rank, self._ranks)
+            mesh, ranks = read_mesh(
+                state_of(pickled),
+                self._rank,
+                lambda value: self._read_ints(read_view(value, self._allowed)),
+            )
             self._meshes[id(pickled)] = mesh
             self.world_size = max(self.world_size, ranks)
         return mesh
-
-    def _ranks(self, value: Value) -> tuple[int, ...]:
-        return self._read_ints(read_view(value, self._allowed))
 
 
 def _local_shard(

@@ -158,19 +158,21 @@ def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...
     Raises:
         TensorFormError: it is of a kind that cannot be read.
     """
+    plain_types = _PLAIN_TYPES | allowed
     for _ in range(_MAX_WRAPPED):  # a wrapper may be inside itself
         match value:
             case Record(callee=Global() as callee, args=args):
                 name = callee.dotted
             case _:
                 raise TensorFormError(f"{named(value)}, with tensors in it")
+        kind = args[1].dotted if len(args) > 1 and isinstance(args[1], Global) else ""
         if name in _UNREADABLE:
             raise TensorFormError(_UNREADABLE[name])
         if name in _PARAMETERS and args:
             value = args[0]
         elif name == TYPED and len(args) >= 4 and _WHOLE_WEIGHT.fullmatch(named(args[1])):
             value = member(state_of(args[3]), "_tensor", "_data")
-        elif name == TYPED and len(args) >= 4 and _is_plain(args[1], allowed) and not packed(args):
+        elif name == TYPED and len(args) >= 4 and kind in plain_types and not packed(args):
             inner = args[2]
             value = Record(args[0], inner if isinstance(inner, tuple) else ())
         elif name in _VIEWS or (name == TYPED and len(args) >= 4):
@@ -178,10 +180,6 @@ def unwrap(value: Value, allowed: frozenset[str]) -> tuple[str, tuple[Value, ...
         else:
             raise TensorFormError(f"pickled in an unknown way, by {name}")
     raise TensorFormError("wrapped too often")
-
-
-def _is_plain(kind: Value, allowed: frozenset[str]) -> bool:
-    return isinstance(kind, Global) and (kind.dotted in _PLAIN_TYPES or kind.dotted in allowed)
 
 
 def packed(args: tuple[Value, ...]) -> str:

@@ -53,14 +53,14 @@ def read(location: Location, options: ReadOptions) -> Catalog:
         _add_modules(union, location.weights_dir, options.allowed_globals)
     place = location.file or location.weights_dir
     raise_all(CorruptError, f"{place}: the weights cannot be read", union.problems)
-    writer, made = _origin(chosen.files, options.config_file)
+    writer, source_notes = _origin(chosen.files, options.config_file)
     return Catalog(
         writer=union.writer or writer,
         world_size=1,
         tensors=union.tensors,
         skipped=tuple(union.skipped.values()),
         archives=tuple(union.archives),
-        notes=(*chosen.notes, *made, *union.notes, *gaps),
+        notes=(*chosen.notes, *source_notes, *union.notes, *gaps),
     )
 
 
@@ -86,7 +86,7 @@ class _UnitedFiles:
             raise NotMergeableError(
                 f"{path}: one rank's shard of a checkpoint, not a whole model",
                 found="pieces that start at offsets, in DCP_SHARDING_INFO",
-                hint="give the directory with the shards of all ranks, under their own names",
+                hint="pass the directory with the shards of all ranks, under their own names",
             )
         for entry in sorted(file.entries, key=lambda entry: natural_order(entry.name)):
             problem = size_problem(path, entry)

@@ -129,6 +129,7 @@ def read_model_state(path: Path, *, may_be_sliced: bool = False) -> ModelState:
     if not may_be_sliced:
         _refuse_parts(path, top)
     config = items_of(top.get("ds_config")) or {}
+    step = top.get("global_steps")
     return ModelState(
         file,
         _items(path, "module", top["module"]),
@@ -138,7 +139,7 @@ def read_model_state(path: Path, *, may_be_sliced: bool = False) -> ModelState:
         _optional(_items, path, "frozen_param_fragments", top) or {},
         _shared(path, top.get("shared_params")),
         _optional(_ranks, path, "dp_world_size", top),
-        _step_of(top.get("global_steps")),
+        step if type(step) is int and 0 <= step < _MOST_STEPS else None,
         _stage_of((items_of(config.get("zero_optimization")) or {}).get("stage")),
         bool((items_of(config.get("bf16")) or {}).get("enabled")),
         tuple(name for name in top if name not in _BOOKKEEPING),
@@ -260,7 +261,7 @@ def _opened(path: Path) -> TorchFile:
     if is_zero_file(f"{file.root}.pt") and file.root != path.stem:
         raise CorruptError(
             f"{path}: was saved as {file.root}.pt",
-            hint="the name tells which rank's part it is: rename it back",
+            hint="the name has the rank of the part: rename it back",
         )
     return file
 
@@ -338,10 +339,6 @@ def _ranks(path: Path, name: str, value: Value) -> int:
     if type(value) is not int or not 0 < value <= _MOST_RANKS:
         raise _bad(path, name, value, f"a number of ranks, 1 to {_MOST_RANKS:,}")
     return value
-
-
-def _step_of(value: Value) -> int | None:
-    return value if type(value) is int and 0 <= value < _MOST_STEPS else None
 
 
 def _stage_of(value: Value) -> int | None:
