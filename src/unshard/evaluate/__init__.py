@@ -1,4 +1,4 @@
-"""Evaluate every checkpoint while training continues. Core commands never import this room.
+"""Evaluate every checkpoint while training continues. Core commands never import this package.
 
     from unshard.evaluate import EvalClient
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from unshard.evaluate.client.v1 import EvalClient
     from unshard.evaluate.trainer.config import EvalConfig
     from unshard.evaluate.trainer.submitter import Submitter
-else:  # not for type checkers, to which any name would exist then
-    _PLACES = {
+else:  # hidden from type checkers, which would accept any name
+    _MODULES = {
         "AsyncEvalClient": "client.lmms",
         "EvalClient": "client.v1",
         "EvalConfig": "trainer.config",
@@ -27,6 +27,6 @@ else:  # not for type checkers, to which any name would exist then
     }
 
     def __getattr__(name: str) -> object:
-        if name not in _PLACES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -31,8 +31,7 @@ FAILED = 1
 _ALL = 1_000_000  # jobs
 
 ServerUrl = Annotated[
-    str,
-    option("URL", "URL of the server.", None, "--server", envvar="UNSHARD_EVAL_SERVER"),
+    str, option("URL", "URL of the server.", None, "--server", envvar="UNSHARD_EVAL_SERVER")
 ]
 TokenFile = Annotated[
     Path | None,
@@ -51,16 +50,13 @@ RandomSeed = Annotated[
     int | None,
     option(
         "N",
-        "Seed of the evaluator's random generators.  [default: the evaluator's own]",
+        "Seed of all random generators.  [default: the evaluator's own]",
         limits=(0, 2**32 - 1),
     ),
 ]
 Watch = Annotated[
     bool,
-    flag(
-        "--watch",
-        "Refresh until Ctrl-C; if stdout is not a terminal, print again after each change.",
-    ),
+    flag("--watch", "Refresh until Ctrl-C; without a terminal, print again after each change."),
 ]
 Interval = Annotated[float, option("SECONDS", "Refresh interval of --watch.", limits=(0.05, None))]
 Csv = Annotated[bool, flag("--csv", "Print CSV.")]
@@ -116,29 +112,20 @@ def submit(
     ] = "",
     weights: Annotated[str, option("model,ema", "Weight sets, a job for each.")] = "model",
     base: BaseModel = None,
-    limit: Annotated[
-        str | None,
-        option("N", "Documents of each task; below 1, a share of them."),
-    ] = None,
+    limit: Annotated[str | None, option("N", "Documents of each task; below 1, a share.")] = None,
     num_fewshot: Annotated[
         int | None, option("N", "Examples in each prompt.", limits=(0, None))
     ] = None,
-    batch_size: Annotated[
-        str | None, option("N|auto", "Batch size of the evaluator's model.")
-    ] = None,
+    batch_size: Annotated[str | None, option("N|auto", "Batch size of the model.")] = None,
     num_gpus: Annotated[int | None, option("N", "GPUs of the job.", limits=(0, None))] = None,
-    model_args: Annotated[
-        str | None,
-        option("KEY=VALUE,...", "Arguments of the evaluator's model."),
-    ] = None,
+    model_args: Annotated[str | None, option("KEY=VALUE,...", "Arguments of the model.")] = None,
     gen_kwargs: Annotated[str | None, option("KEY=VALUE,...", "Arguments of generation.")] = None,
     seed: RandomSeed = None,
     again: Annotated[bool, flag("--again", "Evaluate again, even if completed.")] = False,
     wait: Annotated[
         bool,
         flag(
-            "--wait",
-            "Print progress until the jobs have ended; exit code 1 unless all completed.",
+            "--wait", "Print progress until the jobs have ended; exit code 1 unless all completed."
         ),
     ] = False,
     server: ServerUrl = URL,

@@ -44,10 +44,7 @@ Server = Annotated[
 def watch(
     directory: Annotated[
         Path,
-        argument(
-            "DIR",
-            "The directory where the trainer saves checkpoints, or its address in an object store.",
-        ),
+        argument("DIR", "The run's directory of checkpoints, or its address in an object store."),
     ],
     tasks: Annotated[str | None, option("A,B", "Tasks to evaluate.")] = None,
     profile: Annotated[
@@ -74,8 +71,7 @@ def watch(
     once: Annotated[
         bool,
         flag(
-            "--once",
-            "Submit the complete checkpoints and exit; exit code 1 unless the server accepts all.",
+            "--once", "Submit complete checkpoints and exit; exit code 1 unless all are accepted."
         ),
     ] = False,
     again: Annotated[
@@ -84,9 +80,7 @@ def watch(
     ] = False,
     work_dir: Annotated[
         Path,
-        option(
-            "DIR", "For a run in an object store: the local directory of submissions and results."
-        ),
+        option("DIR", "For a run in an object store: local directory of submissions and results."),
     ] = Path("unshard-watch"),
     server: Server = None,
     token_file: TokenFile = None,

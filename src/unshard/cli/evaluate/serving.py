@@ -75,12 +75,12 @@ def serve(
     from unshard.evaluate.server.serve import ServeOptions, serve
 
     networks = tuple(allow_unauthenticated or ())
-    given = ServeOptions(
+    options = ServeOptions(
         *(config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir, log_format),
         root_path=root_path,
     )
     try:
-        serve(given)
+        serve(options)
     except KeyboardInterrupt as error:
         why = "Stopped. Running evaluations continue; the next server will pick them up."
         raise KeyboardInterrupt(why) from error
@@ -115,14 +115,14 @@ def doctor(
     from unshard.evaluate.server.serve import ServeOptions
 
     networks = tuple(allow_unauthenticated or ())
-    given = ServeOptions(
+    options = ServeOptions(
         config, tuple(root or ()), gpus, host, port, token_file, networks, work_dir
     )
     if bool(trials) is not (checkpoint is not None):
         raise UsageError("--try and --checkpoint are given together, or neither")
     trial = Trial(checkpoint.absolute(), _tasks_of(trials)) if checkpoint and trials else None
     is_fine = True
-    for check in examine(given, trial):
+    for check in examine(options, trial):
         is_fine &= check.is_fine
         if as_json:
             print(json.dumps(asdict(check)), flush=True)

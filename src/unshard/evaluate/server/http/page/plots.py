@@ -182,12 +182,12 @@ def as_csv(points: Iterable[Result]) -> str:
     writer.writerow(_COLUMNS)
     for one in points:
         when = datetime.fromtimestamp(one.completed_at, UTC).isoformat(timespec="seconds")
-        arguments = json.dumps(dict(one.arguments))
         numbers = (repr(one.value), one.stderr, when)
+        arguments = json.dumps(dict(one.arguments))
         settings = (arguments, one.revision, one.evaluator, one.task_version)
-        point = (one.run, one.weights, one.profile, one.step, one.task, one.metric)
-        samples = (one.n_shot, one.n_samples)
-        writer.writerow((*map(_plain, point), *numbers, *map(_plain, settings), *samples))
+        keys = (one.run, one.weights, one.profile, one.step, one.task, one.metric)
+        row = (*map(_plain, keys), *numbers, *map(_plain, settings))
+        writer.writerow((*row, one.n_shot, one.n_samples))
     return file.getvalue()
 
 
