@@ -116,7 +116,7 @@ def _lines(source: Checkpoint, at: Path, write: Callable[[Path], str]) -> Iterat
         call = Call("unshard merge", [checkpoint], {"role": role})
         yield _merge(f"merge the {role}", call, at, f"into {write(output)}-{role}")[0]
     if is_step and sibling_weights(location, "ema"):
-        call = Call("unshard merge", given, {"weights": "ema"})
+        call = Call("unshard merge", [checkpoint], {"weights": "ema"})
         yield _line("merge the EMA weights", call, added, f"into {write(output)}-ema")
     if lora_names(source.catalog.tensors):
         paths = [checkpoint, write(output.with_name(f"{output.name}-adapter"))]

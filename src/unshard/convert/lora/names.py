@@ -116,7 +116,7 @@ def split_adapter(tensors: Mapping[str, Take]) -> Split:
         raise ConversionError(
             f"the checkpoint has {len(adapters)} adapters",
             expected="one",
-            found=", ".join(sorted(adapters)),
+            found=", ".join(sorted(map(str, adapters))),
             hint="save the model with a single adapter",
         )
     pairs = _pairs(matrices, tensors)
