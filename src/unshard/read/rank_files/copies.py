@@ -120,18 +120,15 @@ def _resolve_plain(
     cut = differing - buffers.keys()
     entries: dict[str, TensorEntry] = {}
     assumed: dict[str, list[str]] = defaultdict(list)
-    for name in plain:
-        entry = tensors[name]
-        base_shape, joined = options.shapes.get(name), _joined_shape(entry)
+    for name, entry in [(name, tensors[name]) for name in plain]:
+        shape, joined = options.shapes.get(name), _joined_shape(entry)
         has_copies = len(entry.chunks) > 1
         may_be_cut = bool(cut) and has_copies and bool(entry.shape)  # like the others
-        if has_copies and base_shape is not None and joined == base_shape:
+        if has_copies and shape is not None and joined == shape:
             entries[name] = _shards_joined(entry, joined)
             assumed["as shards along dimension 0, whose joined shape the base has"].append(name)
         elif name not in differing and (
-            base_shape == entry.shape
-            or not may_be_cut
-            or (equal_are_copies and not is_of_experts(name))
+            shape == entry.shape or not may_be_cut or (equal_are_copies and not is_of_experts(name))
         ):
             entries[name] = entry
         elif options.assume_dim0 and name not in differing:
@@ -144,11 +141,11 @@ def _resolve_plain(
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
-    notes = (
-        Text(f"{counted(len(names), 'plain tensor')} taken {kind}: {', '.join(names)}")
-        for kind, names in assumed.items()
-    )
-    return Noted(entries, tuple(notes))
+    return Noted(entries, tuple(_note(names, kind) for kind, names in assumed.items()))
+
+
+def _note(names: Sequence[str], kind: str) -> Text:
+    return Text(f"{counted(len(names), 'plain tensor')} taken {kind}: {', '.join(names)}")
 
 
 def _differ(entry: TensorEntry, files: OpenFiles) -> bool:
