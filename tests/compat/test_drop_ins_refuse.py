@@ -149,7 +149,7 @@ def test_the_merger_does_not_write_into_a_part_of_a_checkpoint(
         (step / folder).mkdir()
     before = snapshot(step)
     assert command(merger, "--checkpoint_path", step / inner) == 1
-    assert f"give the checkpoint itself: {step}" in capsys.readouterr().err
+    assert f"pass the checkpoint itself: {step}" in capsys.readouterr().err
     assert snapshot(step) == before
 
 

@@ -110,7 +110,7 @@ class FSDP2Merger(CheckpointMerger):
             if checkpoint.resolve() not in (step, *step.parents):
                 raise UsageError(
                     f"{checkpoint} is inside a checkpoint",
-                    hint=f"give the checkpoint itself: {step}",
+                    hint=f"pass the checkpoint itself: {step}",
                 )
             if model_cls is not None:
                 check_class(model_cls, prepared.config, prepared.tensors)

@@ -138,7 +138,7 @@ def read_optimizer(checkpoint: Checkpoint, options: ReadOptions) -> OptimizerSta
     if state is not None:
         return state
     raise NotMergeableError(
-        f"{location.weights_dir}: no readable state of an optimizer was saved with it",
+        f"{location.weights_dir}: no state of an optimizer was saved with it in a supported form",
         expected="that of FSDP rank files, torch DCP or DeepSpeed ZeRO, next to the model's files",
         found=shortened(unread_files(checkpoint), 5) or "none",
         hint="merge the model alone, or take a checkpoint that was saved with its optimizer",
