@@ -169,5 +169,5 @@ def test_no_line_gives_the_directory_of_an_adapter(
     with pytest.raises(SystemExit):
         main(["inspect", str(run / "global_step_5/actor/model/huggingface/adapter")])
     text = capfd.readouterr().err
-    assert "adapter_model.safetensors: a LoRA adapter without its model; give this file" in text
+    assert "adapter_model.safetensors: a LoRA adapter without its model; pass this file" in text
     assert "use:" not in text

@@ -604,4 +604,4 @@ def test_configs_that_differ_are_named(
     other = save_with_config(tmp_path / "b" / "checkpoint-2", second, config)
     notes = [note for note in said([one, other], tmp_path / "out") if "config.json of" in note]
     assert len(notes) == bool(keys)
-    assert not keys or (notes[0].endswith(f"is taken: {keys}") and "checkpoint-1" in notes[0])
+    assert not keys or (notes[0].endswith(f"is used: {keys}") and "checkpoint-1" in notes[0])
