@@ -149,7 +149,7 @@ def test_a_base_of_names_only_says_what_is_expected(ckpt: Path, tmp_path: Path) 
     report = unshard.merge(ckpt, tmp_path / "out", base=directory, config="none")
     assert report.changed_from_base is None
     assert list(report.files) == ["model.safetensors"]
-    with pytest.raises(ConversionError, match=r"dtypes of .* are not known"):
+    with pytest.raises(ConversionError, match=r"dtypes of .* are unknown"):
         unshard.merge(ckpt, tmp_path / "out2", base=directory, dtype="base", config="none")
 
 
