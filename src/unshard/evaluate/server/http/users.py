@@ -62,7 +62,8 @@ def read_users(file: Path, *, what: str) -> tuple[User, ...]:
         if line.strip() and not line.lstrip().startswith("#")
     }
     # One line of three words is a user, whose role may be misspelt: not the token of an operator.
-    if len(text.splitlines()) < 2 and all(len(line) != 3 for line in lines.values()) and lines:
+    is_token = len(text.splitlines()) < 2 and all(len(line) != 3 for line in lines.values())
+    if not text or (is_token and lines):
         check_token(text, what=what)
         users = [User(token=text)]
     else:
