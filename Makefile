@@ -194,10 +194,20 @@ test-wheel:
 	$(WHEEL_VENV)/bin/$(INSTALL) "`echo dist/*.whl`[eval,serve]"
 	$(WHEEL_VENV)/bin/python -I tests/wheel_alone.py
 
-# What dependencies are used for, with the lowest version of each.
+# The tests of all that uses a dependency, with the lowest version of each. Old versions warn where
+# their own dependencies are newer. The stand-in of the hub does not know how huggingface_hub 0 reads
+# hf://, and numpy 1 takes its own booleans as an index.
+LOWEST_TESTS := tensors cli/test_cli.py test_showing.py read/test_dcp_metadata.py read/test_inflate.py \
+	write/test_execute.py write/test_hub.py write/test_verify_load.py stores/test_copying.py \
+	stores/test_clouds.py stores/test_other_stores.py evaluation/test_client.py \
+	evaluation/test_eval_cli.py evaluation/server/test_app.py evaluation/server/test_page.py \
+	evaluation/server/test_server_v1.py evaluation/server/test_store.py \
+	evaluation/server/test_schema.py evaluation/server/test_validation.py \
+	evaluation/server/test_metrics.py evaluators/test_prometheus.py
 test-lowest: $(LOWEST_VENV)/.installed
-	$(LOWEST_VENV)/bin/python $(PYTEST) $(LOWEST_TESTS) --hypothesis-profile quick \
-		-m "not slow and not evaluators and not vllm and not ray"
+	$(LOWEST_VENV)/bin/python $(PYTEST) $(addprefix tests/,$(LOWEST_TESTS)) -W default \
+		--hypothesis-profile quick -m "not slow and not vllm and not ray" \
+		-k "not repository_of_the_hub_is_read and not is_not_a_basic_index"
 
 lint: $(TEST_VENV)/.installed
 	$(TEST_VENV)/bin/ruff check .
