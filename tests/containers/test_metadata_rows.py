@@ -31,8 +31,8 @@ from unshard.containers.pickles.opcodes import OPERATIONS
 from unshard.containers.pickles.records import Record
 from unshard.containers.pickles.unpickle import run_all
 from unshard.containers.torch_files.metadata_rows import (
-    ChunkRows,
-    ItemRows,
+    ChunkBatch,
+    ItemBatch,
     row_operations,
     unpickle_metadata,
 )
@@ -104,7 +104,7 @@ def shown(value: Any, depth: int = 12) -> object:
 
 
 def rows_of(value: Any, depth: int) -> Iterator[object]:
-    if isinstance(value, ChunkRows):
+    if isinstance(value, ChunkBatch):
         yield from (("box", tuple(at), tuple(n)) for at, n in value.values.tolist())
     else:
         yield shown(value, depth - 1)
@@ -115,7 +115,7 @@ def are_dicts_of_three(*values: object) -> bool:
 
 
 def entries_of(key: Any, value: Any, depth: int) -> Iterator[object]:
-    if isinstance(key, ItemRows):
+    if isinstance(key, ItemBatch):
         offsets = np.split(key.offsets, np.cumsum(key.ndim)[:-1])
         for name, box, path, span in zip(key.names, offsets, key.files, key.spans, strict=True):
             yield ("item", name, tuple(box.tolist()), path, *span.tolist())
@@ -153,9 +153,9 @@ def are_all_rows(data: bytes) -> bool:
     """Return whether most of it was read as rows."""
     state = unpickle_metadata(data).state  # type: ignore[attr-defined]  # it is a record
     tensors = [one.state["chunks"] for one in state["state_dict_metadata"].values()]
-    boxes = sum(isinstance(chunk, ChunkRows) for chunks in tensors for chunk in chunks)
+    boxes = sum(isinstance(chunk, ChunkBatch) for chunks in tensors for chunk in chunks)
     return boxes > len(tensors) / 2 and any(
-        isinstance(key, ItemRows) for key in state["storage_data"]
+        isinstance(key, ItemBatch) for key in state["storage_data"]
     )
 
 
@@ -173,7 +173,7 @@ def test_frames_begin_inside_of_rows() -> None:
     assert_alike(data)
     state = unpickle_metadata(data).state  # type: ignore[attr-defined]  # it is a record
     assert (
-        sum(isinstance(key, ItemRows) for key in state["storage_data"]) == 250 * RANKS // 1000 - 1
+        sum(isinstance(key, ItemBatch) for key in state["storage_data"]) == 250 * RANKS // 1000 - 1
     )
 
 

@@ -133,16 +133,16 @@ def dtype_of(recipe: Recipe) -> DType:
             assert_never(recipe)
 
 
-def check_alike(what: str, recipes: Iterable[Recipe]) -> None:
+def check_alike(subject: str, recipes: Iterable[Recipe]) -> None:
     """Check that recipes have one shape and dtype.
 
     Raises:
-        ConversionError: they do not; the message begins with `what`.
+        ConversionError: they do not; the message begins with `subject`.
     """
     kinds = {(shape_of(recipe), dtype_of(recipe).name) for recipe in recipes}
     if len(kinds) > 1:
         found = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in sorted(kinds))
-        raise ConversionError(f"{what} differ in shape or dtype", found=found)
+        raise ConversionError(f"{subject} differ in shape or dtype", found=found)
 
 
 def takes(recipe: Recipe) -> Iterator[Take]:

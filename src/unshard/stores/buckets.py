@@ -137,7 +137,7 @@ class Bucket:
         self._store: ObjectStore | None = None
         self._other: WebStore | HubStore | NodeStore | None = None
         self._listings: dict[str, dict[str, ObjectEntry | None]] = {}
-        self._given: set[str] = set()
+        self._user_keys: set[str] = set()
 
     @property
     def store(self) -> "ObjectStore":
@@ -161,23 +161,23 @@ class Bucket:
             return self.store
         with self._lock:
             if self._other is None and self.url.startswith("node:"):
-                self._other = NodeStore(self.url, self._given)
+                self._other = NodeStore(self.url, self._user_keys)
             elif self._other is None and self.url.startswith("hf:"):
                 self._other = HubStore(self.url)
             elif self._other is None:
-                self._other = WebStore(client(self.url), self._given)
+                self._other = WebStore(client(self.url), self._user_keys)
             return self._other
 
-    def forget(self, given: str | None = None) -> None:
+    def forget(self, user_key: str | None = None) -> None:
         """Drop all listings.
 
-        `given` is a key from a user; folders above it may be denied. The client is dropped, too,
+        `user_key` is a key from a user; folders above it may be denied. The client is dropped, too,
         because the environment may have changed since the user's last key.
         """
         with self._lock:
             self._listings.clear()
-            if given is not None:
-                self._given.add(given)
+            if user_key is not None:
+                self._user_keys.add(user_key)
                 self._store = self._other = None
 
     def children(self, key: str) -> dict[str, ObjectEntry | None]:
@@ -308,7 +308,7 @@ class Bucket:
                 raise
             except Exception as error:  # noqa: BLE001 (obstore's errors have no common base)
                 start = f"{key}/" if key else ""
-                is_above = any(own != key and own.startswith(start) for own in self._given)
+                is_above = any(own != key and own.startswith(start) for own in self._user_keys)
                 if is_above and _is_denied(error):
                     return {}  # the right to read a folder does not include listing its parents
                 if not tries_left or _reason(error) != _CUT:

@@ -65,20 +65,20 @@ class WebStore:
 
     Args:
         client: obstore's client of the server.
-        given: the keys that a user passed.
+        user_keys: the keys that a user passed.
     """
 
-    def __init__(self, client: "ObjectStore", given: AbstractSet[str]) -> None:
-        self._client, self._given = client, given
+    def __init__(self, client: "ObjectStore", user_keys: AbstractSet[str]) -> None:
+        self._client, self._user_keys = client, user_keys
         self._tags: set[str] = set()  # folders that DeepSpeed's `latest` names
 
     def list_with_delimiter(self, key: str) -> dict[str, list[Any]]:
         """Return the known `objects` and `common_prefixes` directly below a key."""
         start, folders = f"{key}/" if key else "", list[str]()
-        below = {name[len(start) :] for name in self._given if name.startswith(start)}
+        below = {name[len(start) :] for name in self._user_keys if name.startswith(start)}
         names = {name for name in below if name and "/" not in name}
         ranks = {_RANK.sub(r"\1{}", name) for name in names if _RANK.search(name)}
-        if ranks or _INDEX in names or key in self._given or key in self._tags:
+        if ranks or _INDEX in names or key in self._user_keys or key in self._tags:
             names |= set(self._known_names(start, ranks))
             folders = self._tag(start)
         objects = ahead(self._object, [start + name for name in sorted(names)])

@@ -3,7 +3,7 @@
 A checkpoint of many ranks has 10^6 chunks, `ChunkStorageMetadata` in lists, and as many items,
 `MetadataIndex` and `_StorageInfo` in a dict. A pickler writes them in batches: a mark, up to 1,000
 entries, APPENDS or SETITEMS. A batch that consists of such rows, opcode for opcode, is matched by a
-regular expression and becomes one `ChunkRows` or `ItemRows`, at the charges of its records. The
+regular expression and becomes one `ChunkBatch` or `ItemBatch`, at the charges of its records. The
 machine runs any other batch, from its mark on.
 
 The memo has `SKIPPED` for objects that were not made. torch's metadata never recall them; a pickle
@@ -66,14 +66,14 @@ _Atoms = list[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkRows:
+class ChunkBatch:
     """Chunks of a tensor: `values` is (count, 2, dimensions), offsets and sizes in elements."""
 
     values: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ItemRows:
+class ItemBatch:
     """Items and their places, as columns.
 
     Attributes:
@@ -92,9 +92,9 @@ class ItemRows:
 
 
 def unpickle_metadata(data: bytes) -> Value:
-    """Return the value of a pickle of DCP's metadata, with `ChunkRows` and `ItemRows` for rows.
+    """Return the value of a pickle of DCP's metadata, with `ChunkBatch` and `ItemBatch` for rows.
 
-    `ChunkRows` are elements of lists; `ItemRows` are keys of dicts, with the value None.
+    `ChunkBatch` are elements of lists; `ItemBatch` are keys of dicts, with the value None.
 
     Raises:
         MalformedPickleError, DangerousPickleError: see `unpickle`.
@@ -160,7 +160,7 @@ class _Rows:
         values = _values(tokens)
         if m.data[pos : pos + 1] != b"u" or values is None:
             return False
-        target[_item_rows(names, files, np.array(ndim, np.int64), values)] = None
+        target[_item_batch(names, files, np.array(ndim, np.int64), values)] = None
         m.pos = pos + 1
         m.charge(cost + _number_cost(tokens) + TABLE_COST * -(-len(names) // _PAIRS))
         return True
@@ -187,11 +187,11 @@ class _Rows:
 _TWO, _FOUR, _FIVE = ([SKIPPED] * count for count in (2, 4, 5))
 
 
-def _item_rows(names: list[str], files: list[str], ndim: Ints, values: Ints) -> ItemRows:
+def _item_batch(names: list[str], files: list[str], ndim: Ints, values: Ints) -> ItemBatch:
     """Return the items of a batch; `values` are offsets, offset in the file and length of each."""
     ends = np.cumsum(ndim + 2)
     of_span = np.stack([ends - 2, ends - 1], axis=1)
-    return ItemRows(names, ndim, np.delete(values, of_span.ravel()), files, values[of_span])
+    return ItemBatch(names, ndim, np.delete(values, of_span.ravel()), files, values[of_span])
 
 
 def _chunks(m: Machine, target: list[Value]) -> bool:
@@ -209,7 +209,7 @@ def _chunks(m: Machine, target: list[Value]) -> bool:
     if m.data[pos : pos + 1] != b"e" or values is None:
         return False
     count = len(numbers) // 2
-    target.append(ChunkRows(values.reshape(count, 2, ndim)))
+    target.append(ChunkBatch(values.reshape(count, 2, ndim)))
     m.pos = pos + 1
     m.memo += [SKIPPED] * (count * (8 if ndim else 6))
     m.charge(count * _chunk_cost(ndim) + _number_cost(tokens))

@@ -336,12 +336,12 @@ class _ZipReader(NamedTuple):
         bad = np.arange(len(records.names)) == row
         self.refuse(records, bad & (at != size), "has a local header of contradictory sizes")
 
-    def refuse(self, records: _Entries, bad: NDArray[np.bool_], what: str) -> None:
-        """Raise an error for the first bad record; `what` may have {} for its header's offset."""
+    def refuse(self, records: _Entries, bad: NDArray[np.bool_], problem: str) -> None:
+        """Raise an error for the first bad record; {} in `problem` is its header's offset."""
         if bad.any():
             row = int(bad.argmax())
             name = records.names[row].decode("utf-8", "replace")
-            raise self.corrupt(f"record {name} {what.format(records.header[row])}")
+            raise self.corrupt(f"record {name} {problem.format(records.header[row])}")
 
     def root(self, names: list[bytes]) -> bytes:
         """Return the folder of all records, with its slash."""

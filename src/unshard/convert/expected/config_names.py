@@ -50,13 +50,13 @@ class _Form(NamedTuple):
 
 
 def expected_by_config(
-    config: Fields, names: Collection[str], kept: Select, *, tied: bool
+    config: Fields, names: Collection[str], select: Select, *, tied: bool
 ) -> Expected | None:
     """Return the tensors of a config's model; None if that is not certain.
 
     A model may be saved with the head of a language model, with a classifier's, or without a head.
-    Returns the form with the given `names`, else the form of the config's class. `kept` selects the
-    names that the user wants; if `tied`, the head may be missing.
+    Returns the form with the given `names`, else the form of the config's class. `select` returns
+    the names that the user wants; if `tied`, the head may be missing.
     """
     model_type = str(config.get("model_type"))
     model = MODELS.get(model_type)
@@ -64,7 +64,7 @@ def expected_by_config(
     if model is None or kind is None or config.get("quantization_config") is not None:
         return None
     try:
-        forms = [_expected(form, names, kept) for form in _forms(model, config, kind, tied=tied)]
+        forms = [_expected(form, names, select) for form in _forms(model, config, kind, tied=tied)]
     except NotKnownError:
         return None
     present = {*names}
@@ -202,7 +202,7 @@ def _experts(config: Fields) -> int:
     return counts.pop()
 
 
-def _expected(form: _Form, names: Collection[str], kept: Select) -> Expected:
+def _expected(form: _Form, names: Collection[str], select: Select) -> Expected:
     """Return a form, with towers spelled as in `names` and optional names excused."""
     old = any(_TOWER[1] in name for name in names)
     spelled = {name: name.replace(*_TOWER) if old else name for name in form.required}
@@ -210,4 +210,4 @@ def _expected(form: _Form, names: Collection[str], kept: Select) -> Expected:
     excused = {*form.optional, *extra}
     advice = "check that this is the config of the model that was trained"
     shapes = {spelled.get(name, name): shape for name, shape in form.shapes.items()}
-    return Expected("config.json", kept(spelled.values()), shapes, excused, form.remarks, advice)
+    return Expected("config.json", select(spelled.values()), shapes, excused, form.remarks, advice)

@@ -30,8 +30,10 @@ _OF_OTHER_CLASSES = {  # classes, and tensors that they lack
 }
 
 
-def ignored(config: ModelConfig | None, kept: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the names that a config's class ignores, including MTP layers if none is kept."""
+def ignored(
+    config: ModelConfig | None, written: Collection[str], names: Collection[str]
+) -> set[str]:
+    """Return the names that a config's class ignores, including MTP layers if none is written."""
     value = None if config is None else config.fields.get("architectures")
     classes = [str(one) for one in value] if isinstance(value, list) else []
     lacks = (
@@ -41,7 +43,7 @@ def ignored(config: ModelConfig | None, kept: Collection[str], names: Collection
     )
     pattern = re.compile("|".join((BUFFERS, *lacks)))
     dropped = {name for name in names if pattern.search(name)}
-    return dropped if mtp_names(kept) else dropped | mtp_names(names)
+    return dropped if mtp_names(written) else dropped | mtp_names(names)
 
 
 def mtp_names(names: Collection[str]) -> set[str]:
@@ -50,9 +52,11 @@ def mtp_names(names: Collection[str]) -> set[str]:
     return {name for name in names if re.search(MTP, name) or name.startswith(starts)}
 
 
-def lost_mtp(config: ModelConfig | None, kept: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the names of MTP layers if the config has some, and none is kept."""
-    is_lost = config is not None and _without_mtp(config) is not config and not mtp_names(kept)
+def lost_mtp(
+    config: ModelConfig | None, written: Collection[str], names: Collection[str]
+) -> set[str]:
+    """Return the names of MTP layers if the config has some, and none is written."""
+    is_lost = config is not None and _without_mtp(config) is not config and not mtp_names(written)
     return mtp_names(names) if is_lost else set()
 
 
@@ -66,27 +70,27 @@ def _without_mtp(config: ModelConfig) -> ModelConfig:
 
 
 def complete_mtp(
-    kept: dict[str, Recipe],
+    written: dict[str, Recipe],
     tensors: Collection[str],
     base: "Base | None",
     config: ModelConfig | None,
     select: Select,
 ) -> tuple[dict[str, Recipe], ModelConfig | None, tuple[str, ...]]:
-    """Add the base's MTP layers to the kept tensors, or remove them from the config; with notes.
+    """Add the base's MTP layers to the written tensors, or remove them from the config; with notes.
 
     The base's block FP8 becomes float32, unless the output is FP8, too.
     """
     files, stored = ((), {}) if base is None else (base.files, base.tensors)
-    lost = lost_mtp(config, kept, [*tensors, *files])
+    lost = lost_mtp(config, written, [*tensors, *files])
     if config is None or not lost:
-        return kept, config, ()
+        return written, config, ()
     wanted = select(sorted(lost & stored.keys()))
     copied: dict[str, Recipe] = {name: take(stored[name]) for name in wanted}
     if base is None or not copied:
         note = "MTP layers are left out, and config.json is changed to have none"
-        return kept, _without_mtp(config), (note,)
-    if not any(map(is_scale, kept)):
+        return written, _without_mtp(config), (note,)
+    if not any(map(is_scale, written)):
         copied = dequantise(copied, Precision(BY_NAME["float32"]), [base.companions.model])
     count = counted(len(copied), "tensor")
     note = f"{count} of untrained MTP layers copied from {base.name} (leave them out: ⟦--exclude⟧)"
-    return {**kept, **copied}, config, (Text(note),)
+    return {**written, **copied}, config, (Text(note),)

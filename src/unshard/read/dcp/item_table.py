@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.containers.torch_files.metadata_rows import ItemRows
+from unshard.containers.torch_files.metadata_rows import ItemBatch
 from unshard.tensors.boxes import Ints
 
 
@@ -89,7 +89,7 @@ class ItemDraft:
         self.file.append(self.paths.setdefault(item.path, len(self.paths)))
         self.spans.extend((item.offset, item.length))
 
-    def add_places(self, places: ItemRows, check_file: Callable[[str], object]) -> None:
+    def add_places(self, places: ItemBatch, check_file: Callable[[str], object]) -> None:
         """Add many items; `check_file` raises for a path that is not allowed."""
         names, paths = self.names, self.paths
         for path in dict.fromkeys(places.files):

@@ -21,8 +21,8 @@ from unshard.containers.pickles.records import Record, Value
 from unshard.containers.torch_files.metadata_rows import (
     METADATA_MODULES,
     STORAGE_INFO,
-    ChunkRows,
-    ItemRows,
+    ChunkBatch,
+    ItemBatch,
 )
 from unshard.containers.torch_files.reader import unpickled_metadata
 from unshard.errors import CorruptError, NotMergeableError
@@ -128,7 +128,7 @@ def _add(whole: DcpMetadata, draft: ItemDraft, path: Path, value: Value) -> None
         raise TensorFormError("storage data of unknown form")
     allowed = described.keys() if planned is None else None
     for index, info in storage.items():
-        if isinstance(index, ItemRows):
+        if isinstance(index, ItemBatch):
             _check_described(index.names, allowed)
             draft.add_places(index, lambda file: _check_file(path, file))
             continue
@@ -214,7 +214,7 @@ def _chunks(name: str, shape: tuple[int, ...], chunks: list[Value], shared: _Sha
     """Return the boxes of a tensor; see `DescribedTensor`."""
     numbers, count, size = array("q"), 0, np.array(shape, np.int64)
     for chunk in chunks:
-        if isinstance(chunk, ChunkRows):
+        if isinstance(chunk, ChunkBatch):
             offsets, sizes = chunk.values[0].tolist()
             numbers.frombytes(chunk.values.tobytes())
             count += len(chunk.values)

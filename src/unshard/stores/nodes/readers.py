@@ -38,8 +38,8 @@ def begin(path: str) -> Mapping[str, str]:
         UsageError: there is no cluster, or unshard cannot be used on a node.
         StoreError: a node is lost.
     """
-    what = f"node://{path}"
-    ray = connect(what)
+    subject = f"node://{path}"
+    ray = connect(subject)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     answers = {node: _started(ray, node).hello.remote(path) for node in nodes}
     kinds = {}
@@ -49,9 +49,9 @@ def begin(path: str) -> Mapping[str, str]:
         except ray.exceptions.RayActorError as error:
             del _actors[_name(ray, node)]
             if getattr(error, "actor_init_failed", False):
-                raise unusable(what, host(node), error) from error
-            raise StoreError(f"{what}: node {host(node)} is lost") from error
-        check_version(what, host(node), handshake.version)
+                raise unusable(subject, host(node), error) from error
+            raise StoreError(f"{subject}: node {host(node)} is lost") from error
+        check_version(subject, host(node), handshake.version)
         if handshake.kind:
             kinds[node] = handshake.kind
     return kinds

@@ -33,11 +33,11 @@ class NodeStore:
 
     Args:
         url: node:///local.
-        given: the keys that a user passed; nothing outside of them is read.
+        user_keys: the keys that a user passed; nothing outside of them is read.
     """
 
-    def __init__(self, url: str, given: AbstractSet[str]) -> None:
-        self._url, self._given = url, given
+    def __init__(self, url: str, user_keys: AbstractSet[str]) -> None:
+        self._url, self._user_keys = url, user_keys
         self._lock = threading.Lock()
         self._roots: dict[str, Sequence[str]] = {}  # Ray's ids of nodes, by key
 
@@ -95,12 +95,12 @@ class NodeStore:
 
     def _begin(self) -> None:
         """Add the user's keys that exist on any node to the roots."""
-        for given in sorted(self._given, key=len):
-            if any(_is_in(given, root) for root in self._roots):
+        for key in sorted(self._user_keys, key=len):
+            if any(_is_in(key, root) for root in self._roots):
                 continue
-            root, kinds = given, begin(self._path(given))
+            root, kinds = key, begin(self._path(key))
             if "file" in kinds.values():  # other nodes may have the other files of its folder
-                root = given.rpartition("/")[0]
+                root = key.rpartition("/")[0]
                 kinds = begin(self._path(root))
             if kinds:
                 self._roots[root] = sorted(kinds)
