@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self, get_origin
+from typing import Any, NamedTuple, Self, TypeAlias, get_origin
 
 from unshard.keywords import OPTIONS
 
@@ -151,21 +151,8 @@ class Call(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-class Front(Protocol):
-    """A command or Python API that shows messages."""
-
-    @property
-    def own(self) -> Collection[str] | None:
-        """The options that it has, by the names of `unshard merge`; None: all."""
-
-    def name(self, mention: Mention) -> str | None:
-        """Return an option as this front writes it, or None: as `unshard merge` does."""
-
-    def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:
-        """Return the line to use, with some options in place of their earlier values.
-
-        If the output exists by now (`is_done`), the line replaces it. "": no line is known.
-        """
+Front: TypeAlias = "Command | Python"
+"""A command or Python API that shows messages."""
 
 
 def additions(text: str) -> list[Mention]:
@@ -223,7 +210,10 @@ class Command:
         return None if name is None else f"{name}{mention.after}"
 
     def line(self, added: Sequence[Mention], *, is_done: bool = False) -> str:
-        """Return this command with some options, or `unshard merge` if it lacks an option."""
+        """Return this command with some options, or `unshard merge` if it lacks an option.
+
+        If the output exists by now (`is_done`), the line replaces it.
+        """
         call = self.merge if self.itself is None or _lacks(self, added) else self.itself
         options = {spell(name): value for name, value in call.options.items()}
         for option, value in dict.fromkeys(

@@ -61,13 +61,10 @@ class EngineKeywords(ReadKeywords, total=False):
     config: str | Path | None
 
 
-class OpenKeywords(ReadKeywords, total=False):
+class OpenKeywords(EngineKeywords, total=False):
     """Options that read a checkpoint, and choose the names of its tensors."""
 
     names: Names
-    base: str | Path | None
-    lora_alpha: float | None
-    config: str | Path | None
 
 
 class PretrainedKeywords(ReadKeywords, total=False):
@@ -80,15 +77,12 @@ class PretrainedKeywords(ReadKeywords, total=False):
     allow_unexpected: bool
 
 
-class VerifyKeywords(ReadKeywords, total=False):
+class VerifyKeywords(EngineKeywords, total=False):
     """Options that read a checkpoint and repeat its merge, and resources."""
 
-    base: str | Path | None
     include: str | None
     exclude: str | None
     quantize: Quantize | None
-    lora_alpha: float | None
-    config: str | Path | None
     workers: int | None
     memory: str | int
     engine: Engine | None

@@ -1,8 +1,7 @@
 """Progress events, the same for terminal, JSON, server and callbacks; `showing` displays them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from unshard.errors import as_message, printable
 from unshard.fronts import PYTHON, reword_warning
@@ -60,11 +59,8 @@ class Warned:
 Event = Stage | Chosen | Advanced | Warned
 
 
-class Listener(Protocol):
-    """Called with every event, from one thread at a time; must not raise."""
-
-    def __call__(self, event: Event, /) -> None:
-        """Take an event."""
+Listener = Callable[[Event], None]
+"""Called with every event, from one thread at a time; must not raise."""
 
 
 def ignore(_event: Event, /) -> None:

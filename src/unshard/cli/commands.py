@@ -378,7 +378,7 @@ def _parse_mesh(text: str) -> list[int]:
 
 @taking(ReadKeywords)
 def inspect(checkpoint: CheckpointArgument, *, as_json: Json = False, **given: object) -> None:
-    """Describe a checkpoint, and what merge would write."""
+    """Describe a checkpoint, and the output of its merge."""
     from unshard import api
 
     signals.raise_them()

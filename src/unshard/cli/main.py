@@ -16,7 +16,7 @@ _ENGINE = {"allow_extra_args": True, "ignore_unknown_options": True}  # for the 
 # The module and summary of each command; `--help` imports none of the modules.
 _COMMANDS = {
     "merge": ("commands", "Merge a sharded checkpoint into a Hugging Face directory."),
-    "inspect": ("commands", "Describe a checkpoint, and what merge would write."),
+    "inspect": ("commands", "Describe a checkpoint, and the output of its merge."),
     "hint": ("hinting", "Print the lines to paste that merge and evaluate this run."),
     "verify": ("commands", "Compare a merged model with a checkpoint, a model, or checksums."),
     "diff": ("comparing", "Show what changed between two checkpoints, models or steps."),

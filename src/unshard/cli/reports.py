@@ -177,43 +177,47 @@ def _list_dtypes(report: "Report") -> str:
     return ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
 
 
-def print_inspection(found: "Inspection", front: Front) -> None:
+def print_inspection(inspection: "Inspection", front: Front) -> None:
     """Print the description of a checkpoint as a table."""
-    which = ", ".join(filter(None, (found.role, found.weights)))
-    state = found.training_state
+    which = ", ".join(filter(None, (inspection.role, inspection.weights)))
+    state = inspection.training_state
     rows = {
-        "checkpoint": f"{found.path} ({which} weights)",
-        "format": f"{found.format}, written by {found.writer}",
-        "step": "unknown" if found.step is None else str(found.step),
-        "world size": str(found.world_size),
-        "meshes": _list_counts(found.meshes),
-        "placements": _list_counts(found.placements),
-        "dtypes": _list_counts(found.dtypes),
-        "parameters": f"{found.parameters:,} in {counted(len(found.tensors), 'tensor')}, "
-        f"{human_size(found.size_bytes)}",
-        "config": f"dtype {found.config_dtype}" if found.config_dtype else "",
+        "checkpoint": f"{inspection.path} ({which} weights)",
+        "format": f"{inspection.format}, written by {inspection.writer}",
+        "step": "unknown" if inspection.step is None else str(inspection.step),
+        "world size": str(inspection.world_size),
+        "meshes": _list_counts(inspection.meshes),
+        "placements": _list_counts(inspection.placements),
+        "dtypes": _list_counts(inspection.dtypes),
+        "parameters": f"{inspection.parameters:,} in {counted(len(inspection.tensors), 'tensor')}, "
+        f"{human_size(inspection.size_bytes)}",
+        "config": f"dtype {inspection.config_dtype}" if inspection.config_dtype else "",
         "latest": "; ".join(
             f"{name} names {'no step' if step is None else f'step {step}'}"
-            for name, step in found.latest.items()
+            for name, step in inspection.latest.items()
         ),
-        "EMA": "present (--weights ema)" if found.has_ema and found.weights != "ema" else "",
-        "LoRA": counted(found.lora_tensors, "tensor") if found.lora_tensors else "",
-        "tied": "; ".join(" = ".join(tied) for tied in found.shared),
-        "companions": ", ".join(found.companions) or "none",
+        "EMA": "present (--weights ema)"
+        if inspection.has_ema and inspection.weights != "ema"
+        else "",
+        "LoRA": counted(inspection.lora_tensors, "tensor") if inspection.lora_tensors else "",
+        "tied": "; ".join(" = ".join(tied) for tied in inspection.shared),
+        "companions": ", ".join(inspection.companions) or "none",
         "not weights": f"training state: {listed(state, 2)}" if state else "",
-        "optimizer": "" if found.optimizer is None else _describe_optimizer(found.optimizer),
-        "compressed": "yes: merge decompresses it first" if found.compressed else "",
-        "missing": ", ".join(found.missing),
-        "merge writes": found.would_write,
+        "optimizer": ""
+        if inspection.optimizer is None
+        else _describe_optimizer(inspection.optimizer),
+        "compressed": "yes: merge decompresses it first" if inspection.compressed else "",
+        "missing": ", ".join(inspection.missing),
+        "merge writes": inspection.would_write,
     }
     for name, text in rows.items():
         if text:
             _print_row(name, text)
-    for skipped in found.skipped:
+    for skipped in inspection.skipped:
         _print_row("left out", f"{skipped.fqn}: {skipped.reason}")
-    for note in found.notes:
+    for note in inspection.notes:
         _print_row("warning", reword_warning(note, front))
-    if added := [one for note in found.notes for one in additions(note)]:
+    if added := [one for note in inspection.notes for one in additions(note)]:
         _print_row("use", front.line(added))
 
 
@@ -248,37 +252,37 @@ def _list_counts(counts: dict[str, int]) -> str:
     return "; ".join(f"{name} ({counted(count, 'tensor')})" for name, count in counts.items())
 
 
-def print_comparison(found: "Comparison", *, as_json: bool = False) -> None:
+def print_comparison(comparison: "Comparison", *, as_json: bool = False) -> None:
     """Print the comparison of two models, as text or as a JSON object."""
     if as_json:
         counts = {
-            "equal": found.equal,
-            "compared": len(found.tensors),
-            "different": len(found.different),
+            "equal": comparison.equal,
+            "compared": len(comparison.tensors),
+            "different": len(comparison.different),
         }
-        print(json.dumps(make_finite(counts | asdict(found))))
+        print(json.dumps(make_finite(counts | asdict(comparison))))
         return
-    how = "bit by bit" if found.atol == found.rtol == 0 else "within the tolerances"
-    equal = len(found.tensors) - len(found.different)
-    cast = [tensor for tensor in found.tensors if tensor.cast and tensor.equal]
-    print(f"compared    {counted(len(found.tensors), 'tensor')}, {how}")
+    how = "bit by bit" if comparison.atol == comparison.rtol == 0 else "within the tolerances"
+    equal = len(comparison.tensors) - len(comparison.different)
+    cast = [tensor for tensor in comparison.tensors if tensor.cast and tensor.equal]
+    print(f"compared    {counted(len(comparison.tensors), 'tensor')}, {how}")
     print(f"equal       {equal}" + (f" ({len(cast)} after a cast to our dtype)" if cast else ""))
-    print(f"different   {len(found.different)}")
-    list_some(list(map(_describe, found.different)))
+    print(f"different   {len(comparison.different)}")
+    list_some(list(map(_describe, comparison.different)))
     for title, names in (
-        ("missing", found.missing),
-        ("unexpected", found.unexpected),
-        ("NaN in", [tensor.name for tensor in found.with_nan]),
-        ("all zero", [tensor.name for tensor in found.all_zero]),
+        ("missing", comparison.missing),
+        ("unexpected", comparison.unexpected),
+        ("NaN in", [tensor.name for tensor in comparison.with_nan]),
+        ("all zero", [tensor.name for tensor in comparison.all_zero]),
     ):
         if names:
             print(f"{title:<11} {len(names)}")
             list_some(list(names))
-    if found.by_config is not None:
-        _print_by_config(found.by_config)
-    if found.loading is not None:
-        _print_loading(found.loading)
-    print("the models are " + ("the same" if found.equal else "not the same"))
+    if comparison.by_config is not None:
+        _print_by_config(comparison.by_config)
+    if comparison.loading is not None:
+        _print_loading(comparison.loading)
+    print("the models are " + ("the same" if comparison.equal else "not the same"))
 
 
 def _print_by_config(names: "ByConfig") -> None:

@@ -1,1 +1,1 @@
-"""What runs a plan: threads, or the nodes of a Ray cluster, on files or in memory."""
+"""Engines that run a plan: local threads, or the nodes of a Ray cluster."""

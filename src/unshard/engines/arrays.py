@@ -75,10 +75,6 @@ class TensorReader:
 
         An index applies to an array of the selection's counts, with no dimension turned. The bits
         are valid until the next part is requested.
-
-        Raises:
-            CorruptError: as by `read`.
-            UsageError: as by `read`.
         """
         self._files.check()
         if not isinstance(operation, Gather):

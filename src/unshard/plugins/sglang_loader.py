@@ -130,7 +130,7 @@ class UnshardLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang has no 
             self._checkpoint = path
         with weights_of(str(self._checkpoint), self._options) as weights:
             engine_config = ours.ModelConfig(config.hf_config.to_dict())
-            hint = "start it with `unshard sglang`, which gives the engine a config that fits"
+            hint = "start it with `unshard sglang`, which gives the engine the config that fits"
             check_config(weights, engine_config, hint=hint)
             if self._starting:
                 self._shapes = weights.shapes

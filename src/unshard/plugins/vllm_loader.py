@@ -106,5 +106,5 @@ def shapes_in(model: nn.Module) -> Shapes | None:
 def check_config(weights: EngineWeights, model_config: ModelConfig) -> None:
     """Check that the engine's config fits the weights, with `serving.check_config`."""
     config = ours.ModelConfig(model_config.hf_config.to_dict())
-    hint = "start it with `unshard vllm`, which gives the engine a config that fits"
+    hint = "start it with `unshard vllm`, which gives the engine the config that fits"
     serving.check_config(weights, config, hint=hint)

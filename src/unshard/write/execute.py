@@ -70,11 +70,7 @@ class Executor:
         self._written = -1
 
     def close(self) -> None:
-        """Wait until all bytes are written, and close all files.
-
-        Raises:
-            CorruptError, StoreError, OSError: as by `do`.
-        """
+        """Wait until all bytes are written, and close all files; raise as `do`."""
         try:
             self.finish()
         finally:
@@ -119,11 +115,7 @@ class Executor:
         return self._ongoing is not None and self._ongoing.is_busy
 
     def finish(self) -> None:
-        """Wait until all bytes are written; `do` does not wait for bytes from a bucket.
-
-        Raises:
-            CorruptError, StoreError, OSError: as by `do`.
-        """
+        """Wait until all bytes are written, also those from a bucket; raise as `do`."""
         if self._ongoing is not None:
             self._ongoing.finish()
 

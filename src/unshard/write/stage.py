@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from unshard.errors import ChangedError, OutputError
 from unshard.plan.operations import Plan
-from unshard.progress import Chosen, Listener, Warned
+from unshard.progress import Chosen, Listener, warn
 from unshard.stores.remote_path import RemotePath
 
 if TYPE_CHECKING:
@@ -170,38 +170,26 @@ class OutputStage(Protocol):
         """
 
 
-class FinishedFiles(Protocol):
-    """The record of the finished files of an output."""
-
-    @property
-    def known(self) -> Mapping[str, Counts]:
-        """The overflows of each file that an earlier process has finished, by name."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Why finished files are written again; empty if none is."""
-
-
-def unfinished(plan: Plan, record: FinishedFiles, listener: Listener) -> Plan:
+def unfinished(
+    plan: Plan, finished: Mapping[str, Counts], notes: Sequence[str], listener: Listener
+) -> Plan:
     """Return the plan of the files that are not finished, and report both to the listener."""
-    for note in record.notes:
-        listener(Warned(note))
-    if not record.known:
+    warn(listener, notes)
+    if not finished:
         return plan
     files = plan.layout.files
-    count = f"{len(record.known)} of {len(files)} files were finished by an earlier merge"
+    count = f"{len(finished)} of {len(files)} files were finished by an earlier merge"
     listener(Chosen(f"resuming: {count}"))
-    numbers = [number for number in plan.numbers if files[number].filename not in record.known]
-    return plan.only(numbers)
+    return plan.only([at for at in plan.numbers if files[at].filename not in finished])
 
 
-def earlier_overflows(plan: Plan, record: FinishedFiles) -> Overflows:
+def earlier_overflows(plan: Plan, finished: Mapping[str, Counts]) -> Overflows:
     """Return the overflows of the files that were finished before."""
     return Overflows(
         {
             (number, start): count
             for number, file in enumerate(plan.layout.files)
-            for start, count in record.known.get(file.filename, Counts()).items()
+            for start, count in finished.get(file.filename, Counts()).items()
         }
     )
 

@@ -47,7 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 class Claim:
-    """The claim of this process on a target."""
+    """The claim of this process on a target.
+
+    Most methods raise a StoreError if the store cannot be reached, or does not allow a request.
+    """
 
     def __init__(self, target: RemotePath) -> None:
         self._target, self._bucket = target, target.bucket
@@ -64,7 +67,6 @@ class Claim:
 
         Raises:
             BusyError: another process was faster.
-            StoreError: the store cannot be reached, or does not allow it.
         """
         if not self._put(BEAT_S, instead_of):
             raise self.taken()
@@ -105,11 +107,7 @@ class Claim:
         return create(self._bucket, self.key(CLAIM_NAME), data, instead_of=instead_of) is not None
 
     def is_held(self) -> bool:
-        """Return whether the store has this claim.
-
-        Raises:
-            StoreError: the store cannot be reached, or does not allow it.
-        """
+        """Return whether the store has this claim."""
         fields, _ = self._read()
         return fields.get("id") == self._fields["id"]
 
@@ -118,7 +116,6 @@ class Claim:
 
         Raises:
             BusyError: another merge has taken over.
-            StoreError: the store cannot be reached, or does not allow it.
         """
         if self._thread is not None and not self.is_held():
             raise self.lost([CLAIM_NAME])
@@ -143,9 +140,6 @@ class Claim:
         Returns:
             The entity tag of a killed process's claim; None if there is no claim, or the output
             exists.
-
-        Raises:
-            StoreError: the store cannot be reached, or does not allow it.
         """
         fields, etag = self._read()
         if etag is not None:

@@ -61,7 +61,7 @@ class BucketStage:
         resume: whether to continue an interrupted merge, and to keep finished files after an error.
 
     Raises:
-        BusyError: on entering: another process writes there.
+        BusyError: on entering: another process writes there; later: another merge has taken over.
         OutputError: on entering: the target exists.
         StoreError: the store cannot be reached, or does not allow it.
     """
@@ -90,11 +90,7 @@ class BucketStage:
         self._is_complete = False
 
     def check(self) -> None:
-        """Check that the target does not exist; write nothing.
-
-        Raises:
-            OutputError: it exists.
-        """
+        """Check that the target does not exist; see `OutputStage.check`."""
         objects = listed(self._bucket, self.target.key)
         if CLAIM_NAME in objects and RECORD_NAME not in objects:
             if self._resume:
@@ -163,14 +159,14 @@ class BucketStage:
     def write(self, plan: Plan, engine: MergeEngine, work: WorkDigests) -> Written:
         """Upload the weight files that are not finished yet; see `OutputStage.write`."""
         ledger, files = self._open_ledger(work), plan.layout.files
-        left = unfinished(plan, ledger, engine.listener)
+        left = unfinished(plan, ledger.known, ledger.notes, engine.listener)
         engine.listener(Progress("uploading", left.bytes_written))
 
         def finished(number: int, overflows: Overflows) -> None:
             self._record(files[number].filename, counts_in(overflows))
 
         written = engine.upload(left, self, finished)
-        written.overflows += earlier_overflows(plan, ledger)
+        written.overflows += earlier_overflows(plan, ledger.known)
         return written
 
     def _open_ledger(self, work: WorkDigests) -> BucketLedger:
@@ -198,12 +194,7 @@ class BucketStage:
         return ledger
 
     def _record(self, name: str, counts: Counts) -> None:
-        """Record a finished file, if the merge can be resumed; for any thread.
-
-        Raises:
-            OutputError: another merge has taken over.
-            StoreError: the store cannot be reached, or does not allow it.
-        """
+        """Record a finished file, if the merge can be resumed; for any thread."""
         stored, ledger = self._written[name], self._ledger
         if not self._resume or ledger is None or stored is None:
             return
@@ -221,9 +212,7 @@ class BucketStage:
     ) -> None:
         """Write a file in parts, with `stores.objects.upload`; for any thread.
 
-        Raises:
-            BusyError: another merge has taken over; its file is not replaced.
-            StoreError: the store cannot be reached, or does not allow it.
+        If another merge has taken over, its file is not replaced.
         """
         self._written[name] = None  # it may exist from now on, even after an error
         claim, limits = self._claim, {"part_bytes": part_bytes, "at_once": at_once}
@@ -246,12 +235,7 @@ class BucketStage:
         return self._copier is not None and self._copier.can_copy(source)
 
     def compose(self, name: str, size: int, send: Callable[[Composition], None]) -> None:
-        """Write a file from parts, with `Copier.compose`; for any thread.
-
-        Raises:
-            BusyError: as for `upload`.
-            StoreError: the store cannot be reached, or does not do it.
-        """
+        """Write a file from parts, with `Copier.compose`, like `upload`."""
         if self._copier is None:
             raise TypeError("the store cannot copy")
 
@@ -316,11 +300,7 @@ class BucketStage:
             self._written[name] = stored
 
     def _check_written(self) -> None:
-        """Check that the store has exactly the written objects, and that the claim is held.
-
-        Raises:
-            OutputError: an object is missing, was changed, or was added.
-        """
+        """Check that the store has exactly the written objects, and that the claim is held."""
         objects = listed(self._bucket, self.target.key)
         wrong = []
         for name in sorted({*objects, *self._written} - {CLAIM_NAME}):
@@ -332,13 +312,10 @@ class BucketStage:
             raise self._claim.lost(wrong)
 
     def commit(self, record: bytes, *, replaced: Sequence[str] = ()) -> list[str]:  # noqa: ARG002
-        """Write the files that complete the output, the record last; return notes.
+        """Write the files that complete the output, the record last; see `OutputStage.commit`.
 
         The record also lists the files that are not weights. Nothing is replaced. Signals are
         delayed until the end.
-
-        Raises:
-            OutputError: another process wrote there.
         """
         weights, own = listed_weights(record), (CLAIM_NAME, FINISHED_NAME)
         sizes = {name: len(data) for name, data in self._last.items()}

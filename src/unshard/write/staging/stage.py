@@ -131,7 +131,7 @@ class Staging:
         ledger, files = open_ledger(self._staging, work), plan.layout.files
         if self._why_not_resumed:
             ledger.notes.append(Text(f"⟦--resume⟧ has no effect: {self._why_not_resumed}"))
-        left = unfinished(plan, ledger, engine.listener)
+        left = unfinished(plan, ledger.known, ledger.notes, engine.listener)
         data = sum(files[number].data_bytes for number in left.numbers)
         engine.listener(Progress("writing", data))
         recorder = ThreadPoolExecutor(1)  # flushes files while others are written
@@ -149,7 +149,7 @@ class Staging:
         finally:
             with uninterrupted():  # no file may be recorded while the stage is removed
                 recorder.shutdown(cancel_futures=True)
-        return Written(earlier_overflows(plan, ledger) + overflows)
+        return Written(earlier_overflows(plan, ledger.known) + overflows)
 
     def add(self, files: Mapping[str, bytes | Path]) -> None:
         """Add small files; see `OutputStage.add`."""
