@@ -16,12 +16,13 @@ import numpy as np
 from unshard.containers.strided import Elements
 from unshard.convert.expected.tensors import Slot
 from unshard.engines.arrays import TensorReader
-from unshard.errors import ConversionError, UsageError, how_to_install
+from unshard.errors import ConversionError, UsageError
 from unshard.plan.operations import Tiled
 from unshard.tensors import placements as ours
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import DType, DTypeKind
 from unshard.tensors.selection import Selection, of_box
+from unshard.write.verification.load import need_modules
 
 if TYPE_CHECKING:
     from torch import Tensor as Tensor
@@ -33,16 +34,8 @@ _RECYCLED = 1024 * 1024  # bytes; malloc itself reuses smaller blocks
 
 
 def need_torch() -> None:
-    """Check that torch is installed.
-
-    Raises:
-        UsageError: it is not.
-    """
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        hint = how_to_install("torch", "torch")
-        raise UsageError("torch is not installed", hint=hint) from error
+    """Check that torch is installed; raise as `need_modules`."""
+    need_modules("", "torch")
 
 
 def as_tensor(bits: Elements, dtype: DType) -> "Tensor":

@@ -11,16 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from unshard.errors import OutputError, UsageError, how_to_install
+from unshard.errors import OutputError, UsageError
 from unshard.read.model_config import ModelConfig
 from unshard.tensors.dtypes import DType
 from unshard.write.verification.comparison import Loading, Mismatch
-from unshard.write.verification.load import Shape, refuse_misfits, verify_load
+from unshard.write.verification.load import Shape, need_modules, refuse_misfits, verify_load
 
 if TYPE_CHECKING:
     import torch
 
     from unshard.engines.into_transformers import Unread
+
+
+_DIFFUSERS = ("a model of diffusers: ", "torch", "diffusers")
 
 
 class Lazy(Protocol):
@@ -93,10 +96,9 @@ def place_in_diffusers(config: ModelConfig, tensors: Mapping[str, tuple[DType, S
         UsageError: diffusers is not installed.
         OutputError: it does not have the class, or the config does not fit it.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise _not_installed(error) from error
+    need_modules(*_DIFFUSERS)
+    import torch
+
     with torch.device("meta"):
         model = _build(config)
     return _compare_with(model, {name: shape for name, (_, shape) in tensors.items()})
@@ -117,10 +119,9 @@ def place_in_modules(listed: Path, tensors: Mapping[str, tuple[DType, Shape]]) -
     """
     from unshard.read.beside.modules import in_folders, modules_at
 
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError as error:
-        raise _not_installed(error, "sentence-transformers") from error
+    need_modules("a model of sentence-transformers: ", "sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+
     inner = {name: form for name, form in tensors.items() if "/" not in name}
     first = verify_load(listed.parent, inner)
     try:
@@ -142,10 +143,9 @@ def place_in_modules(listed: Path, tensors: Mapping[str, tuple[DType, Shape]]) -
 
 
 def _build(config: ModelConfig) -> Any:
-    try:
-        import diffusers
-    except ImportError as error:
-        raise _not_installed(error) from error
+    need_modules(*_DIFFUSERS)
+    import diffusers
+
     name = str(config.fields["_class_name"])
     model_class: Any = getattr(diffusers, name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, diffusers.ModelMixin)):
@@ -181,10 +181,3 @@ def _compare(title: str, expected: Mapping[str, Shape], ours: Mapping[str, Shape
         if expected[name] != ours[name]
     )
     return Loading(title, tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(mismatched))
-
-
-def _not_installed(error: ImportError, packages: str = "torch diffusers") -> UsageError:
-    return UsageError(
-        f"a model of {packages.rsplit(maxsplit=1)[-1]}: {error.name} is not installed",
-        hint=how_to_install(packages, "torch"),
-    )

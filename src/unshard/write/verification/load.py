@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -191,20 +192,24 @@ def loading_of(model_class: type, info: LoadingInfo) -> Loading:
     )
 
 
-def need_transformers(option: str) -> None:
-    """Check that transformers and torch are installed, which an option needs.
+def need_modules(subject: str, *modules: str) -> None:
+    """Check that modules of the extra `torch`, which the subject of a message needs, are installed.
 
     Raises:
         UsageError: one of them is not.
     """
     try:
-        import torch  # noqa: F401 (without it, transformers offers no models)
-        import transformers  # noqa: F401
+        for module in modules:
+            import_module(module)
     except ImportError as error:
-        raise UsageError(
-            f"{option}: {error.name} is not installed",
-            hint=how_to_install("torch transformers", "torch"),
-        ) from error
+        packages = " ".join(modules).replace("_", "-")
+        hint = how_to_install(packages, "torch")
+        raise UsageError(f"{subject}{error.name} is not installed", hint=hint) from error
+
+
+def need_transformers(option: str) -> None:
+    """Check that transformers, and torch for its models, are installed; raise as `need_modules`."""
+    need_modules(f"{option}: ", "torch", "transformers")
 
 
 def named_class(architectures: Sequence[str]) -> "type[PreTrainedModel] | None":
