@@ -30,7 +30,7 @@ from unshard.evaluate.server.endings import (
 from unshard.evaluate.server.evaluators.profiles import profile_named
 from unshard.evaluate.server.evaluators.work import Profile, Scores
 from unshard.evaluate.server.pinning import Pins
-from unshard.evaluate.server.store.statements import LONGEST_WAIT_S, Facts
+from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
 from unshard.evaluate.server.telling import tell, tell_outcome
 
@@ -169,8 +169,7 @@ class Outcomes:
         except OSError as error:
             _log.warning("%s: other attempts are not removed: %s", directory, error)
         settings = replace(attempt.job.settings or Settings(), evaluator=scores.evaluator)
-        facts: dict[str, Facts] = {task: (*of,) for task, of in scores.tasks.items()}
-        self.store.describe(job_id, settings, facts)
+        self.store.describe(job_id, settings, scores.tasks)
         if self.store.complete(
             job_id, scores.metrics, scores.file, scores.errors, scores.directions
         ):

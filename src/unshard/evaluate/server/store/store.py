@@ -94,11 +94,11 @@ class Store:
             job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
             if row is not None and Status(row["status"]) in _AGAIN:
                 job_id = queue_again(connection, job_id, request, pin, now)
-            # Behind the runs that wait. A run that had no turn yet would be before them, so new
-            # runs, one after the other, would keep the others from theirs.
+            # Put a run with its first queued job behind the runs that wait: otherwise one new run
+            # after the other would get the turn. LIMIT bounds the time with many queued jobs.
             connection.execute(
-                "UPDATE runs SET turn = (SELECT MAX(turn) FROM runs) WHERE id = ? AND 1 ="
-                " (SELECT COUNT(*) FROM jobs WHERE run = runs.id AND status = 'queued')",
+                "UPDATE runs SET turn = (SELECT MAX(turn) FROM runs) WHERE id = ?1 AND 1 = (SELECT"
+                " COUNT(*) FROM (SELECT 1 FROM jobs WHERE run = ?1 AND status = 'queued' LIMIT 2))",
                 (request.run_id,),
             )
             job = read_job(connection, job_id)
