@@ -37,12 +37,12 @@ def resolve_checkpoint(path: str, roots: Sequence[Path]) -> Path:
         resolved = path_of(path).resolve()
         if not is_address:
             resolved.exists()  # raises where no file can have this name
-        places = [root.resolve() for root in roots]
+        resolved_roots = [root.resolve() for root in roots]
     except PermissionError as error:
         raise not_readable(error) from error
     except (OSError, RuntimeError) as error:
         raise not_accepted("checkpoint", path, expected="a path that can be followed") from error
-    if any(resolved.is_relative_to(place) for place in places):
+    if any(map(resolved.is_relative_to, resolved_roots)):
         if named_average(resolved) is not None:  # no pin keeps the steps of an average
             hint = "write the average with unshard average"
             expected = "a checkpoint on a disk"
@@ -90,11 +90,11 @@ def check_links(checkpoint: Path, run: Path, roots: Sequence[Path]) -> None:
     """
     if isinstance(checkpoint, RemotePath):
         return
-    places = [root.resolve() for root in roots]
+    resolved_roots = [root.resolve() for root in roots]
     try:
         for file in _files(checkpoint, run):
             target = file.resolve()
-            if not any(target.is_relative_to(place) for place in places):
+            if not any(map(target.is_relative_to, resolved_roots)):
                 raise UsageError(
                     f"{file}: leads out of the directories that this server may read",
                     found=str(target),
@@ -130,8 +130,8 @@ def check_there(checkpoint: Path, *, is_step: bool) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
             checkpoint.stat()
             return
-        places = (checkpoint, *checkpoint.parents[:_INNER])
-        steps = [place for place in places if step_of(place.name) is not None]
+        paths = (checkpoint, *checkpoint.parents[:_INNER])
+        steps = [path for path in paths if step_of(path.name) is not None]
         if is_step and not steps:
             steps = [checkpoint]
         if any(step.parent.is_dir() for step in steps):

@@ -169,23 +169,23 @@ def read_server_yaml(path: Path, options: Mapping[str, object] | None = None) ->
 def _problem(path: Path, problem: ErrorDetails) -> UsageError:
     """Return pydantic's error with the file and the key in its message."""
     keys = [str(key) for key in problem["loc"]]
-    where, known = str(path), list(ServerConfig.model_fields)
+    where, allowed = str(path), list(ServerConfig.model_fields)
     match keys:
         case ["profiles", name, "[key]"]:
             letters = "letters, digits, and `_`, `.`, `-`"
             return UsageError(f"{path}: profiles.{name} cannot be a name", expected=letters)
         case ["profiles", name, kind, *keys]:
             where = f"{path}: profiles.{name} (kind {kind})"
-            known = list((OwnArguments if keys[0] == "arguments" else KINDS[kind]).model_fields)
+            allowed = list((OwnArguments if keys[0] == "arguments" else KINDS[kind]).model_fields)
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
         case ["on_result", *keys]:
-            where, known = f"{path}: on_result", list(OnResult.model_fields)
+            where, allowed = f"{path}: on_result", list(OnResult.model_fields)
         case ["pin_quota", *keys]:
-            where, known = f"{path}: pin_quota", list(Quota.__annotations__)
+            where, allowed = f"{path}: pin_quota", list(Quota.__annotations__)
     match problem["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            return _unknown_key(where, str(problem["loc"][0]), keys[-1], known)
+            return _unknown_key(where, str(problem["loc"][0]), keys[-1], allowed)
         case "missing":
             needed = problem.get("ctx", {}).get("expected", COMMAND_EXPECTED)
             return UsageError(f"{where}: {keys[-1]} is missing", expected=needed)
@@ -197,12 +197,12 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
     return problem_of(problem, f"{': '.join([where, *keys])} cannot be read")
 
 
-def _unknown_key(where: str, section: str, key: str, known: list[str]) -> UsageError:
+def _unknown_key(where: str, section: str, key: str, allowed: list[str]) -> UsageError:
     if hint := _GONE.get((section, key)):
         return UsageError(f"{where}: {key!r} no longer exists", hint=hint)
-    close = get_close_matches(key, known, 1)
+    close = get_close_matches(key, allowed, 1)
     return UsageError(
         f"{where} has the unknown key {key!r}",
-        expected=", ".join(sorted(known)),
+        expected=", ".join(sorted(allowed)),
         hint=f"did you mean {close[0]!r}?" if close else "",
     )

@@ -81,7 +81,7 @@ class GpuUsers:
     def __init__(self) -> None:
         self.taken: frozenset[str] = frozenset()
         self._used: Mapping[str, int] = {}
-        self._known: frozenset[str] | None = None  # None: there is no driver to ask
+        self._read: frozenset[str] | None = None  # the GPUs that were free then; None: no driver
         self._until = 0.0
 
     def ask(self, free: frozenset[str]) -> frozenset[str]:
@@ -93,12 +93,12 @@ class GpuUsers:
         if time.monotonic() > self._until:
             devices = read_devices()
             self._until = time.monotonic() + (_NOTHING_S if devices is None else _EVERY_S)
-            self._known = None if devices is None else free
+            self._read = None if devices is None else free
             used = _used_by_others(free, devices or ())
             if used.keys() - self._used.keys():
                 _log.info("%s; jobs do not get it", describe_use(used))
             self._used = used
-        unknown = free - self._known if self._known is not None else frozenset()
+        unknown = free - self._read if self._read is not None else frozenset()
         self.taken = frozenset(self._used) | unknown
         return self.taken & free
 

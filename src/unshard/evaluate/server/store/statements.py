@@ -148,7 +148,7 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
     return Job(
         request=as_request(row["request"]),
         status=Status(row["status"]),
-        phase=_as_phase(row["phase"]),
+        phase=None if row["phase"] is None else Phase(row["phase"]),
         process=process,
         metrics=metrics,
         stderr=errors,
@@ -158,10 +158,6 @@ def _as_job(connection: sqlite3.Connection, row: sqlite3.Row) -> Job:
     )
 
 
-def _as_phase(value: str | None) -> Phase | None:
-    return None if value is None else Phase(value)
-
-
 def gpus_as_json(gpus: tuple[str, ...]) -> str:
     """Return the GPUs of a process as JSON, with numbers as such: other versions expect that."""
     return json.dumps([int(gpu) if gpu.isdecimal() else gpu for gpu in gpus])
@@ -169,8 +165,8 @@ def gpus_as_json(gpus: tuple[str, ...]) -> str:
 
 def as_event(row: sqlite3.Row) -> JobEvent:
     """Return an event from a row of its table."""
-    status, phase = Status(row["status"]), _as_phase(row["phase"])
-    return JobEvent(row["number"], row["job_id"], status, phase, row["at"])
+    phase = None if row["phase"] is None else Phase(row["phase"])
+    return JobEvent(row["number"], row["job_id"], Status(row["status"]), phase, row["at"])
 
 
 def as_result(row: sqlite3.Row) -> Result:

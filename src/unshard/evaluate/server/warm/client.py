@@ -59,17 +59,17 @@ class _Log:
 
 def main() -> int:
     """Send the job to a worker; return its exit code."""
-    *arguments, place = sys.argv[1:]
+    *arguments, directory = sys.argv[1:]
     mark = f"[end of job {secrets.token_hex(8)}]\n"
     job = {"directory": str(Path.cwd()), "arguments": arguments, "mark": mark}
-    worker = read_worker(Path(place))
+    worker = read_worker(Path(directory))
     if worker is None:
-        sys.stdout.write(f"{place}: no worker is recorded there\n")
+        sys.stdout.write(f"{directory}: no worker is recorded there\n")
         return 1
-    log = _Log(Path(place) / LOG_NAME, mark)
+    log = _Log(Path(directory) / LOG_NAME, mark)
     with socket.socket(socket.AF_UNIX) as connected:
         if not _connect(connected, worker):
-            sys.stdout.write(f"{last_lines(Path(place) / LOG_NAME, _SHOWN_LINES)}\n")
+            sys.stdout.write(f"{last_lines(Path(directory) / LOG_NAME, _SHOWN_LINES)}\n")
             return _end_as(worker)
         code = _wait(connected, json.dumps(job).encode() + b"\n", log)
     if code is None:
@@ -118,10 +118,10 @@ def _wait(connected: socket.socket, job: bytes, log: _Log) -> int | None:
 
 def _end_as(worker: EngineWorker) -> int:
     """Return the exit code of a worker that ended by itself; end as killed if it was killed."""
-    place = Path(worker.process.directory)
-    while is_alive(worker.process) and read_exit(place) is None:
+    directory = Path(worker.process.directory)
+    while is_alive(worker.process) and read_exit(directory) is None:
         time.sleep(_PAUSE_S)
-    done = read_exit(place)
+    done = read_exit(directory)
     if done is not None and done.error:
         sys.stdout.write(f"{done.error}\n")
         return 1
