@@ -43,12 +43,19 @@ class Destination:
         directory: of the files, and of the marks of exported jobs.
         project: of W&B or trackio; MLflow's experiment.
         is_for_one: whether one run is exported, into `directory` itself, or each into its own.
+
+    Raises:
+        UsageError: the tracker needs a project.
     """
 
     tracker: Tracker
     directory: Path
     project: str = ""
     is_for_one: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tracker not in _FILES and not self.project:
+            raise UsageError(f"--to {self.tracker}", expected="--project NAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +89,7 @@ def export_all(results: Iterable[Mapping[str, object]], to: Destination) -> list
     A tracker's run has one line of each metric. If the server has several lines with different
     profiles or settings, the one with the most steps is in the run itself, and each of the others
     in a run named after the difference.
-
-    Raises:
-        UsageError: the tracker needs a project.
     """
-    if to.tracker not in _FILES and not to.project:
-        raise UsageError(f"--to {to.tracker}", expected="--project NAME")
     exported = list[Exported]()
     for run, rows in sorted(_group(results, "run").items()):
         for name, part in _split_lines(rows, _marks_of(run, to)).items():
