@@ -186,12 +186,11 @@ dist: $(RELEASE_VENV)/.installed
 	$(RELEASE_VENV)/bin/check-wheel-contents dist/*.whl
 	$(RELEASE_VENV)/bin/python tools/sbom.py dist/*.whl > build/sbom/`basename dist/*.whl`.cdx.json
 
-# The wheel in dist/, which `make dist` builds, in an environment that has only what it asks for.
-test-wheel:
-	test -e dist || $(MAKE) dist
+# A new wheel, or WHEEL=dist/*.whl, in an environment that has only what it asks for.
+test-wheel: $(if $(WHEEL),,dist)
 	rm -rf $(WHEEL_VENV)
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/$(INSTALL) "`echo dist/*.whl`[eval,serve]"
+	$(WHEEL_VENV)/bin/$(INSTALL) "`echo $(or $(WHEEL),dist/*.whl)`[eval,serve]"
 	$(WHEEL_VENV)/bin/python -I tests/wheel_alone.py
 
 # The tests of all that uses a dependency, with the lowest version of each. Old versions warn where
