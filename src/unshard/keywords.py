@@ -225,7 +225,7 @@ GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
     },
     "Tensors": {
         "dtype": OptionRow(
-            "Dtype of floating point tensors. config: as config.json says; base: as in the base "
+            "Dtype of floating point tensors. config: as in config.json; base: as in the base "
             "model, tensor by tensor. bf16, fp16 and fp32 are accepted.",
             choices=(*get_args(Rule), *get_args(Cast)),
             shapes=True,

@@ -53,7 +53,7 @@ def save_with(place: Path, config: Mapping[str, object]) -> Path:
         (OPEN_CLIP, "open_clip", "weights only: not tested with open_clip"),
         (LEROBOT, "lerobot", "weights only: not tested with lerobot"),
         (SIT, "lmms_engine", "weights only: not tested with lmms_engine"),
-        (CUSTOM, "", "weights only: config.json does not say which library loads them"),
+        (CUSTOM, "", "weights only: the library of config.json is unknown"),
     ],
 )
 def test_what_no_library_is_known_to_load_is_called_weights(

@@ -203,7 +203,7 @@ def test_a_run_that_cannot_be_written_to_is_told(
     assert trainer.state.global_step == 2
     warnings = [one.partition(":")[0] for one in told(caplog)]
     files = [f"{one} is not written into {run}" for one in ("GenerationConfig", "Qwen2Config")]
-    assert warnings == files * (place == "run") + ["no step is merged while training goes on"]
+    assert warnings == files * (place == "run") + ["no step is merged during training"]
 
 
 def test_one_checkpoint_is_kept_and_the_last_is_merged_when_training_has_ended(
@@ -232,7 +232,7 @@ def test_a_step_that_is_not_merged_is_told_while_training_goes_on(
     failed = Doing(lambda: wait_until(lambda: ": failed: " in log_of(run)))
     last = Doing(lambda: seen.append(told(caplog)), at_end=True)
     train(run, Doing(spoil), UnshardCallback(out), failed, last, steps=2)
-    assert seen[0][0].startswith("no step is merged while training goes on: UnshardError: a step ")
+    assert seen[0][0].startswith("no step is merged during training: UnshardError: a step ")
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_options_that_are_wrong_are_told_once_while_training_and_once_at_the_end
     assert all(one.endswith(f": exit code 2: see {run}/_unshard/follow.log") for one in warnings)
     starts = [one.partition(":")[0] for one in warnings]
     assert starts[-1] == "not all steps are merged"
-    assert starts[:-1] in ([], ["no step is merged while training goes on"])  # seen by then
+    assert starts[:-1] in ([], ["no step is merged during training"])  # seen by then
 
 
 @pytest.fixture

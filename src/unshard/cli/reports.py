@@ -40,14 +40,14 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
         _print_plan(report) if report.dry_run else _print_merge(report)
     # The restrictions of the output come last, where users see them.
     if report.names_checked == "none":
-        print("names not checked: neither a base model nor the config says which tensors there are")
+        print("names not checked: there is no base model, and the config does not determine the names")
     if not report.loadable:
         if report.library in ("transformers", "diffusers", "sentence_transformers"):
             print("weights only: the names are those of training")
         elif report.library:
             print(f"weights only: not tested with {report.library}")
         elif "config.json" in report.companions:
-            print("weights only: config.json does not say which library loads them")
+            print("weights only: the library of config.json is unknown")
         else:
             print("weights only: not loadable by transformers without a config.json")
 
@@ -287,9 +287,9 @@ def print_comparison(comparison: "Comparison", *, as_json: bool = False) -> None
 
 def _print_by_config(names: "ByConfig") -> None:
     if names.complete:
-        print("names       as the config says")
+        print("names       as in the config")
         return
-    print("names       not as the config says:")
+    print("names       not as in the config:")
     missing = [f"{name}: missing" for name in names.missing]
     list_some([*missing, *(f"{name}: unexpected" for name in names.unexpected)])
 

@@ -57,7 +57,7 @@ def default_workers() -> int:
 
 
 def divide(resources: Resources) -> Share:
-    """Divide the resources among workers, of which there are fewer if memory or files are short."""
+    """Divide the resources among workers, fewer than requested if memory or files are short."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _MAX_FILES if soft == resource.RLIM_INFINITY else max(2, soft - _RESERVED_FILES)
     workers = max(1, min(resources.workers, resources.memory_bytes // MIN_BUFFER, files // 2))

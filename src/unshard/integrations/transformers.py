@@ -83,7 +83,7 @@ class UnshardCallback(TrainerCallback):
         if state.is_world_process_zero:
             with ignoring_errors("the run may lack config and tokenizer"):
                 write_companions(run, given.get("model"), given.get("processing_class"))
-            with ignoring_errors("no step is merged while training goes on"):
+            with ignoring_errors("no step is merged during training"):
                 if self._words and self._follower is None:  # not None after an interruption
                     self._follower = _Follower(run, self._words)
 
@@ -95,7 +95,7 @@ class UnshardCallback(TrainerCallback):
         with ignoring_errors("no MERGE.txt"):
             if state.is_world_process_zero:
                 write_hint(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
-        with ignoring_errors("no step is merged while training goes on"):
+        with ignoring_errors("no step is merged during training"):
             if self._follower is not None:
                 self._follower.ensure_running()
 

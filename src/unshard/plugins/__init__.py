@@ -1,1 +1,1 @@
-"""Plugins of inference engines: they load training shards themselves, and nothing is merged."""
+"""Plugins with which inference engines load training shards without a merge."""

@@ -373,7 +373,7 @@ def note_resumable(error: BaseException | None, left: Path) -> None:
 
 
 def unwritable(target: Path, error: OSError, left: Path | None = None) -> OutputError:
-    """Return the error of a failed output, of which the finished files are in `left`."""
+    """Return the error of a failed output, whose finished files are in `left`."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     failure = OutputError(
         f"{target}: cannot be written: {error.strerror or error}",
