@@ -41,9 +41,6 @@ def make_recipe(
         work = replace(work, profile=profile, directory=work.directory / "again")
         work.directory.mkdir(exist_ok=True)
         command, is_merged = profile.command_line(work), True
-    if work.profile.launch:
-        launch = shlex.join(redact_command(work.profile.launch))
-        notes.append(f"The server put before its command: {launch}")
     replaced = {str(work.model): "./model"} if is_merged else {}
     replaced |= {job.pin: request.checkpoint} if job.pin else {}  # it will be removed
     replaced |= {str(work.output): "./output", str(work.directory): "."}
@@ -80,6 +77,9 @@ def _describe(job: Job, work: EvalInput) -> Iterator[str]:
     yield f"Job {job.id}: run {job.request.run or '-'}{step}"
     yield "Run this in an empty directory."
     yield f"It ran on {platform.node()} with {', '.join(versions)}."
+    if work.profile.launch:
+        launch = shlex.join(redact_command(work.profile.launch))
+        yield f"The server put before its command: {launch}"
 
 
 def _merge_command(work: EvalInput) -> list[str]:
