@@ -7,7 +7,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
@@ -18,10 +18,12 @@ from evaluation.servers import Still, still
 from unshard.evaluate.comparing import as_results, compare_runs
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.server.evaluators.command import CommandProfile
-from unshard.evaluate.server.http.page.plots import as_csv, make_plots
+from unshard.evaluate.server.evaluators.documents import collect_facts
+from unshard.evaluate.server.http.page.plots import as_csv, fold, make_plots
 from unshard.evaluate.server.http.page.rendering import STATIC
 from unshard.evaluate.server.http.page.routes import progress_of
 from unshard.evaluate.server.store.overview import list_holders, list_points, list_runs
+from unshard.evaluate.settings import Settings
 
 HTML = {"Accept": "text/html"}
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e'\""
@@ -166,7 +168,7 @@ def test_plots_are_searched_and_have_pages(served: Still) -> None:
         counts.append(len(found))
     assert counts == [12, 12, 6, 0]
     assert len(names) == 30
-    assert len(served.client.get("/view/plots.json?run=a&q=task07").json()["plots"]) == 1
+    assert len(served.client.get("/view/plots.json?run=a&q=TASK07").json()["plots"]) == 1
     assert 'rel="next"' in served.client.get("/view/runs?run=a", headers=HTML).text
 
 
@@ -177,7 +179,7 @@ def test_runs_are_listed_with_the_newest_job_first(served: Still) -> None:
     found = list_runs(served.service.store.connection, "")
     assert [(one.run.label, one.step) for one in found] == [("old", 9), ("new", 2)]
     assert found[0].counts[Status.QUEUED] == found[0].counts[Status.COMPLETED] == 1
-    only = list_runs(served.service.store.connection, "ne")
+    only = list_runs(served.service.store.connection, "NE")
     assert [one.run.label for one in only] == ["new"]
 
 
@@ -191,7 +193,7 @@ def test_home_has_last_and_best_of_the_chosen_metrics_and_sorts_by_them(served: 
 
     page = served.client.get("/?metric=t/loss&q=down", headers=HTML).text
     row = re.sub(r"<[^>]+>", " ", page.partition("<tbody")[2].partition("</tbody")[0])
-    assert "down 7 0.4 at 1 1 of 2 best 0.3 at 0 0 0" in " ".join(row.split())
+    assert "down 7 0.4 at 1 1 of 2 lines best 0.3 at 0 0 0" in " ".join(row.split())
     for sort, names in (
         ("name", ["down", "none", "up"]),
         ("-name", ["up", "none", "down"]),
@@ -216,6 +218,116 @@ def test_the_subtasks_of_a_group_are_folded_and_chosen_metrics_are_first(served:
     chosen = list(plots("metric=mmlu_c/acc&metric=mmlu/acc"))
     assert chosen == ["mmlu_c/acc", "mmlu/acc", *others[:3]]
     assert list(plots("q=mmlu_")) == subjects
+
+
+@pytest.mark.parametrize("metric", ["acc", "exact_match"])
+def test_a_benchmark_is_not_folded_into_another_one(metric: str) -> None:
+    subjects = [f"mmlu_{subject}" for subject in "abcde"]
+    pro = [f"mmlu_pro_{subject}" for subject in "abcd"]
+    tasks = ["mmlu", "mmlu_stem", *subjects, "mmlu_pro", *pro]
+    names = [f"{task}/acc" for task in tasks]
+    other = f"mmlu_redux/{metric}"
+    stem = dict.fromkeys(subjects[:2], "mmlu_stem") | {"mmlu_stem": "mmlu"}
+    parents = dict.fromkeys(subjects[2:], "mmlu") | dict.fromkeys(pro, "mmlu_pro") | stem
+    kept, counts = fold([*names, other], parents if metric == "acc" else {})
+    assert kept == ["mmlu/acc", "mmlu_pro/acc", other]
+    assert counts == {"mmlu": 6, "mmlu_pro": 4}
+
+
+def test_groups_are_those_that_the_evaluator_reports(served: Still) -> None:
+    numbers = {f"g{part}/acc": 0.5 for part in ("", "_a", "_b", "_c", "_d", "_e")}
+    job_id = complete(served, "a", 1, numbers)
+    parts = [f"g_{part}" for part in "abcd"]
+    facts = collect_facts({"group_subtasks": {"g": parts, "none": ["g_e"]}}, numbers)
+    stored = {task: astuple(one) for task, one in facts.items()}
+    served.service.store.describe(job_id, Settings(), stored)
+    plots = served.client.get("/view/plots.json?run=a").json()["plots"]
+    assert {one["name"]: one["subtasks"] for one in plots} == {"g/acc": 4, "g_e/acc": 0}
+
+
+def test_more_runs_and_metrics_than_fit_are_cut_and_counted(served: Still) -> None:
+    metrics = {f"t{number:02d}/acc": 0.5 for number in range(14)}
+    for number in range(14):
+        complete(served, f"r{number}", 1, metrics)
+    chosen = "&".join(f"metric={name}" for name in metrics)
+    home = served.client.get(f"/?{chosen}", headers=HTML).text
+    assert "14 runs; 12 of 14 metrics are shown" in home
+    assert home.count("checked") == 12
+    runs = "&".join(f"run=r{number}" for number in range(14))
+    page = served.client.get(f"/view/runs?{runs}&{chosen}", headers=HTML)
+    assert "12 of 14 runs are shown" in page.text
+    found = served.client.get(f"/view/plots.json?{runs}&{chosen}").json()
+    assert (len(found["runs"]), len(found["plots"])) == (12, 12)
+
+
+def test_metrics_of_every_job_that_is_shown_can_be_chosen(served: Still) -> None:
+    complete(served, "a", 1, {"old/acc": 0.5}, tasks=("old",))
+    hidden = complete(served, "a", 3, {"hidden/acc": 0.5}, tasks=("hidden",))
+    served.service.store.hiding.hide(hidden, "wrong")
+    complete(served, "a", 2, {"new/acc": 0.5}, tasks=("new",))
+    page = served.client.get("/", headers=HTML).text
+    offered = re.findall(r'name="metric" value="([^"]+)"( checked)?', page)
+    assert offered == [("new/acc", " checked"), ("old/acc", " checked")]
+    assert page.index("old/acc</a>") > page.index("new/acc</a>")
+
+
+def test_a_view_that_is_empty_says_which(served: Still) -> None:
+    nothing = "/view/jobs?run=&status=&profile="
+    assert "There are no jobs yet." in served.client.get(nothing, headers=HTML).text
+    complete(served, "a", 1, {"t/acc": 0.5})
+    for address, why in (
+        ("/?page=9", "There is no page 9."),
+        ("/view/runs?run=a&page=99", "There is no page 99."),
+        ("/view/runs?run=nope", "The server has no run called <bdi>nope</bdi>."),
+        ("/?q=nope", "No run's name or directory contains this."),
+        ("/view/runs?run=a&q=nope", "No task or metric contains this."),
+        ("/view/jobs?run=nope", "No job matches."),
+    ):
+        page = served.client.get(address, headers=HTML).text
+        assert why in page, address
+        assert "no results yet" not in page
+        assert "There are no" not in page
+
+
+def test_a_long_name_of_a_metric_is_shortened_on_home(served: Still) -> None:
+    name = f"{'long' * 50}/acc"
+    complete(served, "a", 1, {name: 0.5})
+    page = served.client.get("/", headers=HTML).text
+    assert f'title="{name}">long' in page
+    assert f"{name}</a>" not in page
+
+
+def test_files_to_save_are_named_after_run_and_metric(served: Still) -> None:
+    complete(served, "a/b \u00e4\r\n", 1, {"t/acc,none": 0.5})
+    run = quote("a/b \u00e4\r\n", safe="")
+    for address, name in (
+        (f"/view/plot.csv?run={run}&metric=t/acc,none", "a-b-t-acc-none.csv"),
+        (f"/view/export.html?run={run}", "a-b.html"),
+    ):
+        headers = served.client.get(address).headers
+        assert headers["content-disposition"] == f'attachment; filename="{name}"'
+
+
+def test_a_saved_file_has_all_plots_that_fit(
+    served: Still, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"a{number:03d}/acc" for number in range(210)]
+    names += ["g/acc", *[f"g_{part}/acc" for part in "abcd"], "z/acc"]
+    complete(served, "a", 1, dict.fromkeys(names, 0.5))
+
+    def saved() -> tuple[list[str], str]:
+        text = served.client.get("/view/export.html?run=a&metric=z/acc").text
+        data = re.search(r'id="plots-data">(.*?)</script>', text, re.DOTALL)
+        assert data is not None
+        return [one["name"] for one in json.loads(data[1])["plots"]], text
+
+    plots, text = saved()
+    assert plots == ["z/acc", *names[:211], *names[211:215]]
+    assert "plots left out" not in text
+    monkeypatch.setattr("unshard.evaluate.server.http.page.runs._SAVED_BYTES", 1)
+    plots, text = saved()
+    assert plots == ["z/acc", *names[:11]]
+    assert f"{len(names) - 12} plots left out" in text
 
 
 def test_a_saved_file_lets_nothing_run_but_its_own_scripts(served: Still) -> None:

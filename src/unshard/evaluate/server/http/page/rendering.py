@@ -69,10 +69,17 @@ def render(
     return HTMLResponse(text, status, headers=HEADERS)
 
 
-def render_file(template: str, title: str, data: str) -> Response:
+def attached(name: str, suffix: str) -> dict[str, str]:
+    """Return the headers of a file to save, with a name of safe characters."""
+    safe = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:100].strip("-.") or "unshard"
+    return {**HEADERS, "Content-Disposition": f'attachment; filename="{safe}{suffix}"'}
+
+
+def render_file(template: str, title: str, data: str, *, left_out: int) -> Response:
     """Return a self-contained document to save, with the plots of `data`, which is JSON.
 
-    Its policy allows only the scripts in it, by their digests.
+    Its policy allows only the scripts in it, by their digests. `left_out` is the number of plots
+    that did not fit.
     """
     scripts = [STATIC[name][0] for name in ("uPlot.iife.min.js", "plots.js")]
     styles = [STATIC[name][0] for name in ("page.css", "uPlot.min.css")]
@@ -82,6 +89,7 @@ def render_file(template: str, title: str, data: str) -> Response:
         .get_template(template)
         .render(
             title=title,
+            left_out=left_out,
             allowed=" ".join(f"'sha256-{digest}'" for digest in digests),
             when=time.time(),
             data=Markup(data.replace("<", "\\u003c")),  # noqa: S704  (no text can end its element)
@@ -90,8 +98,7 @@ def render_file(template: str, title: str, data: str) -> Response:
             styles=[Markup(style.decode()) for style in styles],  # noqa: S704  (our own)
         )
     )
-    attached = {"Content-Disposition": 'attachment; filename="runs.html"'}
-    return HTMLResponse(text, headers={**HEADERS, **attached})
+    return HTMLResponse(text, headers=attached(title, ".html"))
 
 
 def show_error(status: int, message: str, parts: Mapping[str, str], *, root: str) -> HTMLResponse:

@@ -1,5 +1,6 @@
 """The views of runs: the list of runs, their plots, and plots as files."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
@@ -19,11 +20,12 @@ from unshard.evaluate.server.http.page.plots import (
     metric_of,
     sort_runs,
 )
-from unshard.evaluate.server.http.page.rendering import HEADERS, render_file
+from unshard.evaluate.server.http.page.rendering import attached, render_file
 from unshard.evaluate.server.http.page.routes import FEW, Views, rows_of
 from unshard.evaluate.server.service import Service
 from unshard.evaluate.server.store.overview import (
     list_curves,
+    list_groups,
     list_metrics,
     list_points,
     list_recent_metrics,
@@ -32,12 +34,14 @@ from unshard.evaluate.server.store.overview import (
 
 router = APIRouter(include_in_schema=False)
 
-_RUNS, _PLOTS, _SAVED = 20, 12, 200
-_MOST_RUNS = 12  # overlaid
+_RUNS, _PLOTS = 20, 12
+_MOST_RUNS = 12  # overlaid: each has a colour of its own
+_MOST_CHOSEN = 12  # metrics of a list
+_SAVED_BYTES = 32 << 20
 _NAMED = 3  # runs in a title
 _COLUMNS = 3  # metrics in a list, by default
 
-Names = Annotated[list[BoundedText], Field(max_length=_MOST_RUNS)]
+Names = Annotated[list[BoundedText], Field(max_length=2000)]
 PageNumber = Annotated[int, Field(ge=1, le=10_000)]
 
 
@@ -51,7 +55,8 @@ class RunsPage(BaseModel):
     """Which runs to list or to plot, and how.
 
     Attributes:
-        q: a part of a run's name; for plots, of a metric's name.
+        run: the names of runs, the first of which are plotted.
+        q: a part of a run's name or directory; for plots, of a metric's name.
         metric: the chosen metrics, which are shown first.
         sort: see `sort_runs`.
     """
@@ -78,9 +83,10 @@ def home(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
     start = (wanted.page - 1) * _RUNS
     page = sort_runs(every, wanted.sort, cells)[start : start + _RUNS]
     ids = [one.run.id for one in page]
-    metrics, _ = fold(list_recent_metrics(connection, ids))
+    metrics, _ = fold(list_recent_metrics(connection, ids), list_groups(connection, ids))
     first_of_task = {name.partition("/")[0]: name for name in reversed(metrics)}.values()
-    chosen = wanted.metric or [name for name in metrics if name in first_of_task][:_COLUMNS]
+    default = [name for name in metrics if name in first_of_task][:_COLUMNS]
+    chosen = wanted.metric[:_MOST_CHOSEN] or default
     return views.show(
         "home.html",
         "Runs",
@@ -89,7 +95,7 @@ def home(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
         total=len(every),
         has_more=len(every) > start + _RUNS,
         chosen=chosen,
-        known=list(dict.fromkeys([*chosen, *sorted(metrics)])),
+        known=list(dict.fromkeys([*wanted.metric, *chosen, *sorted(metrics)])),
         cells=make_cells(list_curves(connection, ids, chosen)),
     )
 
@@ -98,14 +104,17 @@ def home(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
 def runs(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
     """Show the plots of runs, overlaid."""
     service = views.service
-    selected = _runs_of(service, wanted.run)
+    called = _runs_called(service, wanted.run)
+    selected = called[:_MOST_RUNS]
     names, _ = _plotted(service, selected, wanted)
     start = (wanted.page - 1) * _PLOTS
     return views.show(
         "runs.html",
         _title_of([run.label for run in selected] or wanted.run),
         wanted=wanted,
+        called=len(called),
         names=names[start : start + _PLOTS],
+        total=len(names),
         has_more=len(names) > start + _PLOTS,
         unknown=[name for name in wanted.run if not service.store.runs.called(name)],
         jobs={
@@ -115,10 +124,14 @@ def runs(views: Views, wanted: Annotated[RunsPage, Query()]) -> HTMLResponse:
     )
 
 
-def _runs_of(service: Service, names: Sequence[str]) -> list[TrainingRun]:
+def _runs_called(service: Service, names: Sequence[str]) -> list[TrainingRun]:
     """Return the runs with these names, in their order; each once."""
     by_id = {run.id: run for name in names for run in service.store.runs.called(name)}
-    return list(by_id.values())[:_MOST_RUNS]
+    return list(by_id.values())
+
+
+def _runs_of(service: Service, names: Sequence[str]) -> list[TrainingRun]:
+    return _runs_called(service, names)[:_MOST_RUNS]
 
 
 def _title_of(runs: Sequence[str]) -> str:
@@ -130,31 +143,50 @@ def _plotted(
     service: Service, runs: Sequence[TrainingRun], wanted: RunsPage
 ) -> tuple[list[str], dict[str, int]]:
     """Return the names of all plots in order, and how many subtasks of a group have no plot."""
-    names = list_metrics(service.store.connection, [run.id for run in runs], wanted.q)
-    shown, folded = (names, {}) if wanted.q else fold(names)
+    connection, ids = service.store.connection, [run.id for run in runs]
+    names = list_metrics(connection, ids, wanted.q)
+    shown, folded = (names, {}) if wanted.q else fold(names, list_groups(connection, ids))
     chosen = [name for name in wanted.metric if name in names]
     return list(dict.fromkeys([*chosen, *shown])), folded
 
 
-def _plot(service: Service, wanted: RunsPage, start: int, count: int) -> PlotList:
-    selected = _runs_of(service, wanted.run)
-    names, folded = _plotted(service, selected, wanted)
-    names, labels = names[start : start + count], [run.label for run in selected]
-    points = list_points(service.store.connection, [run.id for run in selected], names)
+def _plot(
+    service: Service, runs: Sequence[TrainingRun], names: Sequence[str], folded: Mapping[str, int]
+) -> PlotList:
+    labels = [run.label for run in runs]
+    points = list_points(service.store.connection, [run.id for run in runs], names)
     return PlotList(runs=labels, plots=make_plots(points, names, labels, folded))
 
 
 @router.get("/view/plots.json")
 def plots(service: Served, wanted: Annotated[RunsPage, Query()]) -> Response:
     """Return the data of a page of plots."""
-    return answer(_plot(service, wanted, (wanted.page - 1) * _PLOTS, _PLOTS))
+    selected, start = _runs_of(service, wanted.run), (wanted.page - 1) * _PLOTS
+    names, folded = _plotted(service, selected, wanted)
+    return answer(_plot(service, selected, names[start : start + _PLOTS], folded))
 
 
 @router.get("/view/export.html")
 def export(service: Served, wanted: Annotated[RunsPage, Query()]) -> Response:
-    """Return the plots of all pages as one self-contained file."""
-    plots = _plot(service, wanted, 0, _SAVED)
-    return render_file("export.html", _title_of(plots.runs), plots.model_dump_json())
+    """Return all plots as one self-contained file; the plots of subtasks come last.
+
+    A file that would be too large ends earlier.
+    """
+    selected = _runs_of(service, wanted.run)
+    labels = [run.label for run in selected]
+    first, _ = _plotted(service, selected, wanted)
+    every = list_metrics(service.store.connection, [run.id for run in selected], wanted.q)
+    names = list(dict.fromkeys([*first, *every]))
+    plots, size = list[str](), 0
+    for start in range(0, len(names), _PLOTS):  # so that few exist as objects
+        if size > _SAVED_BYTES:
+            break
+        some = _plot(service, selected, names[start : start + _PLOTS], {}).plots
+        plots += [one.model_dump_json() for one in some]
+        size = sum(map(len, plots))
+    data = f'{{"runs":{json.dumps(labels)},"plots":[{",".join(plots)}]}}'
+    left_out = len(names) - len(plots)
+    return render_file("export.html", _title_of(labels), data, left_out=left_out)
 
 
 class OnePlot(BaseModel):
@@ -167,7 +199,8 @@ class OnePlot(BaseModel):
 @router.get("/view/plot.csv")
 def plot_csv(service: Served, wanted: Annotated[OnePlot, Query()]) -> Response:
     """Return the points of a plot as CSV."""
-    ids = [run.id for run in _runs_of(service, wanted.run)]
+    selected = _runs_of(service, wanted.run)
+    ids = [run.id for run in selected]
     text = as_csv(list_points(service.store.connection, ids, [wanted.metric]))
-    attached = {"Content-Disposition": 'attachment; filename="plot.csv"'}
-    return Response(text, media_type="text/csv", headers={**HEADERS, **attached})
+    name = f"{_title_of([run.label for run in selected])} {wanted.metric}"
+    return Response(text, media_type="text/csv", headers=attached(name, ".csv"))
