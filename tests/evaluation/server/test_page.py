@@ -1,6 +1,7 @@
 """The page as a server answers it: what the views show, and what a browser is told."""
 
 import csv
+import html
 import io
 import json
 import re
@@ -83,7 +84,8 @@ def test_hostile_names_are_shown_as_text(served: Still) -> None:
 def test_an_unknown_job_is_an_error_for_people_and_for_programs(served: Still) -> None:
     people = served.client.get("/view/jobs/0000", headers=HTML)
     assert (people.status_code, "does not exist" in people.text) == (404, True)
-    assert "<h1>" in people.text
+    assert "<h1><bdi>Not found</bdi></h1>" in people.text
+    assert '<a href="/view/queue">Queue</a>' in people.text
     assert served.client.get("/view/jobs/0000").json() == {"detail": "job 0000 does not exist"}
 
 
@@ -397,3 +399,59 @@ def test_a_job_shows_how_to_do_it_again(served: Still) -> None:
     script = served.client.get(address)
     assert script.headers["content-type"].startswith("text/plain")
     assert HOSTILE in script.text
+    early = served.service.store.submit(Request("/c", "script", ("t",), step=9, run="a"), pin=None)
+    answer = served.client.get(f"/view/jobs/{early[0].id}/again.sh")
+    assert answer.json()["detail"].endswith("has no script: it has not started")
+
+
+def test_an_address_that_cannot_be_right_names_its_part(served: Still) -> None:
+    page = served.client.get("/view/jobs?status=odd", headers=HTML)
+    assert (page.status_code, "<h1><bdi>Unprocessable" in page.text) == (422, True)
+    found = re.search(r'role="alert">([^<]*)<', page.text)
+    assert found is not None
+    assert html.unescape(found[1]).startswith("status: should be 'queued', 'running'")
+    assert "[" not in found[1]
+
+
+PATHS = ("/", "/view/jobs", "/view/static/page.css", "/view/none", "/health", "/openapi.json")
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/api/v1/jobs", "/api/v1/events", "/metrics"])
+def test_head_has_the_headers_of_get(served: Still, path: str) -> None:
+    head = served.client.head(path, headers=HTML)
+    assert head.content == b""
+    if "events" in path:  # GET would not end
+        assert head.status_code == 200
+        assert head.headers["content-type"].startswith("text/event-stream")
+        return
+    whole = served.client.get(path, headers=HTML)
+    for name in ("content-type", "cache-control"):
+        assert (head.status_code, head.headers.get(name)) == (
+            whole.status_code,
+            whole.headers.get(name),
+        )
+
+
+def test_head_changes_nothing(served: Still) -> None:
+    assert served.client.head("/api/v1/drain").status_code == 405
+    assert served.client.post("/health").headers["allow"] == "GET, HEAD"
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "status", "why"),
+    [
+        ("GET", {"Host": "evil.example"}, 403, "to use another DNS name, or a proxy"),
+        ("GET", {"Origin": "http://evil.example"}, 403, "Origin &#39;http://evil.example&#39;"),
+        ("POST", {"Content-Length": "99999999"}, 413, "the body is too large"),
+        ("POST", {"Content-Type": "text/plain"}, 415, "Content-Type must be application/json"),
+    ],
+)
+def test_a_browser_gets_a_refusal_as_a_page(
+    served: Still, method: str, headers: dict[str, str], status: int, why: str
+) -> None:
+    page = served.client.request(method, "/", headers={**HTML, **headers}, content=b"{}")
+    assert (page.status_code, page.headers["content-type"]) == (status, "text/html; charset=utf-8")
+    assert why in page.text
+    assert "<h1>" in page.text
+    program = served.client.request(method, "/", headers=headers, content=b"{}")
+    assert (program.status_code, program.json()["error"]["code"]) == (status, status)

@@ -53,8 +53,8 @@ def check_may_change(job: Job, user: User, change: str) -> None:
         HTTPException: 403: it is not the user's job.
     """
     if not user.may_change(job.request.user):
-        owner = job.request.user or "another user"
-        raise HTTPException(403, f"job {job.id} is {owner}'s: only operators change others' jobs")
+        owner = f"belongs to {job.request.user}" if job.request.user else "has no known owner"
+        raise HTTPException(403, f"job {job.id} {owner}: only operators change others' jobs")
     if user.name:
         tell(job, f"{change} by {user.name}")
 

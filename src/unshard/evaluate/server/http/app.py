@@ -7,7 +7,7 @@ scripts from another site, which a cluster without internet access cannot reach.
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -121,11 +121,21 @@ async def _on_http_error(connection: HTTPConnection, error: Exception) -> Respon
     return _answer(connection, fields, error.status_code, headers=headers)
 
 
+def _routes_of(app: object) -> Iterator[Route]:
+    """Yield the routes of an application or a router; FastAPI wraps the routers it includes."""
+    for route in getattr(app, "routes", ()):
+        if isinstance(route, Route):
+            yield route
+        else:
+            yield from _routes_of(getattr(route, "original_router", None))
+
+
 def _allowed_methods(connection: HTTPConnection) -> list[str]:
     """Return the methods of all routes of a request's path, in alphabetical order."""
-    routes = [route for route in connection.app.routes if isinstance(route, Route)]
+    routes = _routes_of(connection.app)
     matching = [route for route in routes if route.matches(connection.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in route.methods or ()})
+    methods = {method for route in matching for method in route.methods or ()}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))  # see `Guard`
 
 
 async def _on_internal_error(connection: HTTPConnection, _error: Exception) -> Response:
@@ -137,8 +147,12 @@ async def _on_internal_error(connection: HTTPConnection, _error: Exception) -> R
 async def _on_invalid(connection: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
-    problems = [f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors()[:8]]
-    text = "; ".join(f"{problem:.300}" for problem in problems)
+    problems: dict[str, str] = {}  # the first one of each field: of alternatives, each has one
+    for one in error.errors()[:8]:
+        # Pydantic names the alternatives of a type like `literal['']`.
+        place = [str(part) for part in one["loc"][1:] if "[" not in str(part)]
+        problems.setdefault(".".join(place), one["msg"].replace("Input should", "should"))
+    text = "; ".join(f"{f'{place}: {why}':.300}" for place, why in problems.items())
     message = text.encode("ascii", "backslashreplace").decode()
     request = f"{connection.scope['method']} {one_line(connection.url.path)}"
     _log.info("refused: %s: %s", request, one_line(message))
@@ -181,7 +195,7 @@ def _answer(
     if _is_view(connection):
         parts = {"expected": fields.expected, "found": fields.found, "hint": fields.hint}
         rules: Rules = connection.app.state.rules
-        return show_error(status, fields.message, parts, root=rules.root)
+        return show_error(status, fields.message, parts, rules.root, headers)
     body: dict[str, object] = {"detail": fields.message if detail is None else detail}
     if _is_ours(connection):
         body = ErrorBody(error=fields).model_dump()

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.evaluate.server.health import RETRY_AFTER_S
-from unshard.evaluate.server.http.security import refused
+from unshard.evaluate.server.http.security import Refusal
 
 _SILENT_S = 10.0
 _FILES = 65536
@@ -78,7 +78,7 @@ class Bounds:
 
 
 def _away(why: str) -> Response:
-    return refused(503, why, {"Retry-After": str(RETRY_AFTER_S)})
+    return Refusal(503, why, {"Retry-After": str(RETRY_AFTER_S)})
 
 
 def give_up_silent_readers(listening: socket.socket) -> None:

@@ -13,6 +13,7 @@ Users have roles (`users`). A viewer only reads; the routes check which jobs an 
 import asyncio
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
+from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.users import Role, User, find_user, read_users
 
 Network = IPv4Network | IPv6Network
@@ -39,9 +41,10 @@ _DRAINED = 16  # times the limit is read and dropped: a client that is sending r
 _BODY_S = 10.0
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _VIEWER = "a viewer cannot change anything: ask for a token with the role owner"
-_PROXY = (
-    "behind a proxy, start the server with --token-file: without it, every client of the proxy "
-    "counts as a user of this machine"
+_HOST = (
+    "to use another DNS name, or a proxy, start the server with --token-file: a request with a "
+    "token may have any Host; without tokens, every client of a proxy counts as a user of this "
+    "machine"
 )
 _ORIGIN = (
     "behind a proxy, forward the Host that browsers send (nginx: proxy_set_header Host $http_host)"
@@ -117,6 +120,23 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class Refusal(JSONResponse):
+    """An error in the forms of both protocols, for a request that reaches no endpoint."""
+
+    def __init__(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None, hint: str = ""
+    ) -> None:
+        self.message, self.hint = message, hint
+        parts = {"expected": "", "found": "", "hint": hint}
+        error = {"type": "Refused", "code": status, "message": message, **parts}
+        detail = f"{message}; {hint}" if hint else message
+        super().__init__({"detail": detail, "error": error}, status, headers)
+
+
+class _HeadersSentError(Exception):
+    """The answer to HEAD is complete: its body, which may have no end, is not made."""
+
+
 class Guard:
     """An ASGI layer that refuses requests that the rules do not allow."""
 
@@ -145,14 +165,36 @@ class Guard:
                 async with asyncio.timeout(_BODY_S):
                     read = await _read(receive, self._rules.max_body)
             except TimeoutError:
-                refusal = refused(408, "the body did not come in time", {"Connection": "close"})
+                refusal = Refusal(408, "the body did not come in time", {"Connection": "close"})
             else:
                 body = read or b""
                 refusal = self._too_large() if read is None else _not_json(body, headers)
         if refusal is None:
-            await self._app(scope, _replayed(body, receive), send)
-        else:
-            await refusal(scope, receive, send)
+            await self._serve(scope, _replayed(body, receive), send)
+            return
+        if isinstance(refusal, Refusal) and _is_of_browser(headers):
+            more = {name: text for name, text in refusal.headers.items() if "content" not in name}
+            refusal = show_error(
+                refusal.status_code, refusal.message, {"hint": refusal.hint}, self._rules.root, more
+            )
+        await refusal(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an allowed request; HEAD as GET, up to the body."""
+        if scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        scope["method"] = "GET"
+
+        async def send_headers(message: Message) -> None:
+            scope["method"] = "HEAD"  # the server needs it
+            if message["type"] == "http.response.body":
+                await send({"type": "http.response.body", "body": b""})
+                raise _HeadersSentError
+            await send(message)
+
+        with suppress(_HeadersSentError):
+            await self._app(scope, receive, send_headers)
 
     def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """Return the refusal of a request; an allowed request gets its `user`."""
@@ -163,22 +205,22 @@ class Guard:
                 return _ask_for_token(scope, headers, self._rules.root)
             name = (_split(f"//{host}").hostname or "").lower()
             if name not in self._rules.hosts and _address(name) is None:
-                return refused(403, f"Host {host!r:.200} is not this server", hint=_PROXY)
+                return Refusal(403, f"Host {host!r:.200} is not this server", hint=_HOST)
         scope["user"] = user = user or self._rules.anyone
         is_change = scope["method"] not in _SAFE and scope["path"] not in (LOG_IN, LOG_OUT)
         if user.role is Role.VIEWER and is_change:
-            who = user.name or "a user without a token"
-            return refused(403, f"{who} is a viewer", hint=_VIEWER)
+            who = f"{user.name} is" if user.name else "without a token, you are"
+            return Refusal(403, f"{who} a viewer", hint=_VIEWER)
         if origin is not None and _split(origin).netloc.lower() != host.lower():
-            return refused(403, f"Origin {origin!r:.200} is not this server", hint=_ORIGIN)
+            return Refusal(403, f"Origin {origin!r:.200} is not this server", hint=_ORIGIN)
         length = headers.get("content-length", "0")
         is_number = length.isascii() and length.isdecimal() and len(length) < 20
         if not is_number or int(length) > _DRAINED * self._rules.max_body:
             return self._too_large()
         return None
 
-    def _too_large(self) -> JSONResponse:
-        return refused(413, f"the body is too large: at most {self._rules.max_body} bytes")
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"the body is too large: at most {self._rules.max_body} bytes")
 
     def _needs_token(self, client: object) -> bool:
         if not self._rules.free:
@@ -208,36 +250,30 @@ def _split(url: str) -> SplitResult:
 
 def _ask_for_token(scope: Scope, headers: Mapping[str, str], root: str) -> Response:
     """Refuse a request without a valid token; redirect a browser that opens a page to the form."""
-    is_script = PAGE_HEADER in headers
-    if scope["method"] == "GET" and "text/html" in headers.get("accept", "") and not is_script:
+    if scope["method"] == "GET" and _is_of_browser(headers):
         query = scope.get("query_string", b"").decode("latin-1")
         address = quote(f"{root}{scope['path']}" + (f"?{query}" if query else ""), safe="")
         target = f"{root}{LOG_IN}?next={address}"
         return RedirectResponse(target, 303, {"Cache-Control": "no-store"})
-    wrong = "this token is not the server's"
+    wrong = "wrong token"
     why = wrong if "authorization" in headers else "a token is required"
-    response = refused(401, f"{why}: Authorization: Bearer TOKEN")
-    if not is_script:
+    response = Refusal(401, f"{why}: Authorization: Bearer TOKEN")
+    if PAGE_HEADER not in headers:
         response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
     return response
 
 
-def _not_json(body: bytes, headers: Mapping[str, str]) -> JSONResponse | None:
+def _not_json(body: bytes, headers: Mapping[str, str]) -> Refusal | None:
     """Refuse a body that is not JSON: browsers send other types across sites without preflight."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not body or kind == "application/json":
         return None
-    return refused(415, "Content-Type must be application/json")
+    return Refusal(415, "Content-Type must be application/json")
 
 
-def refused(
-    status: int, message: str, headers: Mapping[str, str] | None = None, *, hint: str = ""
-) -> JSONResponse:
-    """Return an error in the forms of both protocols, for a request that reaches no endpoint."""
-    parts = {"expected": "", "found": "", "hint": hint}
-    error = {"type": "Refused", "code": status, "message": message, **parts}
-    detail = f"{message}; {hint}" if hint else message
-    return JSONResponse({"detail": detail, "error": error}, status, headers)
+def _is_of_browser(headers: Mapping[str, str]) -> bool:
+    """Return whether a browser opens a page, and no script of a page sends the request."""
+    return "text/html" in headers.get("accept", "") and PAGE_HEADER not in headers
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:

@@ -31,7 +31,7 @@ from unshard.evaluate.server.http.answers import (
     find_job,
 )
 from unshard.evaluate.server.http.page.rendering import HEADERS
-from unshard.evaluate.server.http.security import refused
+from unshard.evaluate.server.http.security import Refusal
 from unshard.evaluate.server.http.users import Role
 from unshard.evaluate.server.http.views import (
     Drain,
@@ -209,7 +209,7 @@ class _EventStream(StreamingResponse):
         streams: Counter[str] = scope["app"].state.streams
         client = str((scope.get("client") or ("",))[0])
         if streams[client] >= _STREAMS:
-            refusal = refused(429, f"{client} has {_STREAMS} streams of events: close some")
+            refusal = Refusal(429, f"{client} has {_STREAMS} streams of events: close some")
             await refusal(scope, receive, send)
             return
         streams[client] += 1

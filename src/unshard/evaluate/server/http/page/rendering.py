@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 
 from fastapi.responses import HTMLResponse, Response
@@ -101,11 +102,20 @@ def render_file(template: str, title: str, data: str, *, left_out: int) -> Respo
     return HTMLResponse(text, headers=attached(title, ".html"))
 
 
-def show_error(status: int, message: str, parts: Mapping[str, str], *, root: str) -> HTMLResponse:
+def show_error(
+    status: int,
+    message: str,
+    parts: Mapping[str, str],
+    root: str,
+    headers: Mapping[str, str] | None = None,
+) -> HTMLResponse:
     """Return an error as a view; `parts` are expected, found and hint."""
     parts = {name: text for name, text in parts.items() if text}
-    values = {"title": "Not shown", "message": message, "parts": parts}
-    return render("error.html", values, status, root=root)
+    title = HTTPStatus(status).phrase.capitalize()
+    values = {"title": title, "message": message, "parts": parts}
+    answer = render("error.html", values, status, root=root)
+    answer.headers.update(headers or {})
+    return answer
 
 
 @cache

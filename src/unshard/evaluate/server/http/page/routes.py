@@ -204,9 +204,11 @@ def job(views: Views, job_id: str) -> HTMLResponse:
 @router.get("/view/jobs/{job_id}/again.sh")
 def again(service: Served, job_id: str) -> Response:
     """Return a script that repeats a job without the server."""
-    script, _ = recipe_of(service.store.connection, find_job(service, job_id).id)
+    job = find_job(service, job_id)
+    script, _ = recipe_of(service.store.connection, job.id)
     if not script:
-        raise HTTPException(404, f"job {job_id} has no script: not started, or by an old version")
+        why = "was run before the server recorded scripts" if job.attempts else "has not started"
+        raise HTTPException(404, f"job {job_id} has no script: it {why}")
     return Response(script, media_type=_TEXT, headers=HEADERS)
 
 
