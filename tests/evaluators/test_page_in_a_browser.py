@@ -1,6 +1,7 @@
 """The page in Chromium, with a real server: what a person sees, and what no text may do there."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,8 +13,9 @@ from playwright.sync_api import Browser, Route, ViewportSize, expect
 
 from evaluation.browsing import WIDE, Scheme, View, chromium, viewing
 from evaluation.runs import checkpoint
-from evaluation.servers import SCRIPT, Live, free_port, live
+from evaluation.servers import SCRIPT, Live, free_port, live, still
 from unshard.evaluate.jobs import Request
+from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.store.store import Store
 from waiting import wait_until
 
@@ -211,6 +213,77 @@ def test_plots_are_zoomed_read_and_saved(browser: Browser, server: Live, view: V
         assert (alone.mistakes, alone.requests, alone.violations()) == ([], [saved.as_uri()], [])
     finally:
         context.close()
+
+
+def test_a_zoom_between_two_points_shows_the_line_and_stays(view: View) -> None:
+    view.open("/view/runs?run=a&q=score/acc&from=12&to=18&log-y=1")
+    plotted(view)
+    low, high = view.page.evaluate(
+        "(({ min, max }) => [min, max])(document.querySelector('figure').plot.scales.y)"
+    )
+    assert (low < 0.12, 0.18 < high < 0.2) == (True, True)
+    view.page.locator("figure .u-over").first.hover()
+    expect(view.page.locator(".tip").first).to_be_hidden()  # there is no point in between
+    expect(view.page.locator("figure .linear").first).to_be_visible()  # a value is 0
+    view.page.get_by_label("Log steps").check()
+    view.page.get_by_label("to", exact=True).fill("20")
+    view.page.keyboard.press("Tab")
+    first = view.page.get_by_role("link", name="Show first").first
+    expect(first).to_have_attribute("href", re.compile("from=12&to=20.*log-x=1"))
+    view.page.get_by_role("button", name="Search").click()
+    view.page.wait_for_url(re.compile("log-x=1&log-y=1&from=12&to=20"))
+    plotted(view)
+    expect(view.page.get_by_label("Steps from")).to_have_value("12")
+    view.page.get_by_role("button", name="All steps").click()
+    view.until("!location.search.includes('from')")
+
+
+def test_a_picture_has_dashes_and_whole_letters(view: View) -> None:
+    view.open("/view/runs?run=a&q=score/acc")
+    plotted(view)
+    view.page.evaluate(
+        """() => {
+            window.drawn = { dashes: [], texts: [] };
+            const { prototype } = CanvasRenderingContext2D;
+            prototype.setLineDash = (dash) => window.drawn.dashes.push(dash.join(" "));
+            prototype.fillText = (text, x, y, width) => window.drawn.texts.push([text, width]);
+            for (const one of document.querySelector("figure").points.series)
+                one.run = `b${"o".repeat(300)}k`;
+        }"""
+    )
+    with view.page.expect_download() as picture:
+        view.page.get_by_role("button", name="PNG").first.click()
+    assert picture.value.suggested_filename == "a-score-acc.png"
+    drawn = view.page.evaluate("window.drawn")
+    assert {"", "8 5"} <= set(drawn["dashes"])
+    (model, width), (ema, _) = drawn["texts"][1:]
+    assert ("…" in model, model.endswith("ook · model"), ema.endswith("ook · ema")) == ((True,) * 3)
+    assert width is None  # which would squeeze the letters
+
+
+def test_the_largest_and_smallest_numbers_have_ticks(browser: Browser, tmp_path: Path) -> None:
+    with still(tmp_path, script=CommandProfile(command=("true",))) as server:
+        store = server.service.store
+        for step, (large, tiny) in enumerate(((1e308, 5e-324), (-1e308, 1e-323), (1.7e308, 0))):
+            job, _ = store.submit(Request("/c", "script", ("t",), step=step, run="a"), pin=None)
+            store.claim(time.time(), job.id)
+            numbers = {"t/large": large, "t/tiny": tiny, "t/both": 10.0 ** (300 * (step - 1))}
+            store.complete(job.id, numbers, None)
+        saved = tmp_path / "saved.html"
+        saved.write_text(server.client.get("/view/export.html?run=a").text)
+    context = browser.new_context(offline=True)
+    try:
+        page = context.new_page()
+        page.goto(f"{saved.as_uri()}?log-y=1")
+        both, large, tiny = page.evaluate(
+            """() => [...document.querySelectorAll("figure")].map(
+                ({ plot }) => plot.axes[1]._values.filter(Boolean).map(Number))"""
+        )
+    finally:
+        context.close()
+    assert (min(both) < 1e-200, max(both) > 1e200, len(both) >= 5) == (True,) * 3
+    assert (min(large), max(large)) == (-1e308, 1e308)
+    assert {0, 1e-323} <= set(tiny)
 
 
 def test_a_result_appears_in_the_plot_without_a_reload(view: View) -> None:

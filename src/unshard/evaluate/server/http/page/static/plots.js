@@ -5,8 +5,8 @@ const COLOURS = 6;
 const plotsBox = document.getElementById("plots");
 const figures = new Map();
 const hidden = new Set(); // names of lines
-const inLog = { x: document.getElementById("log-x"), y: document.getElementById("log-y") };
-let zoom = null; // the first and the last step that are shown
+const [logX, logY, fromStep, toStep] = document.querySelectorAll("#plot-tools input");
+const settings = [logX, logY, fromStep, toStep];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, text, fields = {}) => Object.assign(document.createElement(tag), text === null ? {} : { textContent: text }, fields);
@@ -38,41 +38,71 @@ function nameLines(series) {
   });
 }
 
+/* A logarithmic scale of values needs positive ones. */
+const isLogarithmic = (plot) => logY.checked && plot.series.every((one) => one.values.every((value) => value > 0));
 const bestOf = (one) => one.values[one.steps.indexOf(one.best)];
 
-/* Steps of all lines together, and each line's values at them. */
+/* Steps of all lines together, and each line's values at them, in a unit.
+
+Differences of the largest floats are infinite, and an axis of the smallest has no ticks. */
 function align(plot) {
   const steps = [...new Set(plot.series.flatMap((one) => one.steps))].sort((a, b) => a - b);
   const at = new Map(steps.map((step, index) => [step, index]));
+  let largest = 0;
+  for (const value of plot.series.flatMap((one) => [...one.values, ...one.errors])) largest = Math.max(largest, Math.abs(value));
+  const isExtreme = !isLogarithmic(plot) && largest && (largest > 1e15 || largest < 1e-12);
+  const unit = isExtreme ? Math.max(10 ** Math.floor(Math.log10(largest)), Number.MIN_VALUE) : 1;
   const spread = (one, values) => {
     const row = Array(steps.length).fill(null);
-    one.steps.forEach((step, index) => (row[at.get(step)] = values[index]));
+    one.steps.forEach((step, index) => (row[at.get(step)] = values[index] === null ? null : values[index] / unit));
     return row;
   };
   const bases = plot.series.filter((one) => one.base !== null);
   return {
-    data: [steps, ...plot.series.map((one) => spread(one, one.values)), ...bases.map((one) => steps.map(() => one.base))],
+    data: [steps, ...plot.series.map((one) => spread(one, one.values)), ...bases.map((one) => steps.map(() => one.base / unit))],
     errors: plot.series.map((one) => spread(one, one.errors)),
     bases,
+    unit,
   };
 }
 
-/* The range of all visible bars, with a margin. */
+/* The range of steps that is entered, of a plot; null: all. */
+function zoomOf(u) {
+  const [first, last] = [fromStep, toStep].map((one) => (one.value === "" ? null : one.valueAsNumber));
+  if (first === null && last === null) return null;
+  const low = first ?? Math.min(u.data[0][0], last - 1);
+  const high = last ?? Math.max(u.data[0].at(-1), low + 1);
+  return low === high ? [low - 0.5, low + 0.5] : [Math.min(low, high), Math.max(low, high)];
+}
+
+/* The range of all visible bars and of the lines at the edges, with a margin. */
 function rangeOf(u, errors, isLog) {
   let low = Infinity;
   let high = -Infinity;
-  const [min, max] = zoom ?? [-Infinity, Infinity];
+  const [min, max] = zoomOf(u) ?? [-Infinity, Infinity];
+  const across = logX.checked ? Math.asinh : Number;
+  const [up, back] = isLog ? [Math.log, Math.exp] : [Number, Number];
+  const include = (bottom, top) => ([low, high] = [Math.min(low, bottom), Math.max(high, top)]);
   u.data.slice(1).forEach((row, line) => {
     if (!u.series[line + 1].show) return;
+    let before = null;
     row.forEach((value, index) => {
-      if (value === null || u.data[0][index] < min || u.data[0][index] > max) return;
+      if (value === null) return;
+      const step = u.data[0][index];
+      for (const edge of [min, max]) {
+        if (before === null || edge <= before.step || edge >= step) continue;
+        const part = (across(edge) - across(before.step)) / (across(step) - across(before.step));
+        const crossing = back(up(before.value) * (1 - part) + up(value) * part);
+        include(crossing, crossing);
+      }
+      before = { step, value };
+      if (step < min || step > max) return;
       const error = errors[line]?.[index] ?? 0;
-      low = Math.min(low, isLog && value <= error ? value : value - error);
-      high = Math.max(high, value + error);
+      include(isLog && value <= error ? value : value - error, value + error);
     });
   });
   if (low > high) return [isLog ? 0.1 : 0, 1];
-  if (isLog) return [low / 1.08, high * 1.08];
+  if (isLog) return [Math.max(low / 1.08, Number.MIN_VALUE), Math.min(Math.max(high * 1.08, low * 2), Number.MAX_VALUE)];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.05 || 1;
   return [low - room, high + room];
 }
@@ -80,7 +110,7 @@ function rangeOf(u, errors, isLog) {
 /* Draw inside the plot only: a zoomed plot does not show all steps. */
 function paint(u, draw) {
   const { ctx, bbox: { left, top, width, height } } = u;
-  const room = zoom ? 0 : 10 * devicePixelRatio;
+  const room = zoomOf(u) ? 0 : 10 * devicePixelRatio;
   ctx.save();
   ctx.beginPath();
   ctx.rect(left - room, top - room, width + 2 * room, height + 2 * room);
@@ -122,7 +152,7 @@ function drawStars(u, ctx, plot, strokes) {
   plot.series.forEach((one, line) => {
     if (one.best === null || !u.series[line + 1].show) return;
     const x = u.valToPos(one.best, "x", true);
-    const y = u.valToPos(bestOf(one), "y", true);
+    const y = u.valToPos(u.data[line + 1][u.data[0].indexOf(one.best)], "y", true);
     ctx.fillStyle = strokes[line];
     ctx.beginPath();
     for (let corner = 0; corner < 10; corner++) {
@@ -139,9 +169,12 @@ function drawStars(u, ctx, plot, strokes) {
 /* The ticks of a logarithmic axis: 1 to 9 within a decade, fewer for longer ranges. */
 const inDecades = {
   filter: (u, ticks) => ticks,
+  incrs: (u, axis, low, high) => [Math.max(5, high - low)], // uPlot draws no ticks without one that fits
   splits: (u, axis, low, high) => {
     const digits = high < 10 * low ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : high < 1000 * low ? [1, 2, 5] : [1];
-    const decades = Array.from({ length: 40 }, (_, place) => 10 ** (place - 20)).filter((one) => low > 0 || one >= 1);
+    const [first, last] = [low > 0 ? Math.floor(Math.log10(low)) : 0, Math.ceil(Math.log10(high))];
+    const every = Math.max(1, Math.ceil((last - first) / 12));
+    const decades = Array.from({ length: Math.floor((last - first) / every) + 1 }, (_, place) => 10 ** (first + place * every));
     return [0, ...decades.flatMap((one) => digits.map((digit) => one * digit))].filter((one) => low <= one && one <= high);
   },
 };
@@ -160,19 +193,20 @@ function options(plot, runs, width, aligned) {
   });
   const axis = { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   const values = (u, ticks) => ticks.map((one) => short(one));
+  const inUnit = (u, ticks) => ticks.map((one) => (Number.isFinite(one * aligned.unit) ? short(one * aligned.unit) : ""));
   const whole = [1, 2, 5, ...[10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((one) => [one, 2 * one, 5 * one])];
-  const isLog = inLog.y.checked && plot.series.every((one) => one.values.every((value) => value > 0));
+  const isLog = isLogarithmic(plot);
   // Step 0 has no logarithm: the scale is linear below 1.
   const scales = {
-    x: { time: false, distr: inLog.x.checked ? 4 : 1, range: stepRange },
+    x: { time: false, distr: logX.checked ? 4 : 1, range: stepRange },
     y: { distr: isLog ? 3 : 1, range: (u) => rangeOf(u, aligned.errors, isLog) },
   };
   return {
     width, height: 240, series: [{ label: "step" }, ...lines, ...bases], scales,
-    axes: [{ ...axis, values, ...(inLog.x.checked ? inDecades : { incrs: whole }) }, { ...axis, size: 64, values, ...(isLog ? inDecades : {}) }],
+    axes: [{ ...axis, values, ...(logX.checked ? inDecades : { incrs: whole }) }, { ...axis, size: 72, values: inUnit, ...(isLog ? inDecades : {}) }],
     legend: { show: false },
     cursor: {
-      drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => setZoom(null) },
+      drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => setZoom("", "") },
       sync: { key: "steps", scales: ["x", null], filters: { pub: (type) => type.startsWith("mousem") || type === "mouseleave" } },
     },
     hooks: {
@@ -183,29 +217,54 @@ function options(plot, runs, width, aligned) {
 }
 
 function stepRange(u, low, high) {
+  const zoom = zoomOf(u);
   if (zoom) return zoom;
   const room = (high - low) * 0.04 || 1;
-  return inLog.x.checked ? [low, high + (low === high)] : [low - room, high + room];
+  return logX.checked ? [low, high + (low === high)] : [low - room, high + room];
 }
 
 function zoomTo(u) {
   const { left, width } = u.select;
   if (width < 4) return;
   u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-  setZoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+  setZoom(Math.floor(u.posToVal(left, "x")), Math.ceil(u.posToVal(left + width, "x")));
 }
 
-function setZoom(to) {
-  zoom = to;
-  document.getElementById("unzoom").hidden = !zoom;
+function setZoom(first, last) {
+  [fromStep.value, toStep.value] = [first, last];
+  zoomAll();
+}
+
+function zoomAll() {
+  keepSettings();
   for (const { plot } of figures.values()) plot.setScale("x", { min: plot.data[0][0], max: plot.data[0].at(-1) });
+}
+
+/* The settings are in the address, and so in the links and the form that lead to other plots. */
+function keepSettings() {
+  document.getElementById("unzoom").hidden = !fromStep.value && !toStep.value;
+  history.replaceState(null, "", withSettings(location));
+  for (const link of document.querySelectorAll(".pages a, .tools a")) link.href = withSettings(link);
+}
+
+function withSettings({ href }) {
+  const address = new URL(href);
+  for (const one of settings) setOrDelete(address.searchParams, one);
+  return address.href;
+}
+
+function setOrDelete(fields, { id, type, checked, value }) {
+  const text = type === "checkbox" ? (checked ? "1" : "") : value;
+  if (text) fields.set(id, text);
+  else fields.delete(id);
 }
 
 /* The values at the step under the pointer, next to it, in all plots with this step. */
 function showValues(u, plot, order, names) {
   const tip = u.over.querySelector(".tip") ?? u.over.appendChild(make("div", null, { className: "tip" }));
   const { idx, left } = u.cursor;
-  tip.hidden = left < 0 || typeof idx !== "number";
+  const [min, max] = zoomOf(u) ?? [-Infinity, Infinity];
+  tip.hidden = left < 0 || typeof idx !== "number" || u.data[0][idx] < min || u.data[0][idx] > max;
   if (tip.hidden) return;
   const lines = [make("p", `step ${u.data[0][idx]}`)];
   plot.series.forEach((one, line) => {
@@ -257,6 +316,16 @@ function hide(name) {
   figure?.querySelectorAll(".legend button")[place]?.focus();
 }
 
+/* A text with its middle left out, if it is too wide. */
+function fit(ctx, text, width) {
+  let [half, shown] = [Math.ceil(text.length / 2), text];
+  while (half > 1 && ctx.measureText(shown).width > width) {
+    half -= 1;
+    shown = `${text.slice(0, half)}…${text.slice(-half)}`;
+  }
+  return shown;
+}
+
 /* A picture of a plot with its name and its legend. */
 function picture(figure) {
   const { plot, points } = figure;
@@ -271,16 +340,29 @@ function picture(figure) {
   ctx.fillRect(0, 0, canvas.width, canvas.height);
   ctx.fillStyle = colour("--text");
   ctx.font = `600 ${14 * ratio}px system-ui, sans-serif`;
-  ctx.fillText(points.name, line / 2, line, width - line);
+  ctx.fillText(fit(ctx, points.name, width - line), line / 2, line);
   ctx.drawImage(plot.ctx.canvas, 0, line * 1.5);
   ctx.font = `${13 * ratio}px system-ui, sans-serif`;
   shown.forEach((one, place) => {
-    ctx.fillStyle = plot.series[one + 1].stroke();
-    ctx.fillText("●", line / 2, height + line * (place + 2));
+    const [y, { dash, points: { fill }, stroke }] = [height + line * (place + 2), plot.series[one + 1]];
+    ctx.strokeStyle = stroke();
+    ctx.lineWidth = 2 * ratio;
+    ctx.setLineDash(dash.map((part) => part * ratio));
+    ctx.beginPath();
+    ctx.moveTo(line / 2, y - 4 * ratio);
+    ctx.lineTo(line * 2.5, y - 4 * ratio);
+    ctx.stroke();
+    ctx.setLineDash([]);
+    ctx.beginPath();
+    ctx.arc(line * 1.5, y - 4 * ratio, 3 * ratio, 0, 2 * Math.PI);
+    ctx.fillStyle = fill();
+    ctx.fill();
+    ctx.stroke();
     ctx.fillStyle = colour("--text");
-    ctx.fillText(names[one], line * 1.5, height + line * (place + 2), width - line * 2);
+    ctx.fillText(fit(ctx, names[one], width - line * 3.5), line * 3, y);
   });
-  make("a", null, { href: canvas.toDataURL(), download: `${points.name.replace(/[^\w.-]+/g, "-")}.png` }).click();
+  const name = `${runs.join("-")}-${points.name}`.replace(/[^\w.-]+/g, "-").slice(0, 100);
+  make("a", null, { href: canvas.toDataURL(), download: `${name}.png` }).click();
 }
 
 function tableOf(plot) {
@@ -315,6 +397,7 @@ function addFigure(plot) {
   const tools = make("p", null, { className: "tools" });
   const add = (text, address, of) => {
     const one = make(address ? "a" : "button", text, address ? { href: address } : { type: "button", className: "plain" });
+    if (address) one.href = withSettings(one);
     one.setAttribute("aria-label", `${text} ${of} ${plot.name}`);
     tools.append(one);
     return one;
@@ -327,6 +410,7 @@ function addFigure(plot) {
     add("Show first", `${here}&metric=${name}`, "of all:");
     if (plot.subtasks) add(`${plot.subtasks} subtasks`, `${here}&q=${encodeURIComponent(`${plot.task}_`)}`, "of");
   }
+  tools.append(make("span", "Linear: a value is 0 or less.", { className: "detail linear", hidden: true }));
   const canvas = make("div", null, { className: "canvas" });
   canvas.setAttribute("role", "img");
   figure.append(make("figcaption", plot.name), canvas, make("ul", null, { className: "legend" }), tools, table);
@@ -354,6 +438,7 @@ function draw(plot, runs) {
   figure.plot = new uPlot(options(plot, runs, width, aligned), aligned.data, canvas);
   canvas.setAttribute("aria-label", describe(plot));
   figure.querySelector(".legend").replaceWith(legendOf(plot, runs));
+  figure.querySelector(".linear").hidden = !logY.checked || isLogarithmic(plot);
   showTable(figure);
 }
 
@@ -391,17 +476,18 @@ async function load() {
   }
 }
 
-for (const box of Object.values(inLog)) {
-  box.checked = new URL(location.href).searchParams.has(box.id);
-  box.addEventListener("change", () => {
-    const now = new URL(location.href);
-    if (box.checked) now.searchParams.set(box.id, "1");
-    else now.searchParams.delete(box.id);
-    history.replaceState(null, "", now); // the address holds all that is chosen
-    drawAll(true);
+for (const one of settings) {
+  const value = new URL(location.href).searchParams.get(one.id) ?? "";
+  if (one.type === "checkbox") one.checked = value !== "";
+  else one.value = value;
+  one.addEventListener("change", () => {
+    zoomAll();
+    if (one.type === "checkbox") drawAll(true);
   });
 }
-document.getElementById("unzoom").addEventListener("click", () => setZoom(null));
+keepSettings();
+document.getElementById("unzoom").addEventListener("click", () => setZoom("", ""));
+document.querySelector("form[role=search]")?.addEventListener("formdata", ({ formData }) => settings.forEach((one) => setOrDelete(formData, one)));
 const saved = document.getElementById("plots-data");
 if (saved) {
   ({ plots: known, runs } = JSON.parse(saved.textContent));
