@@ -2,7 +2,7 @@
 
 huggingface_hub's own function distributes tensors over files (greedily, in the model's order).
 Inside a file they have the order of safetensors' own writer: widest elements first, then by name.
-Every tensor is then aligned, and the file is byte for byte the one that `save_file` would write.
+Every tensor is then aligned, and the file equals the output of `save_file` byte for byte.
 """
 
 import json

@@ -97,7 +97,7 @@ def _check_names(names: Sequence[str], shape: Sequence[int]) -> None:
 
 
 def _mesh_of(source: Checkpoint) -> DeviceMesh:
-    """Return the mesh of a checkpoint's tensors; of several, one with the most dimensions."""
+    """Return the mesh of a checkpoint's tensors, and of several a mesh with the most dimensions."""
     entries = source.catalog.tensors.values()
     meshes = [entry.sharding.mesh for entry in entries if entry.sharding]
     return max(meshes, key=lambda mesh: len(mesh.shape), default=PLAIN_MESH)
