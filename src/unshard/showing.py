@@ -67,7 +67,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 @contextmanager
-def hearing(listener: Listener | None) -> Iterator[Listener]:
+def listener_or_default(listener: Listener | None) -> Iterator[Listener]:
     """Yield the caller's listener; without one, a listener that warns and shows a progress bar.
 
     Its warnings are `UnshardWarning`; the bar is on stderr, if that is a terminal or a notebook.

@@ -10,7 +10,7 @@ from unshard.api.opening import Averaging, open_sources
 from unshard.api.options import MergeOptions, accepting
 from unshard.keywords import MergeKeywords
 from unshard.progress import Listener
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.report import Report
 
@@ -59,5 +59,5 @@ def average(
     chosen = replace(options or MergeOptions(), **keywords)
     target = check_output(output, chosen)
     how = Averaging(coefficients, ema_decay, schedule, last, every)
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         return merge_with(open_sources(checkpoints, chosen, heard, how), target, chosen, heard)

@@ -36,7 +36,7 @@ from unshard.progress import Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.read.step_names import named_average
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.remote_path import RemotePath
 from unshard.write.record import is_made_by
 from unshard.write.report import Report
@@ -140,7 +140,7 @@ def merge(
     """
     from unshard.stores.nodes.connection import disconnecting
 
-    with disconnecting(), hearing(listener) as heard:
+    with disconnecting(), listener_or_default(listener) as heard:
         return merge_checkpoint(checkpoint, output, MergeOptions(**options), heard)
 
 
@@ -291,7 +291,7 @@ def merge_all(
     """
     from unshard.stores.nodes.connection import disconnecting
 
-    with disconnecting(), hearing(listener) as heard:
+    with disconnecting(), listener_or_default(listener) as heard:
         chosen = MergeOptions(**options)
         results = merge_steps(run, output, chosen, heard)
     errors = [result.error for result in results if result.error and result.has_failed]

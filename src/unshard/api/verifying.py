@@ -25,7 +25,7 @@ from unshard.read.format import blaming
 from unshard.read.hub_files import MODULES, RECORD_NAME
 from unshard.read.model_config import OF_TRANSFORMERS, TRANSFORMERS
 from unshard.read.open import Checkpoint, open_whole
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
@@ -86,7 +86,7 @@ def verify(
     with blaming(path):
         chosen = _as_merged(path, names, options)
     with ExitStack() as stack:
-        heard = stack.enter_context(hearing(listener))
+        heard = stack.enter_context(listener_or_default(listener))
         heard(Stage("reading"))
         ours = open_whole(path, chosen.reading)
         our_tensors = _cast(as_stored(ours.catalog), dtype)

@@ -40,9 +40,7 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
         _print_plan(report) if report.dry_run else _print_merge(report)
     # The restrictions of the output come last, where users see them.
     if report.names_checked == "none":
-        print(
-            "names not checked: there is no base model, and the config does not determine the names"
-        )
+        print("names not checked: no base model, and a config that does not determine them")
     if not report.loadable:
         if report.library in ("transformers", "diffusers", "sentence_transformers"):
             print("weights only: the names are those of training")

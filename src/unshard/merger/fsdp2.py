@@ -101,7 +101,7 @@ class FSDP2Merger(CheckpointMerger):
             raise UsageError("an empty path", hint="for the current directory, give .")
         from unshard.api.making import Prepared
         from unshard.api.merging import merge_checkpoint
-        from unshard.showing import hearing
+        from unshard.showing import listener_or_default
         from unshard.write.verification.load import check_class
 
         def check(prepared: Prepared) -> Prepared:
@@ -122,7 +122,11 @@ class FSDP2Merger(CheckpointMerger):
         chosen = {name: repr(value) for name, value in options.chosen.items()}
         call = Call("unshard.merge", (repr(str(checkpoint)), repr(str(target))), chosen)
         front = Python({"config"}, call)
-        with front_of_errors(front), as_file(config) as file, hearing(self._listener) as heard:
+        with (
+            front_of_errors(front),
+            as_file(config) as file,
+            listener_or_default(self._listener) as heard,
+        ):
             options = replace(options, config=file or "none")
             listener = _add_log(heard)
             merge_checkpoint(checkpoint, target, options, listener, before=check, pass_over=False)

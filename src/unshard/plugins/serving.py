@@ -24,7 +24,7 @@ from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ModelConfig
-from unshard.showing import counted, hearing
+from unshard.showing import counted, listener_or_default
 from unshard.stores.remote_path import path_of
 from unshard.write.companions import companion_files, write_files
 
@@ -120,7 +120,7 @@ def weights_of(checkpoint: str | Path, options: EngineKeywords) -> Iterator[Engi
     with ExitStack() as stack:
         read = read_unmerged(checkpoint, chosen, stack)
         output = convert(Sources((read,)), chosen)
-        with hearing(None) as listener:
+        with listener_or_default(None) as listener:
             for note in output.notes:
                 listener(Warned(note))
         memory = RecycledMemory()

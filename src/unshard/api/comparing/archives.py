@@ -32,7 +32,7 @@ from unshard.progress import Listener, Stage, Warned
 from unshard.read.delta import Delta, checksums_in, is_delta, read_delta, source_of, versions_in
 from unshard.read.finding.discover import all_steps
 from unshard.read.format import Location
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.write.record import is_weight_file
 from unshard.write.report import Report
 from unshard.write.staging.targets import check_space, refuse_inside
@@ -69,7 +69,7 @@ def apply_delta(
         UsageError: the directories are not deltas, or not in order.
         UnshardError: as `merge` raises it. No partial output is left.
     """
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         chosen = MergeOptions(**options, extra_state=False)
         start = given_path(checkpoint, "the checkpoint")
         paths = [given_path(path, "a delta") for path in deltas]
@@ -252,7 +252,7 @@ def archive(
         UnshardError: as `merge` raises it. Complete versions stay.
     """
     reports = list[Report]()
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         chosen, target = MergeOptions(**options, extra_state=False), given_output(output)
         steps = _steps_of(given_path(run, "the run"), target, chosen)
         versions = versions_in(target) if target.is_dir() else []

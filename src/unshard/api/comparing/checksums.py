@@ -26,7 +26,7 @@ from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords
 from unshard.plan.pieces import contents_of_tensor
 from unshard.progress import Listener, Stage
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import Comparison, TensorComparison
 
@@ -61,7 +61,10 @@ def checksums(
         UnshardError: as `merge` raises it before it writes; or a file has changed meanwhile.
     """
     chosen = MergeOptions(**options)
-    with hearing(listener) as heard, open_models([checkpoint], chosen, heard) as (model,):
+    with (
+        listener_or_default(listener) as heard,
+        open_models([checkpoint], chosen, heard) as (model,),
+    ):
         tensors = {name: [one] for name, one in model.tensors.items()}
         path = model.checkpoint.location.weights_dir
         return _digest(tensors, path, chosen.resources, heard)

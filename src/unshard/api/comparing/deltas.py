@@ -31,7 +31,7 @@ from unshard.read.beside.companions import Companions
 from unshard.read.delta import index_of, source_of
 from unshard.read.finding.versions import fingerprint, stamps_of
 from unshard.read.hub_files import INDEX_NAME
-from unshard.showing import counted, hearing
+from unshard.showing import counted, listener_or_default
 from unshard.tensors.dtypes import BY_CODE
 from unshard.write.report import Report
 from unshard.write.staging.targets import refuse_inside, refuse_sources
@@ -69,7 +69,7 @@ def delta(
         ConversionError: names, dtypes or shapes differ, which no delta can express.
         UnshardError: as `merge` raises it; no partial output is left.
     """
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         names = base_version, version
         return write_delta((before, after), output, MergeOptions(**options), heard, names)
 

@@ -10,7 +10,7 @@ from unshard.engines.compare import compare
 from unshard.engines.crew import engine_for
 from unshard.keywords import DiffKeywords
 from unshard.progress import Listener
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import Comparison, Tolerances
 
@@ -42,7 +42,7 @@ def diff(
     """
     chosen = MergeOptions(**options, allow_missing=True, allow_unexpected=True)
     with (
-        hearing(listener) as heard,
+        listener_or_default(listener) as heard,
         open_models([after, before], chosen, heard) as models,
         engine_for(chosen.engine, chosen.resources, heard) as engine,
     ):

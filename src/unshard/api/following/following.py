@@ -25,7 +25,7 @@ from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.format import Location
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath, as_given
 from unshard.write.discarding import discard
@@ -96,7 +96,7 @@ def follow(
         interval=interval,
     )
     errors = []
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         for result in follow_steps(run, output, MergeOptions(**options), how, heard):
             if result.error is None and result.report is not None:
                 yield result.report

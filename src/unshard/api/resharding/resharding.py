@@ -28,7 +28,7 @@ from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.catalog import Catalog
 from unshard.write.sealing import seal
@@ -127,7 +127,7 @@ def reshard(
             f"{goal}: a reshard cannot write to an object store",
             hint="give a directory, and copy it into the store when it is complete",
         )
-    with hearing(listener) as heard:
+    with listener_or_default(listener) as heard:
         heard(Stage("reading"))
         path = given_path(checkpoint, "the checkpoint")
         source = open_latest(path, chosen.choice, chosen.reading)

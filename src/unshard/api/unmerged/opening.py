@@ -30,7 +30,7 @@ from unshard.plan.planner import make_operation
 from unshard.plan.work import as_stored
 from unshard.progress import Warned
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, hearing
+from unshard.showing import counted, listener_or_default
 from unshard.tensors.dtypes import DType, numpy_dtype
 from unshard.tensors.selection import Index, Selection, select
 from unshard.write.companions import optimizer_fields
@@ -323,7 +323,7 @@ def read_unmerged(path: str | Path, options: MergeOptions, stack: ExitStack) -> 
     stored = read_checkpoint(given_path(path, "the checkpoint"), options)
     if options.optimizer:
         stored = with_optimizer(stored, options)
-    with hearing(None) as heard:
+    with listener_or_default(None) as heard:
         for note in stored.catalog.notes:
             heard(Warned(note))
         if options.names == "training" and (adapter := adapter_beside(stored)) is not None:

@@ -34,7 +34,7 @@ from unshard.progress import Warned, ignore, warn
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
-from unshard.showing import hearing
+from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.selection import Selection
@@ -130,7 +130,7 @@ def _load_diffusers(
     """Load a model of diffusers; see `engines.libraries`."""
     from unshard.engines.libraries import load_diffusers
 
-    with hearing(None) as heard:
+    with listener_or_default(None) as heard:
         warn(heard, output.notes)
     config = cast("ModelConfig", output.config)
     with _reading(sources, output.tensors) as tensors:
@@ -145,7 +145,7 @@ def _temporary(stack: ExitStack) -> Path:
 def _read_sources(path: str | Path, options: MergeOptions, stack: ExitStack) -> Sources:
     """Read a checkpoint or an average, warn of its notes, and decompress it."""
     sources = open_given(path, replace(options, extra_state=False), ignore)
-    with hearing(None) as heard:
+    with listener_or_default(None) as heard:
         warn(heard, sources.notes)
     if not sources.compressed_bytes:
         return sources
@@ -182,7 +182,7 @@ def _choose_config(
     has_dtype = not kwargs.keys().isdisjoint(("dtype", "torch_dtype"))
     if own is None and not has_dtype and (note := kept_dtype(output.config, written)) is not None:
         notes.append(f"{note}; to cast them, give dtype")
-    with hearing(None) as heard:
+    with listener_or_default(None) as heard:
         for note in notes:
             heard(Warned(note))
     if own is None:

@@ -27,7 +27,7 @@ from unshard.keywords import PushKeywords, VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Advanced, Event, Listener, warn
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import counted, hearing, human_size
+from unshard.showing import counted, human_size, listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo, push_files
 from unshard.write.record import add_companions
@@ -159,7 +159,7 @@ def virtual(
     Raises:
         UnshardError: as `merge` raises it before it writes.
     """
-    with hearing(listener) as heard, ExitStack() as stack:
+    with listener_or_default(listener) as heard, ExitStack() as stack:
         chosen = MergeOptions(**options)
         prepared = plan_files(checkpoint, chosen, heard, stack)
         return open_files(prepared, chosen, stack)
@@ -230,7 +230,7 @@ def push(
     """
     chosen = MergeOptions(**options, extra_state=False)
     check_repo(repo, may_ask=True, is_option=False)
-    with hearing(listener) as heard, ExitStack() as stack:
+    with listener_or_default(listener) as heard, ExitStack() as stack:
         lock = Lock()
 
         def hear(event: Event) -> None:
