@@ -182,7 +182,9 @@ def serving(monkeypatch: pytest.MonkeyPatch, *, silent_s: float) -> Iterator[str
     """Answer everything with a large text."""
     monkeypatch.setattr(connections, "_SILENT_S", silent_s)
     monkeypatch.setattr(security, "_BODY_S", silent_s)
-    app = Bounds(Guard(PlainTextResponse("x" * LARGE), rules_for("127.0.0.1", None)))
+    app = Bounds(
+        Guard(PlainTextResponse("x" * LARGE), rules_for("127.0.0.1", None), PlainTextResponse)
+    )
     with in_thread(app, prepare=give_up_silent_readers) as port:
         yield f"http://127.0.0.1:{port}"
 

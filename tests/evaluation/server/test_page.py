@@ -8,7 +8,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import quote
@@ -17,14 +17,13 @@ import pytest
 
 from evaluation.servers import Still, still
 from unshard.evaluate.comparing import as_results, compare_runs
-from unshard.evaluate.jobs import Request, Status
+from unshard.evaluate.jobs import Request, Settings, Status
 from unshard.evaluate.server.evaluators.command import CommandProfile
 from unshard.evaluate.server.evaluators.documents import collect_facts
 from unshard.evaluate.server.http.page.plots import as_csv, fold, make_plots
 from unshard.evaluate.server.http.page.rendering import STATIC
 from unshard.evaluate.server.http.page.routes import progress_of
 from unshard.evaluate.server.store.overview import list_holders, list_points, list_runs
-from unshard.evaluate.settings import Settings
 
 HTML = {"Accept": "text/html"}
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202e'\""
@@ -241,8 +240,7 @@ def test_groups_are_those_that_the_evaluator_reports(served: Still) -> None:
     job_id = complete(served, "a", 1, numbers)
     parts = [f"g_{part}" for part in "abcd"]
     facts = collect_facts({"group_subtasks": {"g": parts, "none": ["g_e"]}}, numbers)
-    stored = {task: astuple(one) for task, one in facts.items()}
-    served.service.store.describe(job_id, Settings(), stored)
+    served.service.store.describe(job_id, Settings(), facts)
     plots = served.client.get("/view/plots.json?run=a").json()["plots"]
     assert {one["name"]: one["subtasks"] for one in plots} == {"g/acc": 4, "g_e/acc": 0}
 

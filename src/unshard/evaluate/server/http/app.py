@@ -58,7 +58,7 @@ def make_app(service: Service, rules: Rules) -> FastAPI:
         Exception: _on_internal_error,
     }.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Guard, rules=rules)
+    app.add_middleware(Guard, rules=rules, show_error=show_error)
     _add_metrics(app, service)
     if rules.users:  # described in /openapi.json, checked by `Guard`
         spec = app.openapi()

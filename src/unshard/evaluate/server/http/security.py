@@ -12,7 +12,7 @@ Users have roles (`users`). A viewer only reads; the routes check which jobs an 
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -23,7 +23,6 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unshard.errors import UsageError
-from unshard.evaluate.server.http.page.rendering import show_error
 from unshard.evaluate.server.http.users import Role, User, find_user, read_users
 
 Network = IPv4Network | IPv6Network
@@ -140,9 +139,10 @@ class _HeadersSentError(Exception):
 class Guard:
     """An ASGI layer that refuses requests that the rules do not allow."""
 
-    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+    def __init__(self, app: ASGIApp, rules: Rules, show_error: Callable[..., Response]) -> None:
         self._app = app
         self._rules = rules
+        self._show_error = show_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; the application gets it with the complete body."""
@@ -174,7 +174,7 @@ class Guard:
             return
         if isinstance(refusal, Refusal) and _is_of_browser(headers):
             more = {name: text for name, text in refusal.headers.items() if "content" not in name}
-            refusal = show_error(
+            refusal = self._show_error(
                 refusal.status_code, refusal.message, {"hint": refusal.hint}, self._rules.root, more
             )
         await refusal(scope, receive, send)

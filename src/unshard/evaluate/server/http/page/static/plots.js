@@ -5,8 +5,8 @@ const COLOURS = 6;
 const plotsBox = document.getElementById("plots");
 const figures = new Map();
 const hidden = new Set(); // names of lines
-const [logX, logY, fromStep, toStep] = document.querySelectorAll("#plot-tools input");
-const settings = [logX, logY, fromStep, toStep];
+const settings = document.querySelectorAll("#plot-tools input");
+const [logX, logY, fromStep, toStep] = settings;
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const make = (tag, text, fields = {}) => Object.assign(document.createElement(tag), text === null ? {} : { textContent: text }, fields);
@@ -232,10 +232,6 @@ function zoomTo(u) {
 
 function setZoom(first, last) {
   [fromStep.value, toStep.value] = [first, last];
-  zoomAll();
-}
-
-function zoomAll() {
   keepSettings();
   for (const { plot } of figures.values()) plot.setScale("x", { min: plot.data[0][0], max: plot.data[0].at(-1) });
 }
@@ -249,14 +245,15 @@ function keepSettings() {
 
 function withSettings({ href }) {
   const address = new URL(href);
-  for (const one of settings) setOrDelete(address.searchParams, one);
+  putSettings(address.searchParams);
   return address.href;
 }
 
-function setOrDelete(fields, { id, type, checked, value }) {
-  const text = type === "checkbox" ? (checked ? "1" : "") : value;
-  if (text) fields.set(id, text);
-  else fields.delete(id);
+function putSettings(fields) {
+  for (const one of settings) {
+    fields.delete(one.id);
+    if (one.type === "checkbox" ? one.checked : one.value) fields.set(one.id, one.type === "checkbox" ? "1" : one.value);
+  }
 }
 
 /* The values at the step under the pointer, next to it, in all plots with this step. */
@@ -481,13 +478,13 @@ for (const one of settings) {
   if (one.type === "checkbox") one.checked = value !== "";
   else one.value = value;
   one.addEventListener("change", () => {
-    zoomAll();
+    setZoom(fromStep.value, toStep.value);
     if (one.type === "checkbox") drawAll(true);
   });
 }
 keepSettings();
 document.getElementById("unzoom").addEventListener("click", () => setZoom("", ""));
-document.querySelector("form[role=search]")?.addEventListener("formdata", ({ formData }) => settings.forEach((one) => setOrDelete(formData, one)));
+document.querySelector("form[role=search]")?.addEventListener("formdata", ({ formData }) => putSettings(formData));
 const saved = document.getElementById("plots-data");
 if (saved) {
   ({ plots: known, runs } = JSON.parse(saved.textContent));
