@@ -334,7 +334,7 @@ ROWS = [
     Row("to merge the newest whole step: ⟦+--step ", newest_is_a_delta),
     Row("choose with ⟦+--role ", lambda top: roles(top, "ref", "reward")),
     Row("fuse the adapter: ⟦+--lora fuse⟧", biased),
-    Row("the same merge with ⟦+--resume⟧ goes on", merging(floats, "--resume"), failing_at_last),
+    Row("; rerun with ⟦+--resume⟧ to reuse them", merging(floats, "--resume"), failing_at_last),
     Row("with a warning: unshard average ", incomplete_step, drop_in(merge_fsdp.main)),
     Row("or replace the weights there: ⟦+--overwrite⟧", existing),
     Row("on a disk you can replace it: ⟦+--overwrite⟧", damaged),

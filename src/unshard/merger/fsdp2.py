@@ -122,11 +122,8 @@ class FSDP2Merger(CheckpointMerger):
         chosen = {name: repr(value) for name, value in options.chosen.items()}
         call = Call("unshard.merge", (repr(str(checkpoint)), repr(str(target))), chosen)
         front = Python({"config"}, call)
-        with (
-            front_of_errors(front),
-            as_file(config) as file,
-            listener_or_default(self._listener) as heard,
-        ):
+        events = listener_or_default(self._listener)
+        with front_of_errors(front), as_file(config) as file, events as heard:
             options = replace(options, config=file or "none")
             listener = _add_log(heard)
             merge_checkpoint(checkpoint, target, options, listener, before=check, pass_over=False)
