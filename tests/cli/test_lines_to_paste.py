@@ -371,7 +371,7 @@ NOT_PASTED = {
     "start it with `unshard vllm`": ENGINE,
     "pass it with ⟦+--config FILE|DIR⟧ or ⟦--base MODEL⟧": ENGINE,
     "⟦+--allow-missing⟧ lets transformers": "of a function of Python: tests/api/test_pretrained",
-    "⟦+--allow-unexpected⟧ leaves out what": "of a function of Python: tests/api/test_pretrained",
+    "⟦+--allow-unexpected⟧ leaves out": "of a function of Python: tests/api/test_pretrained",
     "With --push-to-hub: write no output here": "a text of --help",
     "unshard eval results lists all results": SERVER,
     "to cancel a job: unshard eval cancel": SERVER,
