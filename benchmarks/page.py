@@ -28,11 +28,12 @@ from trainer_step import free_port, server
 
 from evaluation.browsing import chromium
 from unshard.evaluate.jobs import Request, Status
+from unshard.evaluate.server.store.runs import run_called
 from unshard.evaluate.server.store.statements import insert_job, replace_results
 from unshard.evaluate.server.store.store import Store
 
-_JOBS = {"small": 1, "large": 10_000}
-_RUNS = 100
+_RUNS = {"small": 5, "large": 500}
+_STEPS = 20
 _METRICS = ("task/acc", "task/acc_norm", "other/acc")
 _HTML = {"Accept": "text/html"}
 _ADDRESSES = {
@@ -83,14 +84,15 @@ class Contender:
         self.seconds.setdefault(f"paint: {name}", []).append(painted[0] / 1000)
 
 
-def fill(database: Path, count: int) -> str:
-    """Add jobs that have ended, one of ten as failed; return the last one's id."""
+def fill(database: Path, runs: int) -> str:
+    """Add runs whose jobs have ended, one of ten as failed; return the last job's id."""
     Store(database).close()  # makes the tables
-    job_id, now = "", time.time()
+    job_id, now, count = "", time.time(), runs * _STEPS
     with closing(sqlite3.connect(database)) as connection, connection:
         for number in range(count):
-            run, step = f"run-{number % _RUNS}", number // _RUNS
-            asked = Request(f"/none/{number}", "sleeps", ("task", "other"), step, run)
+            name, step = f"run-{number % runs}", number // runs
+            run_id = run_called(connection, name).id
+            asked = Request(f"/none/{number}", "sleeps", ("task", "other"), step, name, run_id=run_id)
             job_id = insert_job(connection, asked, None, now)
             is_failed = number % 10 == 9
             connection.execute(
@@ -112,10 +114,10 @@ def measure(work: Path, rounds: int) -> Mapping[str, Contender]:
     """Return what was measured of each server; the first rounds warm up."""
     found = {}
     with ExitStack() as stack:
-        for name, count in _JOBS.items():
+        for name, runs in _RUNS.items():
             place = work / name
             (place / "server").mkdir(parents=True, mode=0o700)
-            job = fill(place / "server" / "jobs.sqlite", count)
+            job = fill(place / "server" / "jobs.sqlite", runs)
             url = stack.enter_context(server(place, free_port()))
             client = stack.enter_context(httpx.Client(base_url=url, timeout=60))
             found[name] = Contender(client, job)

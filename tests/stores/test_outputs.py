@@ -92,7 +92,7 @@ TWO_FILES: dict[str, Any] = {"max_shard_size": "14MB"}
 def test_an_existing_output_is_refused_and_stays(store: Store, tmp_path: Path) -> None:
     checkpoint = large(tmp_path / "ckpt")
     store.s3.put_object(Bucket=BUCKET, Key="taken/model/notes.txt", Body=b"theirs")
-    for overwrite, hint in ((False, "give another output"), (True, "in one step")):
+    for overwrite, hint in ((False, "give another output"), (True, "atomically")):
         with pytest.raises(OutputError, match="exists already") as caught:
             unshard.merge(checkpoint, url("taken/model"), overwrite=overwrite)
         assert hint in caught.value.hint
