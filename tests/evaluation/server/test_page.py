@@ -194,7 +194,7 @@ def test_home_has_last_and_best_of_the_chosen_metrics_and_sorts_by_them(served: 
 
     page = served.client.get("/?metric=t/loss&q=down", headers=HTML).text
     row = re.sub(r"<[^>]+>", " ", page.partition("<tbody")[2].partition("</tbody")[0])
-    assert "down 7 0.4 at 1 1 of 2 lines best 0.3 at 0 0 0" in " ".join(row.split())
+    assert "down 7 0.4 at 1 best 0.3 at 0 1 of 2 lines 0 0" in " ".join(row.split())
     for sort, names in (
         ("name", ["down", "none", "up"]),
         ("-name", ["up", "none", "down"]),
