@@ -108,7 +108,7 @@ def test_a_token_that_is_missing_is_told_from_a_wrong_one(server: Live, tmp_path
     (tmp_path / "token").write_text("another-token-than-the-servers")
     for options, why in (
         ([], "a token is required"),
-        (["--token-file", str(tmp_path / "token")], "not the"),
+        (["--token-file", str(tmp_path / "token")], "wrong token"),
     ):
         done = cli(server.url, "status", *options)
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr

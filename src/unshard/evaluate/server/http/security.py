@@ -255,9 +255,8 @@ def _ask_for_token(scope: Scope, headers: Mapping[str, str], root: str) -> Respo
         address = quote(f"{root}{scope['path']}" + (f"?{query}" if query else ""), safe="")
         target = f"{root}{LOG_IN}?next={address}"
         return RedirectResponse(target, 303, {"Cache-Control": "no-store"})
-    wrong = "wrong token"
-    why = wrong if "authorization" in headers else "a token is required"
-    response = Refusal(401, f"{why}: Authorization: Bearer TOKEN")
+    lacking = "a token is required (Authorization: Bearer TOKEN)"
+    response = Refusal(401, "wrong token" if "authorization" in headers else lacking)
     if PAGE_HEADER not in headers:
         response.headers["WWW-Authenticate"] = 'Basic realm="unshard", charset="UTF-8"'
     return response
