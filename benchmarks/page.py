@@ -153,8 +153,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         found = measure(Path(folder), options.rounds)
-    print(f"{options.rounds} rounds; 10,000 jobs of 100 runs, and 1 job:")
-    print(f"{'':<18}{'10,000: median':>15}{'p95':>9}{'1 job: median':>15}{'p95':>9}{'ratio':>7}")
+    print(f"{options.rounds} rounds; 500 runs and 5 runs, with {_STEPS} jobs each:")
+    print(f"{'':<18}{'500: median':>15}{'p95':>9}{'5 runs: median':>15}{'p95':>9}{'ratio':>7}")
     for name in (*_ADDRESSES, *(f"paint: {one}" for one in _PAINTED)):
         large, small = (sorted(found[one].seconds[name]) for one in ("large", "small"))
         shown = [
