@@ -192,6 +192,21 @@ def test_new_runs_do_not_keep_a_run_from_its_turn(tmp_path: Path) -> None:
         assert began == ["big", "new"] * 4
 
 
+def test_a_job_that_is_sent_again_keeps_its_place(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "jobs.sqlite")) as store:
+
+        def submit(run: str, step: int) -> str:
+            asked = Request(f"/{run}/{step}", "script", ("task",), step, run)
+            return store.submit(asked, pin=None)[0].id
+
+        first, second, waits = submit("a", 0), submit("a", 1), submit("b", 0)
+        store.claim(2e9, first)
+        later = submit("c", 0)
+        store.claim(2e9, second)
+        assert submit("b", 0) == waits
+        assert store.queued_ids() == [waits, later]
+
+
 def test_runs_take_turns(tmp_path: Path) -> None:
     with closing(Store(tmp_path / "jobs.sqlite")) as store:
 

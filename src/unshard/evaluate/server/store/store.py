@@ -92,15 +92,18 @@ class Store:
                 request = replace(request, run_id=run_called(connection, request.run).id)
             row = connection.execute(_NEWEST, (request.key, request.again)).fetchone()
             job_id = insert_job(connection, request, pin, now) if row is None else str(row["id"])
-            if row is not None and Status(row["status"]) in _AGAIN:
+            is_again = row is not None and Status(row["status"]) in _AGAIN
+            if is_again:
                 job_id = queue_again(connection, job_id, request, pin, now)
-            # Put a run with its first queued job behind the runs that wait: otherwise one new run
-            # after the other would get the turn. LIMIT bounds the time with many queued jobs.
-            connection.execute(
-                "UPDATE runs SET turn = (SELECT MAX(turn) FROM runs) WHERE id = ?1 AND 1 = (SELECT"
-                " COUNT(*) FROM (SELECT 1 FROM jobs WHERE run = ?1 AND status = 'queued' LIMIT 2))",
-                (request.run_id,),
-            )
+            if row is None or is_again:  # a job that is sent twice keeps its place
+                # Put a run with its first queued job behind the runs that wait: otherwise one new
+                # run after the other would get the turn. LIMIT bounds the time of a long queue.
+                connection.execute(
+                    "UPDATE runs SET turn = (SELECT MAX(turn) FROM runs) WHERE id = ?1 AND 1 ="
+                    " (SELECT COUNT(*) FROM"
+                    " (SELECT 1 FROM jobs WHERE run = ?1 AND status = 'queued' LIMIT 2))",
+                    (request.run_id,),
+                )
             job = read_job(connection, job_id)
         if job is None:
             raise RuntimeError(f"job {job_id} is missing after it was written")
