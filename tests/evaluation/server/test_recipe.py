@@ -90,6 +90,21 @@ def test_the_files_of_a_command_are_in_its_script(tmp_path: Path) -> None:
         assert ("without a merge" in script) is (weights == "direct")
 
 
+def test_a_secret_of_the_launch_alone_does_not_stop_the_script(tmp_path: Path) -> None:
+    launch = ("env", f"API_KEY={SECRET}")
+    profile = LmEvalProfile(kind="lm-eval", launch=launch)
+    asked = Request("/runs/x/step_1", "lm-eval", ("a",), 1, "x")
+    directory = tmp_path / "jobs" / "id" / "1"
+    (directory / "output").mkdir(parents=True)
+    job = Job("id", asked, Status.RUNNING, 0.0)
+    work = EvalInput(tmp_path / "model", directory / "output", directory, asked, profile)
+    command = profile.command_line(work)
+    script, _ = make_recipe(job, work, command, (), tmp_path / "merged")
+    assert f"# The server put before its command: env API_KEY={LEFT_OUT}" in script
+    assert SECRET not in script
+    assert "exit 2" not in script
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -63,9 +63,10 @@ def make_recipe(
                 lines += [f"cat > {shlex.quote(here(str(path)))} <<'{_END}'", text, _END]
     lines += _list_variables(work, gpus)
     lines += [f"exec {shlex.join(redact_command([*map(here, command)]))}", ""]
-    if any(LEFT_OUT in line for line in lines):  # run with another value, it would mislead
+    start = lines.index("set -e")  # below the comments, which may name a secret of `launch`
+    if any(LEFT_OUT in line for line in lines[start:]):  # another value would mislead
         stop = f"echo 'Replace {LEFT_OUT} in this script, then remove this line.' >&2; exit 2"
-        lines.insert(lines.index("set -e"), stop)
+        lines.insert(start, stop)
     with suppress(OSError), (work.model / RECORD_NAME).open(errors="replace") as file:
         return "\n".join(lines), file.read(_MOST)
     return "\n".join(lines), ""
