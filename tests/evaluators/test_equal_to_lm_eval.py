@@ -232,11 +232,15 @@ def test_numbers_are_those_of_lm_evals_command_line(place: Path, tmp_path: Path,
         facts = measured.tasks
         if "mc_group" in tasks:
             assert facts["mc_group"].version == "2.5"
+        group_of = {
+            task: group for group, members in document["group_subtasks"].items() for task in members
+        }
         for task in document["n-samples"]:
             assert facts[task] == TaskFacts(
                 str(document["versions"][task]),
                 document["n-shot"][task],
                 document["n-samples"][task]["effective"],
+                group_of.get(task),
             )
 
 
