@@ -25,8 +25,8 @@ from unshard.read.beside import base_name
 ROOT = Path(__file__).parent.parent
 PREFACE = """# The command line
 
-Made from the commands' own parameters; a test keeps it up to date. `--help` of each command prints
-the same. Of `merge` and `average`, `-h` prints the options that are used most.
+Each command's `--help` prints the same text. For `merge` and `average`, `-h` prints only the most
+used options.
 """
 
 

@@ -191,14 +191,14 @@ class OptionRow(NamedTuple):
 GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
     "Checkpoint": {
         "weights": OptionRow(
-            "Weight set. Trained, EMA, or DeepSpeed's 16-bit module weights.  [default: "
+            "Set of weights. Trained, EMA, or DeepSpeed's 16-bit module weights.  [default: "
             f"{get_args(Weights)[0]}]",
             choices=get_args(Weights),
         ),
         "role": OptionRow(
-            "Which model of a step. actor (= policy), critic, or a folder name (ref, "
-            "reward). merge only: all, each into OUTPUT/ROLE (OUTPUT/model without a role); with "
-            "all steps, into OUTPUT/STEP-ROLE.  [default: first of actor, policy, model, trainer]",
+            "Model of a step. actor (or policy), critic, or a folder (ref, reward). With all, "
+            "merge writes each into OUTPUT/ROLE (OUTPUT/model without a role), or with --all-steps "
+            "into OUTPUT/STEP-ROLE.  [default: first of actor, policy, model, trainer]",
             "NAME",
         ),
         "step": OptionRow("Step of a run.  [default: the highest complete step]", "N", kind=int),
@@ -242,7 +242,7 @@ GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
             choices=get_args(Names),
             shapes=True,
         ),
-        "include": OptionRow("Write only tensors with these names.", "REGEX", shapes=True),
+        "include": OptionRow("Use only tensors with these names.", "REGEX", shapes=True),
         "exclude": OptionRow("Leave out tensors with these names.", "REGEX", shapes=True),
         "lora": OptionRow(
             "Fuse adapters, write them alone, or both. keep: leave their matrices among the "
@@ -275,8 +275,8 @@ GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
     },
     "Output": {
         "config": OptionRow(
-            "A config.json to use instead. Or a directory with config, tokenizer and the like; "
-            "none: write only weights if there is no config.json.",
+            "config.json to use instead. A directory also provides the tokenizer. none: if there "
+            "is no config.json, write only the weights.",
             "FILE|DIR|none",
         ),
         "extra_state": OptionRow("Leave out scheduler and random state.", kind=bool),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _AVERAGE = "Average"
 _MERGED = "How it was merged"
-_SUMS = "Or a file with the SHA-256 of each tensor, as `unshard checksums` prints them."
+_SUMS = "A file with the SHA-256 of each tensor, as printed by `unshard checksums`."
 _AS_MERGE = "As given to merge.  [default: from unshard.json]"
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ def merge(
     ] = False,
     no_local: Annotated[
         bool,
-        flag("--no-local", "With --push-to-hub: write no output here, as `unshard push`.", OUTPUT),
+        flag(
+            "--no-local", "With --push-to-hub: write no local output, like `unshard push`.", OUTPUT
+        ),
     ] = False,
     output_option: OutputOption = None,
     as_json: Json = False,
@@ -166,7 +168,7 @@ def average(
     ema_decay: Annotated[
         float | None,
         option(
-            "DECAY", "Exponential moving average: each checkpoint moves it by 1 - DECAY.", _AVERAGE
+            "DECAY", "Exponential moving average of the checkpoints, with this decay.", _AVERAGE
         ),
     ] = None,
     schedule: Annotated[
@@ -242,7 +244,7 @@ def _parse_numbers(text: str | None) -> list[float] | None:
     include=value(str, "REGEX", _AS_MERGE, _MERGED),
     exclude=value(str, "REGEX", _AS_MERGE, _MERGED),
     lora_alpha=value(float, "ALPHA", _AS_MERGE, _MERGED),
-    config=value(str, "FILE", "config.json of the merge.  [default: the output's own]", _MERGED),
+    config=value(str, "FILE", "As given to merge.  [default: the output's config.json]", _MERGED),
 )
 def verify(
     output: Annotated[Path, argument("OUTPUT", "A merged model: a directory, or one file.")],
@@ -250,7 +252,7 @@ def verify(
         Path | None, option("PATH", "The checkpoint or Hugging Face model to compare it with.")
     ] = None,
     checksums: Annotated[Path | None, option("FILE", _SUMS)] = None,
-    atol: Annotated[float, option("A", "Allowed: |ours - theirs| <= A + R x |theirs|.")] = 0.0,
+    atol: Annotated[float, option("A", "Accept |ours - theirs| <= A + R x |theirs|.")] = 0.0,
     rtol: Annotated[float, option("R", "See --atol.")] = 0.0,
     load: Annotated[
         bool, flag("--load", "Also load names and shapes with transformers (extra `torch`).")

@@ -158,7 +158,7 @@ def apply(
         argument(
             "CHECKPOINT DELTA... OUTPUT",
             "A checkpoint or merged model, the deltas in order, and the directory or address to "
-            "write. Or an output of delta --run, and OUTPUT.",
+            "write. With an output of delta --run: that directory and OUTPUT.",
         ),
     ],
     *,

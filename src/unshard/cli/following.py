@@ -35,7 +35,7 @@ FOLLOWING: dict[str, TypedSpec] = {
         bool,
         flag(
             "--follow",
-            "Merge each step as soon as it is complete. It goes to OUTPUT/STEP, during training; "
+            "Merge each step as soon as it is complete. Each output is OUTPUT/STEP. "
             "SIGTERM ends the command after the current step.",
             _GROUP,
             default=False,
