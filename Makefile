@@ -196,7 +196,7 @@ test-wheel: $(if $(WHEEL),,dist)
 # The tests of all that uses a dependency, with the lowest version of each. Old versions warn where
 # their own dependencies are newer. The stand-in of the hub does not know how huggingface_hub 0 reads
 # hf://, and numpy 1 takes its own booleans as an index.
-LOWEST_TESTS := tensors cli/test_cli.py test_showing.py read/test_dcp_metadata.py read/test_inflate.py \
+LOWEST_TESTS := tensors cli/test_cli.py test_console.py read/test_dcp_metadata.py read/test_inflate.py \
 	write/test_execute.py write/test_hub.py write/test_verify_load.py stores/test_copying.py \
 	stores/test_clouds.py stores/test_other_stores.py evaluation/test_client.py \
 	evaluation/test_eval_cli.py evaluation/server/test_app.py evaluation/server/test_page.py \

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from unshard.api.making import Prepared
+from unshard.api.making import PlannedMerge
 from unshard.api.merging import merge_checkpoint
 from unshard.api.options import MergeOptions
 from unshard.plan.operations import CopyRange, Plan
@@ -126,7 +126,7 @@ def plan_of(checkpoint: Path, shard_size: str) -> Plan:
     """Return the plan of a merge."""
     plans: list[Plan] = []
 
-    def keep(prepared: Prepared) -> Prepared:
+    def keep(prepared: PlannedMerge) -> PlannedMerge:
         plans.append(prepared.plan)
         return prepared
 

@@ -34,8 +34,8 @@ ROOMS = (
     {"containers"},
     {"stores"},
     {"tensors"},
-    {"showing"},
-    {"errors", "fronts", "keywords", "noted", "progress", "signals", "_version"},
+    {"console"},
+    {"errors", "fronts", "keywords", "progress", "signals", "with_notes", "_version"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {"__init__", "__main__"}

@@ -86,7 +86,7 @@ def read_once(files: list[Path]) -> None:
 
 def write_pieces(made: Made) -> None:
     """Write what a merge copies: rows of (source, offset, offset in the output, length)."""
-    from unshard.api.making import Prepared
+    from unshard.api.making import PlannedMerge
     from unshard.api.merging import merge_checkpoint
     from unshard.api.options import MergeOptions
     from unshard.plan.operations import CopyRange
@@ -94,7 +94,7 @@ def write_pieces(made: Made) -> None:
 
     pieces: list[tuple[str, int, int, int]] = []
 
-    def note(prepared: Prepared) -> Prepared:
+    def note(prepared: PlannedMerge) -> PlannedMerge:
         sizes = [file.size for file in prepared.plan.layout.files]
         for one in prepared.plan.operations():
             if isinstance(one, CopyRange) and one.count == 1:  # all but some short vectors

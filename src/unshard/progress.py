@@ -1,4 +1,4 @@
-"""Progress events, the same for terminal, JSON, server and callbacks; `showing` displays them."""
+"""Progress events, the same for terminal, JSON, server and callbacks; `console` displays them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -335,6 +335,14 @@ def test_each_step_becomes_a_revision_of_a_repository(run: Path, out: Path, hub:
     assert not [one for one in hub.requests[sent:] if "commit" in one]
 
 
+def test_a_path_that_is_no_run_is_refused_before_the_hub_is_asked(
+    run: Path, out: Path, hub: Hub
+) -> None:
+    with pytest.raises(UsageError):
+        follow(run / "global_step_10", out, push_to_hub="someone/model")
+    assert not hub.requests
+
+
 def test_an_upload_that_fails_is_made_up_for(run: Path, out: Path, hub: Hub) -> None:
     hub.failing["/commit/step-10"] = 503
     with pytest.raises(OutputError, match="was not pushed") as caught:

@@ -19,15 +19,15 @@ from sources import Chunk, Sources, Tensor, merged, row_major, tensors_in
 from unshard.convert.lora.files import adapter_tensors, completed
 from unshard.convert.lora.fuse import fuse, scale_of
 from unshard.convert.lora.names import FRONT, split_adapter
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import LowRank, Recipe, Take, pick, stored_dtype, take
 from unshard.errors import ConversionError, UsageError
-from unshard.noted import Noted
 from unshard.plan.layout import lay_out
 from unshard.plan.planner import make_plan, table_of
 from unshard.read.beside.adapter_config import AdapterConfig
 from unshard.tensors.boxes import Box
 from unshard.tensors.dtypes import BY_NAME
+from unshard.with_notes import WithNotes
 
 Array = NDArray[np.float32]
 PLAIN = AdapterConfig(alpha=8.0, rank=2, source="adapter_config.json")
@@ -39,11 +39,11 @@ def fused(
     alpha: float | None = None,
     base: Mapping[str, Recipe] | None = None,
     types: Collection[str] = (),
-) -> Noted[dict[str, Recipe]]:
+) -> WithNotes[dict[str, Recipe]]:
     return fuse(split_adapter(recipes(shapes)), config, alpha, base, types)
 
 
-def scales(result: Noted[dict[str, Recipe]]) -> dict[str, float]:
+def scales(result: WithNotes[dict[str, Recipe]]) -> dict[str, float]:
     return {name: one.scale for name, one in result.value.items() if isinstance(one, LowRank)}
 
 
@@ -73,7 +73,8 @@ class Model:
         self.sources.plan()  # writes the files
         result = fuse(split_adapter(self.recipes), config, None, None)
         outputs = [
-            Converted(name, stored_dtype(recipe), recipe) for name, recipe in result.value.items()
+            ConvertedTensor(name, stored_dtype(recipe), recipe)
+            for name, recipe in result.value.items()
         ]
         written = tensors_in(merged(make_plan(lay_out(outputs, 10**9))))
         return {name: np.frombuffer(data, np.float32) for name, data in written.items()}
@@ -600,7 +601,7 @@ def test_where_all_are_square_the_config_tells(config: AdapterConfig, *, is_turn
     assert update.a.entry.fqn.endswith("lora_B.default.weight" if is_turned else "A.default.weight")
 
 
-def turned(result: Noted[dict[str, Recipe]]) -> dict[str, bool]:
+def turned(result: WithNotes[dict[str, Recipe]]) -> dict[str, bool]:
     """Whether each update is transposed before it is added: b, not a, is its left factor."""
     updates = {name: one for name, one in result.value.items() if isinstance(one, LowRank)}
     return {

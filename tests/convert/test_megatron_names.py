@@ -507,6 +507,19 @@ def test_norms_may_be_part_of_the_matrix_behind_them(cases: Path, tmp_path: Path
     assert_same(merged(tmp_path / "out"), hub_truth(tensors, config))
 
 
+def test_the_module_of_an_mtp_layer_is_only_known_at_the_start_of_a_name(
+    cases: Path, tmp_path: Path
+) -> None:
+    case = cases / "deepseek_v3_tp2"
+    known, unknown = "transformer_layer.self_attention.", "self_attention.transformer_layer."
+    tensors = truth_of(case, "megatron")
+    moved = {name.replace(known, unknown): one for name, one in tensors.items()}
+    place = saved(tmp_path / "ckpt", moved, **config_of(case))
+    with pytest.raises(ConversionError, match="no known name") as error:
+        unshard.merge(place, dry_run=True)
+    assert unknown in error.value.found
+
+
 def test_queries_of_a_latent_attention_may_have_one_matrix(cases: Path, tmp_path: Path) -> None:
     case = cases / "deepseek_v3_tp2"
     tensors, config = truth_of(case, "megatron"), config_of(case) | {"q_lora_rank": None}

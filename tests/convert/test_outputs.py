@@ -10,7 +10,7 @@ import torch
 
 from unshard import MergeOptions
 from unshard.convert import outputs
-from unshard.convert.outputs import Converted, Precision, finish, precision
+from unshard.convert.outputs import ConvertedTensor, Precision, finish, precision
 from unshard.convert.recipes import Recipe, take
 from unshard.errors import ConversionError, UsageError
 from unshard.keywords import Alias, Cast, DtypeLike
@@ -34,7 +34,7 @@ def named(dtypes: dict[str, str]) -> dict[str, Recipe]:
     }
 
 
-def convert(tensors: dict[str, Recipe], target: DType | None) -> list[Converted]:
+def convert(tensors: dict[str, Recipe], target: DType | None) -> list[ConvertedTensor]:
     return finish(tensors, Precision(target))
 
 

@@ -19,7 +19,7 @@ from recipe_values import filled, moves, whole
 from sources import ANY_DTYPE, Sources, Tensor, column_major, grid, merged, tensors, tensors_in
 from unshard.containers import open_files, strided
 from unshard.containers.open_files import AT_ONCE
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import LowRank, Recipe, WeightedSum, dtype_of, shape_of, take
 from unshard.engines import arrays
 from unshard.engines.arrays import TILE_BYTES, TensorReader
@@ -104,7 +104,7 @@ def test_a_part_of_what_a_recipe_moves_is_what_numpy_takes(
         assert (
             all_of_it.tobytes()
             == tensors_in(
-                merged(make_plan(lay_out([Converted("w", dtype_of(recipe), recipe)], 10**9)))
+                merged(make_plan(lay_out([ConvertedTensor("w", dtype_of(recipe), recipe)], 10**9)))
             )["w"]
         )
         index = data.draw(basic_indices(shape_of(recipe), allow_newaxis=True))
@@ -128,7 +128,7 @@ def test_computed_values_are_those_that_a_merge_writes(
     recipe: Recipe = (
         LowRank(w, a, b, 0.7) if kind == "low rank" else WeightedSum(((1.0, w), (0.3, v)))
     )
-    plan = make_plan(lay_out([Converted("w", to, recipe)], 10**9))
+    plan = make_plan(lay_out([ConvertedTensor("w", to, recipe)], 10**9))
     written = tensors_in(merged(plan, Resources(2, MIN_BUFFER)))["w"]
     bits = np.frombuffer(written, f"u{to.itemsize}").reshape(shape)
     every: list[Any] = [

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from ranks import save_ranks, some_tensors
 from sources import Chunk, Sources, Tensor, column_major, row_major
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import LowRank, Recipe, Stack, WeightedSum, stored_dtype, take
 from unshard.engines.compare import compare
 from unshard.engines.crew import Threads
@@ -40,11 +40,11 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def opened(path: Path) -> list[Converted]:
+def opened(path: Path) -> list[ConvertedTensor]:
     return as_stored(open_latest(path, Choice(), ReadOptions()).catalog)
 
 
-def saved(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[Converted]:
+def saved(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[ConvertedTensor]:
     save_file(dict(tensors), path)
     return opened(path)
 
@@ -308,7 +308,9 @@ def test_every_recipe_equals_what_a_merge_makes_of_it(tmp_path: Path, dtype: str
         "fused": LowRank(base, *adapter, 0.25),
     }
     sources.plan()  # writes the files
-    theirs = [Converted(name, stored_dtype(recipe), recipe) for name, recipe in recipes.items()]
+    theirs = [
+        ConvertedTensor(name, stored_dtype(recipe), recipe) for name, recipe in recipes.items()
+    ]
     wanted = [tensor._replace(dtype=BY_NAME[dtype]) for tensor in theirs]
     (tmp_path / "out").mkdir()
     run_plan(make_plan(lay_out(wanted, 10**9)), tmp_path / "out", TWO, ignore)

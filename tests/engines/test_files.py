@@ -30,7 +30,7 @@ from sources import (
 from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import Elements
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import LowRank, dtype_of, take
 from unshard.engines import files as engine
 from unshard.engines.files import PieceReader, PlannedFile
@@ -119,7 +119,7 @@ def test_any_part_of_what_a_recipe_moves_is_what_a_merge_writes(
         sources.add("w", tensor)
         sources.plan()
         recipe = data.draw(moves(sources.entries["w"]))
-        converted = Converted("w", dtype_of(recipe), recipe)
+        converted = ConvertedTensor("w", dtype_of(recipe), recipe)
         same_parts(make_plan(lay_out([converted], 10**9)), ranges)
 
 
@@ -150,7 +150,7 @@ def test_a_fused_adapter_is_made_of_the_tiles_of_a_merge(tmp_path: Path, dtype: 
         sources.add(name, grid("float32", shape, (1, 1, 1)), values.view("u4"))
     sources.plan()
     w, a, b = (take(sources.entries[name]) for name in "wab")
-    plan = make_plan(lay_out([Converted("w", to, LowRank(w, a, b, 0.7))], 10**9))
+    plan = make_plan(lay_out([ConvertedTensor("w", to, LowRank(w, a, b, 0.7))], 10**9))
     same_parts(plan, [(at, 5000) for at in range(0, 3_000_000, 99_991)])
 
 

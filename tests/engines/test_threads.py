@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import take
 from unshard.engines import threads
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers, run_plan
@@ -59,7 +59,7 @@ def rows_in_files(
             rank=n, file=n, start=0, itemsize=itemsize, offsets=(0, 0), sizes=sizes, strides=strides
         )
         entry = TensorEntry(f"t{n:04}", BY_NAME[dtype], sizes, rows.table(paths))
-        outputs.append(Converted(entry.fqn, BY_NAME[to], take(entry)))
+        outputs.append(ConvertedTensor(entry.fqn, BY_NAME[to], take(entry)))
     return make_plan(lay_out(outputs, max_shard_size))
 
 

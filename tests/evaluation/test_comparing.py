@@ -41,6 +41,12 @@ def test_the_best_mean_counts_steps_that_have_all_metrics() -> None:
     assert best_numbers(found, names, higher_is_better=False) == {4, 5}
 
 
+def test_a_mean_of_the_largest_numbers_is_no_error() -> None:
+    found = [result(1, 10, 1e308), result(2, 10, 1e308, "b/acc"), result(3, 20, 0.5)]
+    found.append(result(4, 20, 0.5, "b/acc"))
+    assert best_numbers(found, ["a/acc", "b/acc"], higher_is_better=True) == {1, 2}
+
+
 @pytest.mark.parametrize(("says", "best"), [(True, {2}), (False, {1})])
 def test_the_direction_is_the_evaluators(*, says: bool, best: set[int]) -> None:
     found = [result(number, number, number, higher_is_better=says) for number in (1, 2)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from tiny_models import tiny_model
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import take
 from unshard.errors import ConversionError, UsageError
 from unshard.plan import layout as module
@@ -36,14 +36,16 @@ DTYPES = sorted(set(BY_NAME) - {"float8_e8m0fnu", "complex128"})
 UNLIMITED = 10**15
 
 
-def converted(tensors: Tensors) -> list[Converted]:
+def converted(tensors: Tensors) -> list[ConvertedTensor]:
     return [as_stored(name, tensor) for name, tensor in tensors.items()]
 
 
-def as_stored(name: str, tensor: torch.Tensor) -> Converted:
+def as_stored(name: str, tensor: torch.Tensor) -> ConvertedTensor:
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
     no_chunks = ChunkRows(tensor.dim()).table((Path("f"),))
-    return Converted(name, dtype, take(TensorEntry(name, dtype, tuple(tensor.shape), no_chunks)))
+    return ConvertedTensor(
+        name, dtype, take(TensorEntry(name, dtype, tuple(tensor.shape), no_chunks))
+    )
 
 
 def zeros(dtype: str, *shape: int) -> torch.Tensor:
@@ -124,7 +126,7 @@ def test_a_file_without_tensors_is_its_header() -> None:
 
 def test_a_tensor_keeps_its_recipe_shape_and_target_dtype() -> None:
     source = converted({"w": zeros("float32", 2, 3)})[0]
-    cast = Converted("w", BY_NAME["bfloat16"], source.recipe)
+    cast = ConvertedTensor("w", BY_NAME["bfloat16"], source.recipe)
     (placed,) = placed_tensors(lay_out([cast], UNLIMITED))
     assert (placed.dtype, placed.shape) == (BY_NAME["bfloat16"], (2, 3))
     assert placed.recipe is source.recipe

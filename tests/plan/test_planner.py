@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sources import COPYING, Sources, grid
 from unshard.containers.chunks import chunk_part
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import take
 from unshard.plan import planner, work
 from unshard.plan.layout import lay_out
@@ -64,7 +64,9 @@ def rows_of(name: str, dtype: str, heights: Sequence[int], width: int) -> Tensor
 
 
 def plan_of(*entries: TensorEntry, to: str | None = None, max_shard_size: int = WHOLE) -> Plan:
-    outputs = [Converted(e.fqn, e.dtype if to is None else BY_NAME[to], take(e)) for e in entries]
+    outputs = [
+        ConvertedTensor(e.fqn, e.dtype if to is None else BY_NAME[to], take(e)) for e in entries
+    ]
     return make_plan(lay_out(outputs, max_shard_size))
 
 

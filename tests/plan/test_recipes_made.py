@@ -15,7 +15,7 @@ from hypothesis.strategies import DataObject
 
 from recipe_values import Array, evaluate, filled, moves, whole
 from sources import Knobs, Sources, Tensor, merged, tensors, tensors_in
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import (
     LowRank,
     Recipe,
@@ -40,7 +40,7 @@ from unshard.tensors.dtypes import BY_NAME, numpy_dtype
 def run(recipes: dict[str, Recipe], sources: Sources, to: str | None = None) -> dict[str, bytes]:
     sources.plan()  # writes the files
     outputs = [
-        Converted(name, BY_NAME[to] if to else dtype_of(recipe), recipe)
+        ConvertedTensor(name, BY_NAME[to] if to else dtype_of(recipe), recipe)
         for name, recipe in recipes.items()
     ]
     return tensors_in(merged(make_plan(lay_out(outputs, 10**9)), Resources(2, MIN_BUFFER)))
@@ -188,7 +188,7 @@ def test_sums_of_any_bits_in_any_chunks_are_as_stated(
             terms.append((weight, sources.values[name].view(numpy_dtype(again.dtype))))
         sources.plan()  # writes the files
         parts = [(weight, whole(sources, f"w{n}")) for n, (weight, _) in enumerate(terms)]
-        outputs = [Converted("out", BY_NAME[to], WeightedSum(tuple(parts)))]
+        outputs = [ConvertedTensor("out", BY_NAME[to], WeightedSum(tuple(parts)))]
         plan = make_plan(lay_out(outputs, 10**9))
         lost = run_plan(plan, Path(directory, "out"), Resources(2, MIN_BUFFER), ignore)
         made = {"out": Path(directory, "out", "model.safetensors").read_bytes()}
@@ -227,5 +227,5 @@ def test_a_low_rank_update_does_not_depend_on_the_settings(tmp_path: Path) -> No
         filled(sources, name, "float32", shape, len(name))
     sources.plan()
     recipe = LowRank(whole(sources, "w"), whole(sources, "a"), whole(sources, "b"), 2.0)
-    plan = make_plan(lay_out([Converted("out", BY_NAME["bfloat16"], recipe)], 10**9))
+    plan = make_plan(lay_out([ConvertedTensor("out", BY_NAME["bfloat16"], recipe)], 10**9))
     assert merged(plan, Resources(1, MIN_BUFFER)) == merged(plan, Resources(3, 64_000_000))

@@ -78,6 +78,7 @@ def test_missing_tensors_are_an_error_as_in_a_merge(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"colour": "red"}, "colour: not an option"),
+        ({"": 1}, "^: not an option"),
         ({"names": "training"}, "names: not an option"),
         ({"step": "10"}, "step: invalid value '10'"),
         ({"step": True}, "step: invalid value True"),

@@ -25,7 +25,7 @@ import unshard
 from ranks import assert_same, merged, snapshot, some_tensors
 from unshard import CheckpointError, CorruptError, UsageError
 from unshard.api import MergeOptions
-from unshard.api.making import Prepared
+from unshard.api.making import PlannedMerge
 from unshard.api.merging import merge_checkpoint
 from unshard.containers.zstd import decompress
 from unshard.progress import ignore
@@ -139,7 +139,7 @@ def test_names_that_differ_by_a_wrapper_only_cannot_be_compared_compressed(tmp_p
 def test_files_that_a_caller_adds_before_the_merge_are_written(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    def add(prepared: Prepared) -> Prepared:
+    def add(prepared: PlannedMerge) -> PlannedMerge:
         return replace(prepared, files={"more.json": b"{}"})
 
     report = merge_checkpoint(

@@ -17,17 +17,17 @@ from ranks import bits
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, SavedTensor, write_torch_file
 from unshard.errors import CorruptError
-from unshard.noted import Noted
 from unshard.read.training_state import plain_values as module
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import ByteRange
+from unshard.with_notes import WithNotes
 
 
 class Thing:
     """What no reader knows."""
 
 
-def read(tmp_path: Path, value: object, **how: bool) -> Noted[Plain]:
+def read(tmp_path: Path, value: object, **how: bool) -> WithNotes[Plain]:
     torch.save(value, tmp_path / "x.pt", **how)
     return plain_values(read_torch_file(tmp_path / "x.pt"))
 

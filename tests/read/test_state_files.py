@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from unshard.console import listed
 from unshard.read.format import Location
 from unshard.read.rank_files.reader import RANK_FILES
 from unshard.read.training_state.reader import StateFiles, find_state_files
 from unshard.read.training_state.rng_states import StateWriter
-from unshard.showing import listed
 
 
 def found(step: Path, inside: str, world: int, also: tuple[Path, ...] = ()) -> StateFiles | None:

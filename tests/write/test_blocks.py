@@ -22,7 +22,7 @@ from sources import (
     tensors_in,
     tilings,
 )
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import (
     BlockScales,
     Dequantized,
@@ -86,7 +86,7 @@ def whole(matrix: torch.Tensor) -> tuple[Chunk, ...]:
 def made(sources: Sources, recipes: dict[str, Recipe], resources: Resources) -> dict[str, bytes]:
     """Return what a merge writes, and check that virtual files have the same bytes."""
     sources.plan()
-    tensors = [Converted(name, dtype_of(one), one) for name, one in recipes.items()]
+    tensors = [ConvertedTensor(name, dtype_of(one), one) for name, one in recipes.items()]
     plan = make_plan(lay_out(tensors, 10**9))
     files = merged(plan, resources)
     contents = dict(contents_of(plan))
@@ -151,7 +151,7 @@ def test_block_fp8_becomes_values_as_torch_multiplies(
         parts = add(sources, "w", elements, chunks), add(sources, "s", scales, whole(scales))
         recipe = Dequantized(*parts, block)  # type: ignore[arg-type]  # both are of whole tensors
         sources.plan()
-        tensors = [Converted("w", BY_NAME[name_of(to)], recipe)]
+        tensors = [ConvertedTensor("w", BY_NAME[name_of(to)], recipe)]
         found = tensors_in(merged(make_plan(lay_out(tensors, 10**9)), SMALL))
     assert found["w"] == bits(dequantised(elements, scales, block).to(to))
 

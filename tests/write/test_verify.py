@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import take
 from unshard.errors import OutputError
 from unshard.plan.layout import Layout, index_json, lay_out
@@ -27,7 +27,7 @@ def layout(max_shard_size: int = 1000) -> Layout:
         dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
         rows = ChunkRows(tensor.ndim).table(())
         entry = TensorEntry(name, dtype, tuple(tensor.shape), rows)
-        converted.append(Converted(name, dtype, take(entry)))
+        converted.append(ConvertedTensor(name, dtype, take(entry)))
     return lay_out(converted, max_shard_size)
 
 

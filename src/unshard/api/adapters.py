@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 from unshard.api.options import MergeOptions
 from unshard.api.sources import adapter_beside, stored_recipes
+from unshard.console import counted, listed
 from unshard.containers.json_file import json_object
 from unshard.convert.expected.tensors import check_plain
 from unshard.convert.heads import left_out_heads
 from unshard.convert.lora.names import Split, split_adapter
 from unshard.convert.names import training_names
-from unshard.convert.outputs import Converted, Precision, finish
+from unshard.convert.outputs import ConvertedTensor, Precision, finish
 from unshard.convert.recipes import Recipe
 from unshard.errors import ConversionError, UnshardError, UsageError
 from unshard.keywords import Lora
-from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig, read_adapter_config
 from unshard.read.hub_files import MODULES
 from unshard.read.model_config import ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, listed
+from unshard.with_notes import WithNotes
 from unshard.write.companions import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
@@ -44,18 +44,18 @@ PEFT_FILE = AdapterFile()
 class SeparateAdapter(NamedTuple):
     """An adapter without its base; `files` has its config, if that is another file."""
 
-    tensors: Sequence[Converted]
+    tensors: Sequence[ConvertedTensor]
     written: AdapterFile
     files: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
     names_checked: str = "none"
 
 
-def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping[str, Recipe]]:
+def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> WithNotes[Mapping[str, Recipe]]:
     """Return a checkpoint's tensors, with its adapter fused unless `lora` keeps it."""
     lora = options.lora
     if lora == "keep":
-        return Noted(stored_recipes(checkpoint.catalog.tensors))
+        return WithNotes(stored_recipes(checkpoint.catalog.tensors))
     source = checkpoint.adapter or checkpoint
     split = split_adapter(stored_recipes(source.catalog.tensors))
     if not split.pairs:
@@ -65,7 +65,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
             raise no_adapter(checkpoint, lora)
         if lora is None and (beside := adapter_beside(checkpoint)) is not None:
             raise _adapter_next_to(checkpoint, beside)
-        return Noted({**split.base, **split.saved})
+        return WithNotes({**split.base, **split.saved})
     if lora == "ignore":
         raise UsageError(
             f"⟦--lora ignore⟧: the adapter is among the weights of {checkpoint.location.place}",
@@ -88,7 +88,7 @@ def fuse_adapter(checkpoint: Checkpoint, options: MergeOptions) -> Noted[Mapping
     fused = fuse(split, config or AdapterConfig(), options.lora_alpha, base, types)
     pairs = counted(len(split.pairs), "LoRA pair")
     note = f"{pairs} {'was' if len(split.pairs) == 1 else 'were'} fused into the weights"
-    return Noted(fused.value, (note, *fused.notes))
+    return WithNotes(fused.value, (note, *fused.notes))
 
 
 def _config_of_model(checkpoint: Checkpoint) -> ModelConfig | None:

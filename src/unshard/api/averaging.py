@@ -8,9 +8,9 @@ from typing import Unpack
 from unshard.api.merging import check_output, merge_with
 from unshard.api.opening import Averaging, open_sources
 from unshard.api.options import MergeOptions, accepting
+from unshard.console import listener_or_default
 from unshard.keywords import MergeKeywords
 from unshard.progress import Listener
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.report import Report
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unshard.api.making import (
-    Prepared,
+    PlannedMerge,
     companion_names,
     compare_with_base,
     decompressed,
@@ -54,14 +54,14 @@ class Outcome(NamedTuple):
         reused: whether the output existed already, or another process made it.
     """
 
-    prepared: Prepared
+    prepared: PlannedMerge
     notes: tuple[str, ...] = ()
     changed: tuple[int, int] | None = None
     copied: int = 0
     reused: bool = False
 
 
-def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> OutputStage:
+def stage_for(target: Path, prepared: PlannedMerge, options: MergeOptions) -> OutputStage:
     """Return the stage for an output on a disk or in a store.
 
     Raises:
@@ -98,11 +98,11 @@ def stage_for(target: Path, prepared: Prepared, options: MergeOptions) -> Output
 
 
 def make_output(
-    prepared: Prepared,
+    prepared: PlannedMerge,
     stage: OutputStage,
     options: MergeOptions,
     listener: Listener,
-    change: Callable[[Prepared, Path], Prepared] | None = None,
+    change: Callable[[PlannedMerge, Path], PlannedMerge] | None = None,
 ) -> Outcome:
     """Make an output on its stage.
 
@@ -132,7 +132,7 @@ def make_output(
 
 
 def make_once(
-    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
+    prepared: PlannedMerge, target: Path, options: MergeOptions, listener: Listener
 ) -> Outcome:
     """Make an output, unless it exists or another process makes it meanwhile.
 
@@ -167,7 +167,7 @@ def make_once(
 
 
 def refuse_other(
-    stage: OutputStage, target: Path, prepared: Prepared, options: MergeOptions
+    stage: OutputStage, target: Path, prepared: PlannedMerge, options: MergeOptions
 ) -> None:
     """Raise an OutputError that describes the existing output, if it may not be replaced."""
     try:
@@ -180,7 +180,7 @@ def refuse_other(
 
 
 def _check_made(
-    prepared: Prepared, target: Path, options: MergeOptions, listener: Listener
+    prepared: PlannedMerge, target: Path, options: MergeOptions, listener: Listener
 ) -> Outcome:
     """Verify an existing output, at the level of `--verify`."""
     engine_of = partial(engine_for, options.engine, options.resources, listener)
@@ -195,7 +195,7 @@ def _check_made(
 
 
 def _digest_output(
-    prepared: Prepared, directory: Path, resources: Resources, listener: Listener
+    prepared: PlannedMerge, directory: Path, resources: Resources, listener: Listener
 ) -> dict[str, str]:
     """Return the SHA-256 of each tensor of the model in the output, sorted by name."""
     from unshard.engines.checksums import digest_contents

@@ -18,6 +18,7 @@ from unshard.api.adapters import (
 )
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
+from unshard.console import counted, listed
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.convert.expected.config_names import expected_by_config
@@ -34,7 +35,7 @@ from unshard.convert.heads import (
 )
 from unshard.convert.names import hub_names, names_of_base
 from unshard.convert.outputs import (
-    Converted,
+    ConvertedTensor,
     average_tensors,
     finish,
     precision,
@@ -51,17 +52,16 @@ from unshard.convert.quantised import (
 from unshard.convert.recipes import Recipe, Take, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.fronts import Text
-from unshard.noted import Noted
 from unshard.plan.layout import OPTIMIZER_FILES
 from unshard.plan.work import make_pair
 from unshard.read.format import shortened
 from unshard.read.hub_files import MODULES
 from unshard.read.model_config import Fields, ModelConfig, config_at
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DTypeKind
+from unshard.with_notes import WithNotes
 from unshard.write.companions import OPTIMIZER_NAME, optimizer_json
 from unshard.write.execute import are_equal
 
@@ -89,12 +89,12 @@ class Conversion:
         adapter: the adapter's file, if the output has one.
     """
 
-    tensors: Sequence[Converted]
+    tensors: Sequence[ConvertedTensor]
     config: ModelConfig | None
     notes: tuple[str, ...]
     names_checked: str = "none"
     files: Mapping[str, bytes] = field(default_factory=dict)
-    beside: Mapping[str, Sequence[Converted]] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[ConvertedTensor]] = field(default_factory=dict)
     adapter: AdapterFile = PEFT_FILE
 
 
@@ -212,26 +212,26 @@ def convert_one(checkpoint: Checkpoint, options: MergeOptions) -> Conversion:
 
 def _in_modules(
     tensors: Mapping[str, Recipe], checkpoint: Checkpoint
-) -> Noted[Mapping[str, Recipe]]:
+) -> WithNotes[Mapping[str, Recipe]]:
     """Rename the tensors of a model of sentence-transformers to the names in its files."""
     modules = checkpoint.companions.files.get(MODULES)
     if modules is None and not any(name.startswith("0.") for name in tensors):
-        return Noted(tensors)
+        return WithNotes(tensors)
     from unshard.read.beside.modules import are_unlisted, in_folders, modules_at
 
     if modules is not None:
-        return Noted(in_folders(tensors, modules_at(modules)))
+        return WithNotes(in_folders(tensors, modules_at(modules)))
     if not are_unlisted(tensors):
-        return Noted(tensors)
+        return WithNotes(tensors)
     what = "no modules.json: training names of sentence-transformers are kept"
-    return Noted(tensors, (Text(f"{what}; for the names of its files: ⟦+--base MODEL⟧"),))
+    return WithNotes(tensors, (Text(f"{what}; for the names of its files: ⟦+--base MODEL⟧"),))
 
 
 def _without_trainers_names(
     tensors: Mapping[str, Recipe], config: ModelConfig | None, recorded: Fields
-) -> Noted[Mapping[str, Recipe]]:
+) -> WithNotes[Mapping[str, Recipe]]:
     """Rename tensors of Megatron and torchtitan to the training names of transformers."""
-    noted = Noted(tensors)
+    noted = WithNotes(tensors)
     if any("self_attention.linear_" in name for name in tensors):
         from unshard.convert.megatron.names import without_megatron_names
 
@@ -239,7 +239,7 @@ def _without_trainers_names(
     if "tok_embeddings.weight" in tensors:
         from unshard.convert.torchtitan import without_native_names
 
-        return Noted(without_native_names(noted.value, config), noted.notes)
+        return WithNotes(without_native_names(noted.value, config), noted.notes)
     return noted
 
 
@@ -360,7 +360,7 @@ def _differing_configs(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
 
 
 def _compare_fixed(
-    fixed: Sequence[tuple[Converted, ...]], names: Sequence[str], scaled: AbstractSet[str]
+    fixed: Sequence[tuple[ConvertedTensor, ...]], names: Sequence[str], scaled: AbstractSet[str]
 ) -> list[str]:
     """Compare tensors that have no mean; return a note about those that differ.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from unshard import __version__
 from unshard.api.inspecting import plan_merge
-from unshard.api.making import Prepared
+from unshard.api.making import PlannedMerge
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.resharding.target import format_of
 from unshard.api.sources import adapter_beside, is_adapter, read_checkpoint
@@ -98,7 +98,7 @@ def write_hint(checkpoint: str | Path, written: set[Path] = _written) -> None:
         before = read_whole(file).decode(errors="replace")
     if location.step is not None and before.startswith(_OURS) and not before.endswith(text):
         now = datetime.now(UTC).isoformat(" ", "seconds")
-        head = f"{_OURS}{__version__}, {now}. Paste a line here; STEP is {name}, or another step."
+        head = f"{_OURS}{__version__}, {now}. Run the lines here; STEP is {name}, or another step."
         write_whole(file, f"{head}\n\n{text}".encode())
 
 
@@ -166,7 +166,7 @@ def _merge(
     label: str, call: Call, at: Path, comment: str, source: Checkpoint | None = None
 ) -> tuple[HintLine, list[Mention]]:
     """Return the command of a merge with the options that it needs, and these options."""
-    planned: Prepared | UnshardError
+    planned: PlannedMerge | UnshardError
     options, notes = MergeOptions(**call.options), tuple[str, ...]()
     try:
         source = source or read_checkpoint(at, options)
@@ -174,7 +174,7 @@ def _merge(
     except UnshardError as error:
         planned = error
     mentions = [mention for note in notes for mention in additions(note)]
-    if isinstance(planned, Prepared):
+    if isinstance(planned, PlannedMerge):
         added = [mention for mention in mentions if mention.option == "dtype"]
         base = source and source.config_of and source.config_of.directory
         if base and not base.is_absolute():  # relative paths depend on the current directory

@@ -10,9 +10,10 @@ from typing import Unpack
 import numpy as np
 
 from unshard.api.converting import convert
-from unshard.api.making import Prepared, plan_output
+from unshard.api.making import PlannedMerge, plan_output
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, read_checkpoint, refuse_unloadable
+from unshard.console import counted
 from unshard.errors import CheckpointError, ConversionError, NoConfigError, UsageError
 from unshard.fronts import PYTHON, reword_warning
 from unshard.keywords import ReadKeywords
@@ -22,7 +23,6 @@ from unshard.read.finding.markers import find_markers, run_of
 from unshard.read.open import Checkpoint
 from unshard.read.optimizer.reader import find_optimizer
 from unshard.read.optimizer_state import split_name
-from unshard.showing import counted
 from unshard.stores.nodes.connection import disconnecting
 from unshard.tensors.catalog import Catalog, Skipped, TensorEntry
 from unshard.tensors.placements import Sharding
@@ -179,7 +179,7 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
     chosen = MergeOptions(**options)
     source = read_checkpoint(given_path(checkpoint, "the checkpoint"), chosen)
     planned, notes = plan_merge(source, chosen)
-    if not isinstance(planned, Prepared):
+    if not isinstance(planned, PlannedMerge):
         return _describe(source, chosen, "nothing: " + planned.subject, notes)
     layout = planned.plan.layout
     files = counted(len(layout.files), "file")
@@ -189,7 +189,7 @@ def inspect(checkpoint: str | Path, **options: Unpack[ReadKeywords]) -> Inspecti
 
 def plan_merge(
     checkpoint: Checkpoint, options: MergeOptions
-) -> tuple[Prepared | ConversionError | NoConfigError, tuple[str, ...]]:
+) -> tuple[PlannedMerge | ConversionError | NoConfigError, tuple[str, ...]]:
     """Return a planned merge and its warnings, or its error and advice."""
     sources = Sources((checkpoint,))
     try:

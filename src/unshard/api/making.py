@@ -12,8 +12,9 @@ from unshard import __version__
 from unshard.api.converting import ADAPTER_FOLDER, Conversion, convert
 from unshard.api.options import MergeOptions
 from unshard.api.sources import Sources
+from unshard.console import counted, is_notebook, is_terminal
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.outputs import Converted, main_dtype
+from unshard.convert.outputs import ConvertedTensor, main_dtype
 from unshard.convert.recipes import Quantized, shape_of, take
 from unshard.engines.crew import Crew
 from unshard.fronts import Text
@@ -29,7 +30,6 @@ from unshard.read.beside.companions import Companions
 from unshard.read.hub_files import MODULES, RECORD_NAME
 from unshard.read.model_config import NO_LIBRARY, SENTENCES, Library, ModelConfig
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, is_notebook, is_terminal
 from unshard.stores.remote_path import path_of
 from unshard.tensors.catalog import TensorEntry
 from unshard.write.companions import (
@@ -51,7 +51,7 @@ _OF_TRAINING = re.compile(r"\.lora_A\.|^0\.(auto_)?model\.")  # names that no li
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PlannedMerge:
     """A merge before its first byte is written.
 
     Attributes:
@@ -66,7 +66,7 @@ class Prepared:
     """
 
     sources: Sources
-    tensors: Sequence[Converted]
+    tensors: Sequence[ConvertedTensor]
     plan: Plan
     config: ModelConfig | None
     warnings: tuple[str, ...]
@@ -97,7 +97,7 @@ def plan_output(
     conversion: Conversion,
     options: MergeOptions,
     like: Mapping[str, str] | None = None,
-) -> Prepared:
+) -> PlannedMerge:
     """Lay out the output's files, and plan how they are made.
 
     Without `max_shard_size` the files are those of the base model, or of the weight map `like`.
@@ -116,7 +116,7 @@ def plan_output(
     notes += conversion.notes
     if config and options.dtype == "keep" and (note := kept_dtype(config, written)) is not None:
         notes.append(Text(f"{note}; to cast them: ⟦+--dtype config⟧"))
-    return Prepared(
+    return PlannedMerge(
         sources,
         conversion.tensors,
         plan,
@@ -160,7 +160,7 @@ def kept_dtype(config: ModelConfig, written: str | None) -> str | None:
     return f"config.json names {config.dtype}, but the weights stay {written}"
 
 
-def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
+def _log_plan(tensors: Sequence[ConvertedTensor], plan: Plan) -> None:
     _log.info(
         "plan: %s in %s, %s; copies: %d, tensors made in tiles: %d",
         counted(len(tensors), "tensor"),
@@ -174,8 +174,8 @@ def _log_plan(tensors: Sequence[Converted], plan: Plan) -> None:
 
 
 def decompressed(
-    prepared: Prepared, scratch: Callable[[], Path], options: MergeOptions, listener: Listener
-) -> Prepared:
+    prepared: PlannedMerge, scratch: Callable[[], Path], options: MergeOptions, listener: Listener
+) -> PlannedMerge:
     """Return the merge with its sources decompressed, converted and planned again.
 
     Compressed values cannot be compared or read at random. `scratch` returns a directory for the
@@ -191,7 +191,7 @@ def decompressed(
     return replace(again, files=files, fingerprint=fingerprint_of(prepared))
 
 
-def work_of(prepared: Prepared) -> WorkDigests:
+def work_of(prepared: PlannedMerge) -> WorkDigests:
     """Return the identity of a merge, by which it can be resumed.
 
     Call it before decompression, which changes the names of source files but is deterministic.
@@ -199,7 +199,7 @@ def work_of(prepared: Prepared) -> WorkDigests:
     return WorkDigests(prepared.sources.digest(), f"{digest_of(prepared.plan)} {__version__}")
 
 
-def fingerprint_of(prepared: Prepared) -> str:
+def fingerprint_of(prepared: PlannedMerge) -> str:
     """Return a digest that is equal for merges of the same files that write the same bytes.
 
     Like `work_of` it describes the plan before decompression, but it does not depend on the disk,
@@ -216,7 +216,7 @@ def fingerprint_of(prepared: Prepared) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def small_files(prepared: Prepared, scratch: Callable[[], Path]) -> dict[str, bytes | Path]:
+def small_files(prepared: PlannedMerge, scratch: Callable[[], Path]) -> dict[str, bytes | Path]:
     """Return all files but weights and record: their bytes, or a file to copy.
 
     `scratch` returns a directory for training state.
@@ -229,13 +229,13 @@ def small_files(prepared: Prepared, scratch: Callable[[], Path]) -> dict[str, by
     return files
 
 
-def _plain_files(prepared: Prepared) -> dict[str, bytes | Path]:
+def _plain_files(prepared: PlannedMerge) -> dict[str, bytes | Path]:
     """Return the small files that exist before anything is written."""
     files = companion_files(prepared.checkpoint.companions, prepared.config)
     return {**files, **prepared.plan.layout.indices, **prepared.files}
 
 
-def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
+def make_record(prepared: PlannedMerge, options: Mapping[str, object]) -> bytes:
     """Return the output's `unshard.json`; a commit adds all other files to it."""
     sources = prepared.sources
     state = [*state_file_names(sources.training)]
@@ -252,7 +252,7 @@ def make_record(prepared: Prepared, options: Mapping[str, object]) -> bytes:
     return record_json(checkpoints, sources.weights, layout, options, output)
 
 
-def verify_output(prepared: Prepared, directory: Path, verify: str, engine: Crew) -> None:
+def verify_output(prepared: PlannedMerge, directory: Path, verify: str, engine: Crew) -> None:
     """Read the output again, at the level of `--verify`."""
     if verify == "off":
         return
@@ -263,7 +263,7 @@ def verify_output(prepared: Prepared, directory: Path, verify: str, engine: Crew
         engine.verify(plan, prepared.sources.catalogs, directory)
 
 
-def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int] | None:
+def compare_with_base(prepared: PlannedMerge, listener: Listener) -> tuple[int, int] | None:
     """Count the tensors that training has changed, as in `Report.changed_from_base`.
 
     A trained tensor differs from its base in the first tiles, so little of it is read.
@@ -281,17 +281,17 @@ def compare_with_base(prepared: Prepared, listener: Listener) -> tuple[int, int]
     return (sum(changed), len(changed)) if changed else None
 
 
-def _is_changed(output: Converted, entry: TensorEntry, files: OpenFiles) -> bool:
+def _is_changed(output: ConvertedTensor, entry: TensorEntry, files: OpenFiles) -> bool:
     """Return whether an output tensor differs from the base's, in the base's dtype."""
     if shape_of(output.recipe) != entry.shape:
         return True
     if isinstance(output.recipe, Quantized):  # compare the values before quantisation
-        output = Converted(output.name, entry.dtype, output.recipe.values)
-    pair = make_pair(Converted(output.name, entry.dtype, take(entry)), output)
+        output = ConvertedTensor(output.name, entry.dtype, output.recipe.values)
+    pair = make_pair(ConvertedTensor(output.name, entry.dtype, take(entry)), output)
     return pair.ours.to is not pair.theirs.to or not are_equal(pair, files)
 
 
-def named_companions(prepared: Prepared, config: str | Path | None) -> tuple[str, ...]:
+def named_companions(prepared: PlannedMerge, config: str | Path | None) -> tuple[str, ...]:
     """Return the companions that the user chose with --config, a file or a directory."""
     if config in (None, "none"):
         return ()
@@ -300,7 +300,7 @@ def named_companions(prepared: Prepared, config: str | Path | None) -> tuple[str
 
 
 def late_notes(
-    prepared: Prepared,
+    prepared: PlannedMerge,
     changed: tuple[int, int] | None,
     overflows: Mapping[str, int],
     refused: str = "",
@@ -331,7 +331,7 @@ def late_notes(
 
 
 def push_output(
-    prepared: Prepared, target: Path, repo: str, listener: Listener, *, private: bool
+    prepared: PlannedMerge, target: Path, repo: str, listener: Listener, *, private: bool
 ) -> str:
     """Upload the output to a repository of the hub; return its URL."""
     from unshard.write.hub import push
@@ -342,20 +342,20 @@ def push_output(
     return push(target, repo, names, private=private, bars=bars)
 
 
-def output_names(prepared: Prepared) -> list[str]:
+def output_names(prepared: PlannedMerge) -> list[str]:
     """Return the paths of all files of the output but the record."""
     training = state_file_names(prepared.sources.training)
     return [*_weight_files(prepared), *companion_names(prepared), *training]
 
 
-def companion_names(prepared: Prepared) -> tuple[str, ...]:
+def companion_names(prepared: PlannedMerge) -> tuple[str, ...]:
     """Return the names of the other files that belong to the model."""
     companions = prepared.checkpoint.companions
     config = (f"{companions.folder}config.json",) if prepared.config is not None else ()
     return (*config, *companions.files, *prepared.files)
 
 
-def _weight_files(prepared: Prepared) -> list[str]:
+def _weight_files(prepared: PlannedMerge) -> list[str]:
     """Return the paths of weight files and their indices inside the output."""
     layout = prepared.plan.layout
     return [*(file.filename for file in layout.files), *layout.indices]

@@ -16,13 +16,14 @@ from unshard.api.completing import (
 )
 from unshard.api.converting import convert
 from unshard.api.making import (
-    Prepared,
+    PlannedMerge,
     fingerprint_of,
     plan_output,
     push_output,
 )
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Sources, open_source, refuse_unloadable
+from unshard.console import listener_or_default
 from unshard.errors import (
     IncompleteError,
     UnknownFormatError,
@@ -36,7 +37,6 @@ from unshard.progress import Event, Listener, Warned, warn
 from unshard.read.finding.discover import all_steps, find
 from unshard.read.format import EVERY_ROLE, Choice, Location, blaming
 from unshard.read.step_names import named_average
-from unshard.showing import listener_or_default
 from unshard.stores.remote_path import RemotePath
 from unshard.write.record import is_made_by
 from unshard.write.report import Report
@@ -150,7 +150,7 @@ def merge_checkpoint(
     options: MergeOptions,
     listener: Listener,
     *,
-    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
+    before: Callable[[PlannedMerge], PlannedMerge] = lambda prepared: prepared,
     pass_over: bool = True,
 ) -> Report:
     """Merge one checkpoint like `merge`, with the options as one value.
@@ -200,8 +200,8 @@ def merge_with(
     options: MergeOptions,
     listener: Listener,
     *,
-    before: Callable[[Prepared], Prepared] = lambda prepared: prepared,
-    change: Callable[[Prepared, Path], Prepared] | None = None,
+    before: Callable[[PlannedMerge], PlannedMerge] = lambda prepared: prepared,
+    change: Callable[[PlannedMerge, Path], PlannedMerge] | None = None,
 ) -> Report:
     """Merge one opened checkpoint, or average several.
 

@@ -11,8 +11,9 @@ from unshard.api.comparing.checksums import compare_checksums
 from unshard.api.converting import convert, expected_names, find_stored_ties
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
+from unshard.console import listener_or_default
 from unshard.containers.json_file import JsonFields, json_object
-from unshard.convert.outputs import Converted, precision
+from unshard.convert.outputs import ConvertedTensor, precision
 from unshard.convert.quantised import is_scale
 from unshard.engines.compare import compare
 from unshard.engines.crew import engine_for
@@ -25,7 +26,6 @@ from unshard.read.format import blaming
 from unshard.read.hub_files import MODULES, RECORD_NAME
 from unshard.read.model_config import OF_TRANSFORMERS, TRANSFORMERS
 from unshard.read.open import Checkpoint, open_whole
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import ByConfig, Comparison, Loading, Tolerances
 
@@ -53,9 +53,9 @@ def verify(
 ) -> Comparison:
     """Compare every tensor of a merged model with a checkpoint, another model, or checksums.
 
-    The output's names are also compared with those in its config, if it determines them. Memory is
-    bounded. If the dtypes differ and `merge` may cast between them, the values of `against` are
-    cast first, so a bfloat16 merge of a float32 checkpoint equals it exactly.
+    The output's names are also compared with those that its config determines. Memory is bounded.
+    If the dtypes differ and `merge` may cast between them, the values of `against` are cast first,
+    so a bfloat16 merge of a float32 checkpoint equals it exactly.
 
     Args:
         output: a directory with whole weights, or one file; shards next to them are ignored.
@@ -131,7 +131,7 @@ def _check(
         raise UsageError(f"⟦--checksums⟧ excludes {others}")
 
 
-def _load(ours: Checkpoint, tensors: Sequence[Converted]) -> Loading:
+def _load(ours: Checkpoint, tensors: Sequence[ConvertedTensor]) -> Loading:
     """Load names and shapes of an output by the library of its config.
 
     Raises:
@@ -200,13 +200,15 @@ def _compare_by_config(ours: Checkpoint, options: MergeOptions) -> ByConfig | No
 
 def _choose_form(
     checkpoint: Checkpoint, options: MergeOptions, ours: set[str]
-) -> Sequence[Converted]:
+) -> Sequence[ConvertedTensor]:
     """Return the tensors of a checkpoint as merged, or of a whole model as stored.
 
     A whole model is compared as it is stored if that fits the output's names better; a tied head
     that the output does not have is left out.
     """
-    merged: Sequence[Converted] = convert(Sources((checkpoint,)), options, all_shapes=False).tensors
+    merged: Sequence[ConvertedTensor] = convert(
+        Sources((checkpoint,)), options, all_shapes=False
+    ).tensors
     if checkpoint.location.format.sharded or checkpoint.adapter is not None:
         return merged
     stored = as_stored(checkpoint.catalog)
@@ -217,7 +219,7 @@ def _choose_form(
     return [one for one in stored if one.name in ours or one.name not in tied.equal]
 
 
-def _cast(tensors: Sequence[Converted], dtype: DtypeLike | None) -> Sequence[Converted]:
+def _cast(tensors: Sequence[ConvertedTensor], dtype: DtypeLike | None) -> Sequence[ConvertedTensor]:
     """Return tensors, cast to `dtype` where a merge may cast them."""
     if dtype is None:
         return tensors

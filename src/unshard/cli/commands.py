@@ -33,6 +33,7 @@ from unshard.cli.reports import (
     print_steps,
 )
 from unshard.cli.running import DIFFERENT, front_of
+from unshard.console import listening
 from unshard.errors import UsageError
 from unshard.fronts import Front, spell
 from unshard.keywords import (
@@ -45,7 +46,6 @@ from unshard.keywords import (
     VerifyKeywords,
 )
 from unshard.progress import Event, Listener, Stage
-from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions

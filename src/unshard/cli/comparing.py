@@ -21,9 +21,9 @@ from unshard.cli.options import (
 from unshard.cli.parser.parameters import argument
 from unshard.cli.reports import fields_of, list_some, make_finite, print_report, write_shape
 from unshard.cli.running import DIFFERENT, front_of
+from unshard.console import counted, human_size, listening
 from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords, DeltaKeywords, DiffKeywords
-from unshard.showing import counted, human_size, listening
 
 if TYPE_CHECKING:
     from unshard.api import Comparison

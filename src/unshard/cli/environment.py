@@ -10,7 +10,7 @@ from typing import Annotated
 from unshard import __version__
 from unshard.cli.options import Json
 from unshard.cli.parser.parameters import argument
-from unshard.showing import human_size
+from unshard.console import human_size
 
 _PACKAGES = (
     *("numpy", "ml_dtypes", "safetensors", "huggingface_hub", "click", "rich"),

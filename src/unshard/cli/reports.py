@@ -10,8 +10,8 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from unshard.cli.running import say
+from unshard.console import counted, human_size, listed, plain
 from unshard.fronts import Front, additions, reword_warning
-from unshard.showing import counted, human_size, listed, plain
 
 if TYPE_CHECKING:
     from unshard.api import Comparison, Inspection, Report, ReshardReport
@@ -40,7 +40,7 @@ def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
         _print_plan(report) if report.dry_run else _print_merge(report)
     # The restrictions of the output come last, where users see them.
     if report.names_checked == "none":
-        print("names not checked: no base model, and a config that does not determine them")
+        print("names not checked: neither a base model nor a config determines them")
     if not report.loadable:
         if report.library in ("transformers", "diffusers", "sentence_transformers"):
             print("weights only: the names are those of training")
@@ -114,7 +114,7 @@ def _print_outcome(step: "StepResult", *, quiet: bool) -> None:
         why = "failed" if step.has_failed else "passed over"
         print(f"{step.title}: {why}: " + step.error.subject)
     elif step.report is None and not quiet:
-        print(f"{step.title}: {step.output} exists already")
+        print(f"{step.title}: {step.output} was made before, and is finished now")
 
 
 def _step_fields(step: "StepResult") -> dict[str, object]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from unshard.cli import running
+from unshard.console import listening
 from unshard.errors import UnknownFormatError, UsageError, front_of_errors
 from unshard.fronts import Call, Command, Front
 from unshard.merger.saving import as_transformers_saves
 from unshard.progress import Listener
-from unshard.showing import listening
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions, Report
@@ -88,7 +88,7 @@ def run(main: Callable[[], None], *, failed: str = "error: ") -> NoReturn:
 
 
 @contextmanager
-def showing(front: Front) -> Iterator[Listener]:
+def console_listener(front: Front) -> Iterator[Listener]:
     """Show the progress, warnings and errors of a command as a front writes them."""
     with front_of_errors(front), listening(quiet=False, front=front) as listener:
         yield listener
@@ -139,10 +139,10 @@ def convert(
     `before` is called with the catalog and its counts, before anything is written.
     """
     from unshard.api.inspecting import count_shards
-    from unshard.api.making import Prepared
+    from unshard.api.making import PlannedMerge
     from unshard.api.merging import merge_checkpoint
 
-    def prepare(prepared: Prepared) -> Prepared:
+    def prepare(prepared: PlannedMerge) -> PlannedMerge:
         saved = as_transformers_saves(prepared)
         catalog = saved.checkpoint.catalog
         before(catalog, count_shards(catalog))
@@ -150,7 +150,7 @@ def convert(
 
     front = Command({}, merge_line(paths.actor, paths.output, options))
     alone = replace(options, config="none")  # without a base, like the originals
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         return merge_checkpoint(paths.actor, paths.output, alone, listener, before=prepare)
 
 

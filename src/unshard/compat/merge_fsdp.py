@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unshard.compat.commands import merge_line, path_argument, run, showing
+from unshard.compat.commands import console_listener, merge_line, path_argument, run
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.fronts import Call, Command, marked
 from unshard.keywords import Weights
@@ -24,7 +24,7 @@ from unshard.progress import Listener, Warned
 
 if TYPE_CHECKING:
     from unshard.api import MergeOptions
-    from unshard.api.making import Prepared
+    from unshard.api.making import PlannedMerge
 
 _EMA_DIR, _MODEL_DIR = "pytorch_ema_model_fsdp_0", "pytorch_model_fsdp_0"
 _MODEL = "--model_name_or_class"
@@ -94,7 +94,7 @@ def main() -> None:
     alone = replace(options, config="none")
     own = {"base": _MODEL, "config": _MODEL, "step": "--step"}
     with (
-        showing(Command(own, line)) as listener,
+        console_listener(Command(own, line)) as listener,
         _with_model(arguments.model_name_or_class, paths[-1], alone, listener) as final,
     ):
         if averages:
@@ -107,7 +107,7 @@ def main() -> None:
     print(f"Merged checkpoint saved to: {report.output}")
 
 
-def _prepare(prepared: "Prepared") -> "Prepared":
+def _prepare(prepared: "PlannedMerge") -> "PlannedMerge":
     """Print the sources of a merge, and change its config as transformers saves it."""
     count = len(prepared.sources.checkpoints)
     if count > 1:

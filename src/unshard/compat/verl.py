@@ -8,7 +8,7 @@ if __name__ == "__main__":
 import argparse
 from dataclasses import replace
 
-from unshard.compat.commands import NOT_NEEDED, merge_line, merger_parsers, run, showing
+from unshard.compat.commands import NOT_NEEDED, console_listener, merge_line, merger_parsers, run
 from unshard.errors import UsageError
 from unshard.fronts import Call, Command
 from unshard.merger.saving import as_transformers_saves
@@ -51,7 +51,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     )
     own = {"push-to-hub": "--hf_upload_path", "private": "--private"}
     front = Command(own, merge_line(arguments.local_dir, arguments.target_dir, options))
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         report = merge_checkpoint(
             *(arguments.local_dir, arguments.target_dir, replace(options, config="none"), listener),
             before=as_transformers_saves,
@@ -70,7 +70,7 @@ def _test(arguments: argparse.Namespace) -> None:
 
     options = {"against": str(arguments.local_dir), "atol": _TOLERANCE, "rtol": _TOLERANCE}
     front = Command({}, Call("unshard verify", (str(arguments.test_hf_dir),), options))
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         comparison = api.verify(
             arguments.test_hf_dir,
             arguments.local_dir,

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from unshard.compat.commands import (
     NOT_NEEDED,
+    console_listener,
     merge_line,
     merger_parsers,
     path_argument,
     run,
-    showing,
 )
 from unshard.errors import ConversionError, CorruptError, UsageError
 from unshard.fronts import Call, Command
 
 if TYPE_CHECKING:
-    from unshard.api.making import Prepared
+    from unshard.api.making import PlannedMerge
 
 _RECORD, _MANIFEST = "unshard.json", "merge_manifest.json"
 _INDEX = "model_index.json"
@@ -97,7 +97,7 @@ def _merge(arguments: argparse.Namespace) -> None:
         private=arguments.private and arguments.hf_upload_path is not None,
     )
     front = Command(_OWN, merge_line(arguments.local_dir, arguments.target_dir, options))
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         report = merge_checkpoint(
             *(arguments.local_dir, arguments.target_dir, options, listener),
             before=_with_manifest,
@@ -107,7 +107,7 @@ def _merge(arguments: argparse.Namespace) -> None:
     print(json.dumps({"output_dir": report.output, "manifest_path": manifest}))
 
 
-def _with_manifest(prepared: "Prepared") -> "Prepared":
+def _with_manifest(prepared: "PlannedMerge") -> "PlannedMerge":
     """Add the SHA-256 of every file that is not weights, which `unshard.json` does not have."""
     from unshard.write.companions import companion_files
 
@@ -153,7 +153,7 @@ def _test(arguments: argparse.Namespace) -> None:
     output: Path = arguments.test_hf_dir
     path, manifest = output / _RECORD, output / _MANIFEST
     front = Command({}, Call("unshard verify", (str(output),), {"checksums": str(path)}))
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         if not (path.is_file() and manifest.is_file()):
             raise UsageError(
                 f"{output}: has no {_MANIFEST}, or no {_RECORD}",

@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from unshard.compat.commands import merge_line, path_argument, run, showing
+from unshard.compat.commands import console_listener, merge_line, path_argument, run
 from unshard.errors import NotMergeableError, UnknownFormatError, front_of_errors
 from unshard.fronts import Command
 
@@ -47,10 +47,10 @@ def main() -> None:
     """Merge, and print the result."""
     from unshard.api import MergeOptions
     from unshard.api.merging import merge_checkpoint
+    from unshard.console import counted
     from unshard.read.finding.discover import discover
     from unshard.read.format import Choice
     from unshard.read.zero.partitions import frozen_names, is_stage0
-    from unshard.showing import counted
 
     arguments = _arguments()
     folder = _tag_folder(arguments.checkpoint_dir, arguments.tag)
@@ -72,7 +72,7 @@ def main() -> None:
         extra_state=False,
     )
     line = merge_line(folder, arguments.output_dir, options)
-    with showing(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
+    with console_listener(Command({"max-shard-size": "--max_shard_size"}, line)) as listener:
         print(f"Processing zero checkpoint '{folder}'", flush=True)
         request = (folder, arguments.output_dir, options, listener)
         report = merge_checkpoint(*request, pass_over=False)

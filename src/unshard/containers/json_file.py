@@ -73,10 +73,7 @@ def parsed_object(
     except RecursionError as error:
         raise CorruptError(f"{what} is not valid JSON: nested too deep") from error
     except _DuplicateKeyError as error:
-        raise CorruptError(
-            f"{what}: the key {shown(error.args[0])} occurs twice",
-            hint="keep one of them",
-        ) from error
+        raise CorruptError(f"{what}: the key {shown(error.args[0])} occurs twice") from error
     except json.JSONDecodeError as error:
         raise CorruptError(f"{what} is not valid JSON: {error}") from error
     except ValueError as error:  # Python refuses to convert thousands of digits

@@ -7,7 +7,7 @@ head differ, training has untied it, and both stay.
 A critic or reward model is a language model whose head has one output per token. verl trains them
 as `…ForTokenClassification` (a `score` or `classifier` head) and saves the config of the language
 model that it started from; TRL's wrapper prefixes the model's names with `pretrained_model.` and
-adds tensors of `v_head.`, which it requires when it loads.
+adds tensors of `v_head.`, which it also looks for when it loads.
 """
 
 from collections.abc import Callable, Collection, Mapping

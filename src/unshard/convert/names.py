@@ -20,13 +20,13 @@ from unshard.convert.families import ADVICE, FAMILIES, VARIANTS, ExpertLayout, E
 from unshard.convert.recipes import Recipe, shape_of, transpose
 from unshard.errors import ConversionError, raise_all
 from unshard.fronts import Text
-from unshard.noted import Noted
 from unshard.read.model_config import OF_TRANSFORMERS, ModelConfig
+from unshard.with_notes import WithNotes
 
 _NamedRecipe = tuple[str, Recipe]
 _FAMILY_OF = {one: family for family in FAMILIES for one in family.model_types.split()}
 
-Renamed = Noted[dict[str, Recipe]]
+Renamed = WithNotes[dict[str, Recipe]]
 """The tensors under their new names, in order."""
 
 
@@ -108,7 +108,7 @@ def names_of_base(
         return _split_for_base(name, recipe, base, rules)
 
     renamed = _renamed(((name, pieces(name, one)) for name, one in tensors.items()), rules, base)
-    return Noted(_turned(renamed.value, shapes, rules), renamed.notes)
+    return WithNotes(_turned(renamed.value, shapes, rules), renamed.notes)
 
 
 def _rules(config: ModelConfig | None) -> _NamingRules:
@@ -272,7 +272,7 @@ def _renamed(
         tensors |= renamed
         sources |= dict.fromkeys(renamed, source)
     raise_all(ConversionError, "names of the output", problems)
-    return Noted(tensors, tuple(_notes(tensors, rules, base)))
+    return WithNotes(tensors, tuple(_notes(tensors, rules, base)))
 
 
 def _notes(

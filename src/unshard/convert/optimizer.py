@@ -8,14 +8,14 @@ and casts from it) have no moments.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from unshard.console import counted, listed
 from unshard.containers.torch_files.writer import Plain, SavedTensor
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import Concat, Recipe, Stack, Take, take, takes
 from unshard.errors import ConversionError, raise_all
-from unshard.noted import Noted
 from unshard.read.optimizer_state import OptimizerState, flat_name
-from unshard.showing import counted, listed
 from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.with_notes import WithNotes
 
 _SHOWN = 5
 _KEEP_NAMES = "keep the tensors as they were trained: ⟦+--names training⟧"
@@ -24,8 +24,8 @@ _Moments = Mapping[str, TensorEntry]
 
 
 def convert_optimizer(
-    outputs: Sequence[Converted], model: Catalog, state: OptimizerState
-) -> tuple[Noted[list[Converted]], OptimizerState]:
+    outputs: Sequence[ConvertedTensor], model: Catalog, state: OptimizerState
+) -> tuple[WithNotes[list[ConvertedTensor]], OptimizerState]:
     """Return the tensors of an optimizer's state for an output, and the state under its names.
 
     Args:
@@ -39,7 +39,7 @@ def convert_optimizer(
     by_parameter = state.tensors
     owners = _owners(outputs, model, by_parameter.keys() | state.values.keys())
     by_tensor = {fqn: by_parameter.get(owner, {}) for fqn, owner in owners.items()}
-    moments: list[Converted] = []
+    moments: list[ConvertedTensor] = []
     problems: list[ConversionError] = []
     for output in outputs:
         try:
@@ -51,7 +51,7 @@ def convert_optimizer(
     unused = [name for name in by_parameter if name not in {*owners.values()}]
     count = counted(len(unused), "parameter")
     note = f"left out, like their parameters: the state of {count}: {listed(unused, _SHOWN)}"
-    return Noted(moments, (*([note] if unused else []), *_lost(renamed))), renamed
+    return WithNotes(moments, (*([note] if unused else []), *_lost(renamed))), renamed
 
 
 def _lost(state: OptimizerState) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _has_tensor(value: Plain) -> bool:
 
 
 def _owners(
-    outputs: Iterable[Converted], model: Catalog, with_state: Iterable[str]
+    outputs: Iterable[ConvertedTensor], model: Catalog, with_state: Iterable[str]
 ) -> dict[str, str]:
     """Return the parameter that has the state of each tensor that the output is made from.
 
@@ -98,7 +98,9 @@ def _owners(
     return owners
 
 
-def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[Converted]:
+def _moments_of(
+    output: ConvertedTensor, moments: Mapping[str, _Moments]
+) -> Iterator[ConvertedTensor]:
     """Yield the moments of an output's tensor, if it has state."""
     recipe = output.recipe
     parts = list(takes(recipe))
@@ -122,9 +124,9 @@ def _moments_of(output: Converted, moments: Mapping[str, _Moments]) -> Iterator[
     for key, entry in first.items():
         name = flat_name(output.name, key)
         if all(part.entry.shape == moments[part.entry.fqn][key].shape for part in parts):
-            yield Converted(name, entry.dtype, _with_moments(recipe, moments, key))
+            yield ConvertedTensor(name, entry.dtype, _with_moments(recipe, moments, key))
         elif not entry.shape or (isinstance(recipe, Take) and recipe == take(recipe.entry)):
-            yield Converted(name, entry.dtype, take(entry))
+            yield ConvertedTensor(name, entry.dtype, take(entry))
         else:
             raise ConversionError(
                 f"tensor {output.name}: is a part of {owner}, whose {key} cannot be divided",
@@ -154,7 +156,7 @@ def _with_moments(recipe: Recipe, moments: Mapping[str, _Moments], key: str) -> 
 
 
 def _renamed(
-    outputs: Iterable[Converted], state: OptimizerState, owners: Mapping[str, str]
+    outputs: Iterable[ConvertedTensor], state: OptimizerState, owners: Mapping[str, str]
 ) -> OptimizerState:
     """Return the plain values of a state under the names of the output."""
     names: dict[str, list[str]] = {}

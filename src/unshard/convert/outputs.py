@@ -41,7 +41,7 @@ _NO_SCALE = re.compile(r".*weight|(?!weight_).*bias")
 _NO_ELEMENTS = re.compile(r".*(?:index|indexes|ids|mask)|_extra_state")
 
 
-class Converted(NamedTuple):
+class ConvertedTensor(NamedTuple):
     """An output tensor before it has a place in a file."""
 
     name: str
@@ -150,14 +150,14 @@ def _compiled(option: str, text: str) -> re.Pattern[str]:
         ) from error
 
 
-def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[Converted]:
+def finish(tensors: Mapping[str, Recipe], precision: Precision) -> list[ConvertedTensor]:
     """Return the output's tensors, in order, each with its dtype.
 
     Raises:
         ConversionError: safetensors cannot store a tensor.
     """
     outputs = [
-        Converted(name, precision.dtype(name, stored_dtype(recipe)), recipe)
+        ConvertedTensor(name, precision.dtype(name, stored_dtype(recipe)), recipe)
         for name, recipe in tensors.items()
     ]
     problems = []
@@ -202,7 +202,7 @@ def _name_of(dtype: DtypeLike) -> str:
     return name if isinstance(name, str) else repr(dtype)
 
 
-def main_dtype(tensors: Iterable[Converted]) -> str | None:
+def main_dtype(tensors: Iterable[ConvertedTensor]) -> str | None:
     """Return the dtype of most of the floating point bytes; None if there are none.
 
     Quantised matrices and their scales do not count: engines compute in the dtype of the others.
@@ -269,8 +269,8 @@ def _union(patterns: list[str]) -> re.Pattern[str] | None:
 
 
 def average_tensors(
-    models: Sequence[Sequence[Converted]], names: Sequence[str], weights: Sequence[float]
-) -> tuple[list[Converted], Mapping[str, tuple[Converted, ...]]]:
+    models: Sequence[Sequence[ConvertedTensor]], names: Sequence[str], weights: Sequence[float]
+) -> tuple[list[ConvertedTensor], Mapping[str, tuple[ConvertedTensor, ...]]]:
     """Return (sum of weight * model) / (sum of weights), with one rounding at the end.
 
     Floating point tensors of 16 bits and more are averaged. Integers, booleans, 8-bit floats (which
@@ -304,7 +304,7 @@ def average_tensors(
     return tensors, fixed
 
 
-def _mismatch(same: Sequence[Converted], names: Sequence[str]) -> ConversionError | None:
+def _mismatch(same: Sequence[ConvertedTensor], names: Sequence[str]) -> ConversionError | None:
     """Return why the tensors of one name cannot be averaged, or None."""
     name, recipes = same[0].name, [tensor.recipe for tensor in same]
     forms = [f"{stored_dtype(recipe)} {list(shape_of(recipe))}" for recipe in recipes]

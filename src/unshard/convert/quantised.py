@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from unshard.convert.heads import is_head
-from unshard.convert.outputs import Converted, Precision
+from unshard.convert.outputs import ConvertedTensor, Precision
 from unshard.convert.recipes import (
     BLOCK,
     BlockScales,
@@ -22,9 +22,9 @@ from unshard.convert.recipes import (
     shape_of,
 )
 from unshard.errors import ConversionError, raise_all
-from unshard.noted import Noted
 from unshard.read.model_config import Fields, ModelConfig
 from unshard.tensors.dtypes import BY_NAME
+from unshard.with_notes import WithNotes
 
 _ELEMENTS, _SCALES = BY_NAME["float8_e4m3fn"], BY_NAME["float32"]
 _WEIGHT, _SCALE = ".weight", "_scale_inv"
@@ -41,7 +41,7 @@ def is_scale(name: str) -> bool:
     return name.endswith(_WEIGHT + _SCALE)
 
 
-def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
+def quantise(tensors: Sequence[ConvertedTensor]) -> WithNotes[list[ConvertedTensor]]:
     """Return the output's tensors with its matrices in block FP8.
 
     Raises:
@@ -57,7 +57,7 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
         if "experts." in name and len(shape_of(recipe)) == 3 and dtype.castable
     ]
     raise_all(ConversionError, "experts that cannot be quantised", problems)
-    outputs: list[Converted] = []
+    outputs: list[ConvertedTensor] = []
     ragged = []
     for tensor in tensors:
         name, dtype, recipe = tensor
@@ -70,20 +70,20 @@ def quantise(tensors: Sequence[Converted]) -> Noted[list[Converted]]:
             outputs.append(tensor)
             continue
         ragged += [name] if any(size % BLOCK for size in shape_of(recipe)) else []
-        outputs.append(Converted(name, _ELEMENTS, Quantized(recipe, name)))
-        outputs.append(Converted(name + _SCALE, _SCALES, BlockScales(recipe, name)))
+        outputs.append(ConvertedTensor(name, _ELEMENTS, Quantized(recipe, name)))
+        outputs.append(ConvertedTensor(name + _SCALE, _SCALES, BlockScales(recipe, name)))
     if len(outputs) == len(tensors):
         raise ConversionError("⟦--quantize fp8-block⟧: the model has no matrix to quantise")
     if not ragged:
-        return Noted(outputs)
+        return WithNotes(outputs)
     note = (
         f"the rows or columns of {len(ragged)} matrices in block FP8 are not a multiple of "
         f"{BLOCK}: {ragged[0]}; engines may refuse them"
     )
-    return Noted(outputs, (note,))
+    return WithNotes(outputs, (note,))
 
 
-def _is_quantised(tensor: Converted) -> bool:
+def _is_quantised(tensor: ConvertedTensor) -> bool:
     return (
         tensor.name.endswith(_WEIGHT)
         and tensor.dtype.castable
@@ -93,7 +93,7 @@ def _is_quantised(tensor: Converted) -> bool:
     )
 
 
-def quantisation_config(config: ModelConfig, tensors: Sequence[Converted]) -> ModelConfig:
+def quantisation_config(config: ModelConfig, tensors: Sequence[ConvertedTensor]) -> ModelConfig:
     """Return the config of a quantised output, with the fields that DeepSeek and slime write.
 
     Modules that are not quantised are listed by name, without those of one dimension (norms). The
@@ -151,7 +151,7 @@ def dequantise(
     return outputs
 
 
-def true_config(config: ModelConfig, tensors: Iterable[Converted]) -> ModelConfig:
+def true_config(config: ModelConfig, tensors: Iterable[ConvertedTensor]) -> ModelConfig:
     """Remove FP8 from the config of an output without FP8: cast, or trained from an FP8 model."""
     if any(one.dtype.name.startswith("float8") for one in tensors):
         return config

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from unshard.containers.open_files import OpenFiles
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.engines.threads import Resources, divide, one_by_one, work_off
 from unshard.errors import UsageError
@@ -24,7 +24,7 @@ from unshard.write.verification.measure import Measures, measure
 _TilePair = tuple[str, Tile, Tile]
 """The common name of two tensors, and the same box of both."""
 
-Pairs = Mapping[str, tuple[Converted, Converted]]
+Pairs = Mapping[str, tuple[ConvertedTensor, ConvertedTensor]]
 """Two tensors of equal shape, ours and theirs, by name."""
 
 
@@ -39,7 +39,7 @@ class Measurer(Protocol):
         """Return the measures of each pair of tensors, by name."""
 
 
-def size_of_pair(pair: tuple[Converted, Converted]) -> int:
+def size_of_pair(pair: tuple[ConvertedTensor, ConvertedTensor]) -> int:
     """Return the bytes of the first of two tensors."""
     return prod(shape_of(pair[0].recipe)) * pair[0].dtype.itemsize
 
@@ -73,8 +73,8 @@ def measure_pairs(
 
 
 def compare(
-    ours: Sequence[Converted],
-    theirs: Sequence[Converted],
+    ours: Sequence[ConvertedTensor],
+    theirs: Sequence[ConvertedTensor],
     tolerances: Tolerances,
     engine: Measurer,
 ) -> Comparison:
@@ -140,7 +140,9 @@ class _Comparer:
         return ours.nbytes
 
 
-def _compared(ours: Converted, theirs: Converted, measures: Measures | None) -> TensorComparison:
+def _compared(
+    ours: ConvertedTensor, theirs: ConvertedTensor, measures: Measures | None
+) -> TensorComparison:
     values = None if measures is None else measures.values()
     cast = ours.dtype is not theirs.dtype and ours.dtype.castable and theirs.dtype.castable
     same_type = cast or ours.dtype is theirs.dtype

@@ -18,7 +18,7 @@ from unshard.containers.chunks import StoredPart, stored_parts, view
 from unshard.containers.file_states import FileStates
 from unshard.containers.open_files import AT_ONCE, LentFiles, OpenFiles
 from unshard.containers.strided import raw_dtype, read_exactly
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.plan.operations import Gather, Tiled, stored_tensors
 from unshard.plan.pieces import Contents, Slab, StoredRun, contents_of_tensor, slab_tiles
 from unshard.stores.pool import all_at_once
@@ -108,7 +108,7 @@ class PieceReader:
         pending.finish()
 
     def blocks(
-        self, tensor: Converted | Contents, block_bytes: int = _BLOCK
+        self, tensor: ConvertedTensor | Contents, block_bytes: int = _BLOCK
     ) -> Iterator[memoryview]:
         """Yield the row-major bytes of a tensor, as in an output file, in blocks.
 

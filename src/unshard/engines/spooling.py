@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of, take
 from unshard.engines.files import PieceReader
 from unshard.engines.threads import Resources, one_by_one, work_off
@@ -18,7 +18,7 @@ Blocks = Callable[[PieceReader], Iterator[bytes | memoryview]]
 """Yields the blocks of a converted tensor; called by a thread, with its reader."""
 
 
-def size_of(tensor: Converted) -> int:
+def size_of(tensor: ConvertedTensor) -> int:
     """Return the bytes of a tensor."""
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
@@ -58,8 +58,8 @@ def spool(  # noqa: PLR0913 (the jobs, the resources, and the directory)
     return paths
 
 
-def spooled(name: str, dtype: DType, shape: tuple[int, ...], path: Path) -> Converted:
+def spooled(name: str, dtype: DType, shape: tuple[int, ...], path: Path) -> ConvertedTensor:
     """Return a tensor whose bytes are a whole file."""
     draft = TensorDraft(name, dtype, shape)
     draft.add(rank=0, file=0, start=0)
-    return Converted(name, dtype, take(draft.entry((path,))))
+    return ConvertedTensor(name, dtype, take(draft.entry((path,))))

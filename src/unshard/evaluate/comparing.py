@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from math import hypot
-from statistics import fmean
 
 from unshard.errors import UsageError
 from unshard.evaluate.jobs import BASE_STEP, Result, Settings
@@ -106,8 +105,8 @@ def as_results(answers: Iterable[Mapping[str, object]]) -> list[Result]:
 def describe_settings(results: Iterable[Result]) -> dict[tuple[str, str], str]:
     """Return the distinguishing part of the settings, by profile and settings id.
 
-    It has the arguments that differ within the profile or, if none does, the profile's revision. A
-    limit is always in it: the number is of a part of the task.
+    It has the arguments that differ within the profile, and the profile's revision where these
+    are equal. A limit is always in it: the number is of a part of the task.
     """
     examples = sorted({(one.profile, one.settings): one for one in results}.items())
     descriptions: dict[tuple[str, str], str] = {}
@@ -169,7 +168,9 @@ def best_numbers(
         complete = [step for step in steps.items() if len(step[1]) == len(set(metrics))]
         if complete:
             complete.sort(key=lambda step: (step[0] is None, step[0] or 0))
-            _, top = max(complete, key=lambda step: sign * fmean(r.value for r in step[1].values()))
+            # Each step has as many values, so their sums have the order of their means.
+            totals = [sign * sum(one.value for one in at.values()) for _, at in complete]
+            _, top = complete[totals.index(max(totals))]
             best |= {one.number for one in top.values()}
     return frozenset(best)
 

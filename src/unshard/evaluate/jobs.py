@@ -225,7 +225,7 @@ class Request:
 
 
 NOT_SETTINGS = frozenset({"batch_size", "max_batch_size", "num_gpus"})
-"""The arguments that are recorded, but do not change the numbers."""
+"""The arguments that are recorded, but do not make numbers incomparable."""
 
 
 @dataclass(frozen=True, slots=True)

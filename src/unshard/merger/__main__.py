@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 import argparse
 
-from unshard.compat.commands import merge_line, path_argument, run, showing
+from unshard.compat.commands import console_listener, merge_line, path_argument, run
 from unshard.errors import UnknownFormatError
 from unshard.fronts import Command
 
@@ -52,7 +52,7 @@ def main() -> None:
     target = arguments.output_path or path
     options = merge_options(arguments.checkpoint_type)
     front = Command({}, merge_line(path, target, options))
-    with showing(front) as listener:
+    with console_listener(front) as listener:
         merger = FSDP2Merger(arguments.checkpoint_type, listener=listener)
         saved = merger.merge(path, arguments.output_path)
     print(f"Merged checkpoint saved to: {saved}")

@@ -99,12 +99,12 @@ class FSDP2Merger(CheckpointMerger):
         """
         if "" in map(str, (checkpoint_path, output_path)):  # `Path("")` is the current directory
             raise UsageError("an empty path", hint="for the current directory, give .")
-        from unshard.api.making import Prepared
+        from unshard.api.making import PlannedMerge
         from unshard.api.merging import merge_checkpoint
-        from unshard.showing import listener_or_default
+        from unshard.console import listener_or_default
         from unshard.write.verification.load import check_class
 
-        def check(prepared: Prepared) -> Prepared:
+        def check(prepared: PlannedMerge) -> PlannedMerge:
             # The default output is this path, and an output must not be inside a checkpoint.
             step = prepared.checkpoint.location.step_dir
             if checkpoint.resolve() not in (step, *step.parents):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from unshard.errors import ConversionError
 
 if TYPE_CHECKING:
-    from unshard.api.making import Prepared
+    from unshard.api.making import PlannedMerge
     from unshard.read.model_config import Fields
 
 _GENERATION_CONFIG = "generation_config.json"
@@ -29,7 +29,7 @@ class SavesItself(Protocol):
         """Write config.json into a directory."""
 
 
-def as_transformers_saves(prepared: "Prepared") -> "Prepared":
+def as_transformers_saves(prepared: "PlannedMerge") -> "PlannedMerge":
     """Return the merge with the generation_config.json that `save_pretrained` writes.
 
     Raises:

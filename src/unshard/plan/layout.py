@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from unshard.containers.safetensors_file import MAX_HEADER, HeaderEntry, encode_header
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, UsageError
 from unshard.tensors.dtypes import DType
@@ -126,7 +126,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def lay_out(
-    tensors: Sequence[Converted],
+    tensors: Sequence[ConvertedTensor],
     max_shard_size: int,
     *,
     like: Mapping[str, str] | None = None,
@@ -162,7 +162,7 @@ def lay_out(
             max_shard_size=max_shard_size,
         )
         weight_map = {name: split.tensor_to_filename[name] for name in by_name}
-    members: dict[str, list[Converted]] = {}
+    members: dict[str, list[ConvertedTensor]] = {}
     for name, tensor in by_name.items():
         members.setdefault(weight_map[name], []).append(tensor)
     metadata = {**_METADATA, **metadata}
@@ -171,8 +171,8 @@ def lay_out(
 
 
 def lay_out_apart(
-    tensors: Sequence[Converted], folders: tuple[str, ...]
-) -> tuple[Sequence[Converted], list[Layout]]:
+    tensors: Sequence[ConvertedTensor], folders: tuple[str, ...]
+) -> tuple[Sequence[ConvertedTensor], list[Layout]]:
     """Lay out each module's tensors as a file in its folder; return all other tensors, and these.
 
     Args:
@@ -211,12 +211,12 @@ def index_json(layout: Layout) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _size(tensor: Converted) -> int:
+def _size(tensor: ConvertedTensor) -> int:
     return prod(shape_of(tensor.recipe)) * tensor.dtype.itemsize
 
 
 def _output_file(
-    filename: str, tensors: list[Converted], metadata: Mapping[str, str]
+    filename: str, tensors: list[ConvertedTensor], metadata: Mapping[str, str]
 ) -> OutputFile:
     placed = []
     at = 0

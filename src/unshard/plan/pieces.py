@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.plan.layout import Layout, OutputFile, OutputTensor
 from unshard.plan.operations import (
@@ -137,7 +137,7 @@ def contents_of(plan: Plan) -> Iterator[tuple[str, Contents]]:
         yield file.filename, Contents(file.size, file.header, copies, plan.paths, tiled)
 
 
-def contents_of_tensor(tensor: Converted) -> Contents:
+def contents_of_tensor(tensor: ConvertedTensor) -> Contents:
     """Return the contents of a tensor's bytes, row-major, as in an output file."""
     shape = shape_of(tensor.recipe)
     size = prod(shape) * tensor.dtype.itemsize

@@ -12,7 +12,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 from unshard.containers.strided import SLACK
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import BLOCK, shape_of, take
 from unshard.plan.operations import (
     Cast,
@@ -170,13 +170,13 @@ class Pair(NamedTuple):
     theirs: Tiled
 
 
-def as_stored(catalog: Catalog) -> list[Converted]:
+def as_stored(catalog: Catalog) -> list[ConvertedTensor]:
     """Return a model's tensors with their own names and dtypes."""
     tensors = catalog.tensors.items()
-    return [Converted(name, entry.dtype, take(entry)) for name, entry in tensors]
+    return [ConvertedTensor(name, entry.dtype, take(entry)) for name, entry in tensors]
 
 
-def make_pair(ours: Converted, theirs: Converted) -> Pair:
+def make_pair(ours: ConvertedTensor, theirs: ConvertedTensor) -> Pair:
     """Return the operations that make two tensors of equal shape, so that they can be compared."""
     cast = ours.dtype.castable and theirs.dtype.castable
     nowhere = Target(0, 0, shape_of(ours.recipe))  # in memory, not in a file

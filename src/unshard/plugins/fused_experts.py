@@ -58,7 +58,7 @@ def packing(model: Any) -> Iterator[None]:
 
 
 def experts_of(module: Any) -> Any:
-    """Return the object that packs a module's experts for their kernel; None for other kernels.
+    """Return the object that packs a module's experts; None if the kernel's order is unknown.
 
     It may be missing during a reload.
     """

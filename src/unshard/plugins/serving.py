@@ -17,6 +17,7 @@ from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import Sources, no_config, read_checkpoint
 from unshard.api.unmerged.loading import Opened
 from unshard.api.unmerged.opening import OpenCheckpoint, read_unmerged
+from unshard.console import counted, listener_or_default
 from unshard.engines.arrays import TensorReader
 from unshard.engines.into_torch import RecycledMemory, as_tensor, need_torch
 from unshard.errors import ConversionError, UsageError
@@ -24,7 +25,6 @@ from unshard.keywords import EngineKeywords
 from unshard.progress import Warned
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ModelConfig
-from unshard.showing import counted, listener_or_default
 from unshard.stores.remote_path import path_of
 from unshard.write.companions import companion_files, write_files
 
@@ -53,9 +53,10 @@ def checked(options: Mapping[str, object]) -> EngineKeywords:
         UsageError: an option is unknown, or its value has the wrong type.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if unknown := next((name for name in options if name not in _KINDS), None):
+    unknown = [name for name in options if name not in _KINDS]
+    if unknown:
         expected = ", ".join(sorted(OPTIONS))
-        raise UsageError(f"{unknown}: not an option of the loader", expected=expected)
+        raise UsageError(f"{unknown[0]}: not an option of the loader", expected=expected)
     for name, value in given.items():
         kinds = _KINDS[name]
         # A bool is an int in Python.

@@ -20,10 +20,10 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import Tensor, nn
 
+from unshard.console import counted
 from unshard.errors import UnshardError
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import EngineWeights
-from unshard.showing import counted
 
 _SHOWN = 5
 _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

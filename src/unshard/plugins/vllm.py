@@ -74,8 +74,8 @@ def arguments(
         with unshard.plugins.vllm.arguments("RUN/global_step_10") as given:
             llm = vllm.LLM(**given, max_model_len=4096)
 
-    The model's directory has only config and tokenizer. It may be temporary, and is removed when
-    the context ends, so the engine should end before.
+    The model's directory has only config and tokenizer. A temporary directory is removed when the
+    context ends, so the engine should end before.
 
     Args:
         checkpoint: as for `merge`.

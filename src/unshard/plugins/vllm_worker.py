@@ -25,13 +25,13 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from unshard.console import counted
 from unshard.engines.into_torch import RecycledMemory
 from unshard.errors import UnshardError, UsageError
 from unshard.plugins.fused_experts import experts_of, has_experts, packed_experts, packing
 from unshard.plugins.probes import choose_probes
 from unshard.plugins.serving import EngineWeights, check_shapes, weights_of
 from unshard.plugins.vllm_loader import check_config, fed, options_of_reload, point_to, shapes_in
-from unshard.showing import counted
 
 _SHOWN = 5
 _COLUMNS = (

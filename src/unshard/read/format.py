@@ -18,10 +18,10 @@ from unshard.containers.open_files import opened, pread, size_of
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
 from unshard.keywords import Weights
-from unshard.noted import Noted
 from unshard.read.model_config import ConfigFile
 from unshard.read.tree import Tree
 from unshard.tensors.catalog import Catalog
+from unshard.with_notes import WithNotes
 
 if TYPE_CHECKING:
     from unshard.read.optimizer_state import SavedState
@@ -237,7 +237,7 @@ class Format(NamedTuple):
     tagged: bool = False
     missing: Callable[[Location], str | None] = unfinished_file
     optimizer: "Callable[[Location, int, ReadOptions], SavedState | None]" = _nothing
-    scheduler: Callable[[Location], Noted[Plain]] = lambda _: Noted(None)
+    scheduler: Callable[[Location], WithNotes[Plain]] = lambda _: WithNotes(None)
     frozen: Callable[[Location], Collection[str] | None] = _nothing
     reshard_format: Callable[[Location, Catalog], ReshardFormat | None] = _nothing
     reshards_to: Collection[ReshardFormat] = tuple(ReshardFormat)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unshard.console import counted
 from unshard.containers.file_states import FileStates, noting
 from unshard.errors import (
     CheckpointError,
@@ -30,7 +31,6 @@ from unshard.read.model_config import ModelConfig
 from unshard.read.step_names import step_of
 from unshard.read.tree import Tree
 from unshard.read.wrapper_names import refuse_flat_parameters, stored_names, unwrapped
-from unshard.showing import counted
 from unshard.tensors.boxes import Gap, distinct, find_gap
 from unshard.tensors.catalog import Catalog, TensorEntry
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.console import listed
 from unshard.containers.open_files import Opened, name_of, opened, pread_many
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError
-from unshard.showing import listed
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DType, numpy_dtype
 

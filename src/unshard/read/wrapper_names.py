@@ -18,8 +18,8 @@ from pathlib import Path
 from unshard.containers.chunks import equal_tensors
 from unshard.containers.open_files import OpenFiles
 from unshard.errors import CorruptError, NotMergeableError, raise_all
-from unshard.noted import Noted
 from unshard.tensors.catalog import TensorEntry
+from unshard.with_notes import WithNotes
 
 REMOVED = "names of wrappers were removed from"
 """The start of the note that tensor names differ from those of the files."""
@@ -32,7 +32,7 @@ _FLAT = ("_flat_param", "flat_param")
 _AVERAGES = "n_averaged"  # of torch.optim.swa_utils.AveragedModel
 
 
-def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry]]:
+def unwrapped(tensors: Mapping[str, TensorEntry]) -> WithNotes[dict[str, TensorEntry]]:
     """Return the tensors under names without wrappers; those that become one must be equal."""
     names = names_without_wrappers([name for name in tensors if name != _AVERAGES])
     by_name: dict[str, TensorEntry] = {}
@@ -56,7 +56,7 @@ def unwrapped(tensors: Mapping[str, TensorEntry]) -> Noted[dict[str, TensorEntry
     changed = sum(short != name for name, short in names.items())
     if changed:
         notes.insert(0, f"{REMOVED} {changed} tensor names")
-    return Noted(by_name, tuple(notes))
+    return WithNotes(by_name, tuple(notes))
 
 
 def stored_names(tensors: Iterable[str]) -> dict[str, str]:

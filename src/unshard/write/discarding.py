@@ -4,9 +4,9 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from unshard.console import listed as some_of
 from unshard.errors import OutputError
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import listed as some_of
 from unshard.signals import uninterrupted
 from unshard.stores.objects import listed, remove
 from unshard.stores.remote_path import RemotePath

@@ -86,7 +86,7 @@ class Executor:
         return overflows
 
     def do(self, unit: Unit) -> int:
-        """Execute a unit; return its bytes. Bytes from a bucket are written by `finish` at last.
+        """Execute a unit; return its bytes. `finish` waits for bytes from a bucket.
 
         Raises:
             CorruptError: a source file ends early or is gone.
@@ -315,7 +315,7 @@ def _are_finite(values: Elements) -> bool:
 
 
 def are_equal(pair: Pair, files: OpenFiles) -> bool:
-    """Return whether both tensors of a pair have the same bits, up to the first difference."""
+    """Return whether both tensors of a pair have the same bits; stop at the first difference."""
     return all(
         make_tile(ours, files).tobytes() == make_tile(theirs, files).tobytes()
         for ours, theirs in pair_tiles(pair)

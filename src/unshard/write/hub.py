@@ -70,7 +70,7 @@ def check_repo(repo: str, *, may_ask: bool, is_option: bool = True) -> None:
         ) from error
     problem = _refusal(owner, repo)
     if problem is not None:
-        raise OutputError(f"{subject}: {problem}", hint=f"use a token with write access{later}")
+        raise OutputError(f"{subject}: {problem}", hint=f"use a token that can write to it{later}")
 
 
 def _refusal(owner: Mapping[str, object], repo: str) -> str | None:

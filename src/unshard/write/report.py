@@ -5,9 +5,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.console import counted
 from unshard.fronts import PYTHON, reword_warning
 from unshard.read.format import PassedOver
-from unshard.showing import counted
 from unshard.tensors.catalog import Skipped
 
 

@@ -16,13 +16,14 @@ import numpy as np
 from unshard.api.comparing.deltas import write_delta
 from unshard.api.comparing.models import ConvertedModel, block_reader
 from unshard.api.converting import convert
-from unshard.api.making import Prepared, fingerprint_of, plan_output
+from unshard.api.making import PlannedMerge, fingerprint_of, plan_output
 from unshard.api.merging import check_output, merge_checkpoint, merge_with
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
 from unshard.api.sources import Sources, open_source
+from unshard.console import listener_or_default
 from unshard.containers.file_states import noting
 from unshard.containers.zstd import frame_reader
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.engines.files import PieceReader
 from unshard.engines.spooling import size_of, spool, spooled
@@ -32,7 +33,6 @@ from unshard.progress import Listener, Stage, Warned
 from unshard.read.delta import Delta, checksums_in, is_delta, read_delta, source_of, versions_in
 from unshard.read.finding.discover import all_steps
 from unshard.read.format import Location
-from unshard.showing import listener_or_default
 from unshard.write.record import is_weight_file
 from unshard.write.report import Report
 from unshard.write.staging.targets import check_space, refuse_inside
@@ -90,7 +90,8 @@ def _check_order(versions: Sequence[tuple[str | None, Path]], chain: Sequence[De
     """Refuse a delta that does not apply to the version before it; an unknown version is None."""
     if len(chain) > MOST_DELTAS:
         what = f"{len(chain)} deltas: at most {MOST_DELTAS} are applied at once"
-        raise UsageError(what, hint="apply some of them, then the others to that output")
+        hint = f"apply the first {MOST_DELTAS}, then the others to that output"
+        raise UsageError(what, hint=hint)
     for (before, path), delta in zip(versions, chain, strict=False):
         if before not in (None, delta.base_version):
             raise UsageError(
@@ -128,9 +129,9 @@ def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     options: MergeOptions,
     listener: Listener,
     source: tuple[str | None, int | None],
-    prepared: Prepared,
+    prepared: PlannedMerge,
     scratch: Path,
-) -> Prepared:
+) -> PlannedMerge:
     """Return the merge of a version, after writing its changed tensors to `scratch`."""
     sources = _renamed(prepared.sources, *source)
     if not chain:
@@ -179,7 +180,9 @@ def _renamed(sources: Sources, name: str | None, step: int | None) -> Sources:
     return replace(sources, checkpoints=(last,))
 
 
-def _blocks(chain: Sequence[Delta], tensor: Converted, reader: PieceReader) -> Iterator[memoryview]:
+def _blocks(
+    chain: Sequence[Delta], tensor: ConvertedTensor, reader: PieceReader
+) -> Iterator[memoryview]:
     """Yield the blocks of a tensor if a delta changes it; check it in any case."""
     name, blocks, changed = tensor.name, reader.blocks(tensor), False
     with ExitStack() as stack:

@@ -15,9 +15,10 @@ from typing import Unpack
 
 from unshard.api.comparing.models import open_models
 from unshard.api.options import MergeOptions, accepting
+from unshard.console import listener_or_default
 from unshard.containers.json_file import parsed_object
 from unshard.containers.open_files import read_whole
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.engines.checksums import digest_contents
 from unshard.engines.spooling import size_of
@@ -26,7 +27,6 @@ from unshard.errors import UsageError
 from unshard.keywords import ChecksumKeywords
 from unshard.plan.pieces import contents_of_tensor
 from unshard.progress import Listener, Stage
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import Comparison, TensorComparison
 
@@ -71,7 +71,7 @@ def checksums(
 
 
 def compare_checksums(
-    tensors: Sequence[Converted], file: Path, resources: Resources, listener: Listener
+    tensors: Sequence[ConvertedTensor], file: Path, resources: Resources, listener: Listener
 ) -> Comparison:
     """Compare tensors with the checksums in a file.
 
@@ -143,7 +143,7 @@ def read_checksums(path: Path) -> dict[str, str]:
 
 
 def _digest(
-    tensors: Mapping[str, Sequence[Converted]],
+    tensors: Mapping[str, Sequence[ConvertedTensor]],
     path: Path,
     resources: Resources,
     listener: Listener,
@@ -155,10 +155,10 @@ def _digest(
 
 
 def _fused(
-    tensors: Mapping[str, Converted], wanted: Collection[str]
-) -> Mapping[str, Sequence[Converted]]:
+    tensors: Mapping[str, ConvertedTensor], wanted: Collection[str]
+) -> Mapping[str, Sequence[ConvertedTensor]]:
     """Return tensors by name; parts of a fused tensor in `wanted` are listed under its name."""
-    by_name: dict[str, Sequence[Converted]] = {name: [one] for name, one in tensors.items()}
+    by_name: dict[str, Sequence[ConvertedTensor]] = {name: [one] for name, one in tensors.items()}
     for name in wanted:
         whole = next((fused for fused in _FUSED if f".{fused}." in name), "")
         parts = [name.replace(whole, part) for part in _FUSED.get(whole, ())]

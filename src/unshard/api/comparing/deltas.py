@@ -11,14 +11,15 @@ import numpy as np
 
 from unshard.api.comparing.models import ConvertedModel, block_reader, open_models
 from unshard.api.completing import make_output, make_report, stage_for
-from unshard.api.making import Prepared
+from unshard.api.making import PlannedMerge
 from unshard.api.merging import check_output
 from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import Sources
+from unshard.console import counted, listener_or_default
 from unshard.containers.safetensors_file import HeaderEntry, encode_header
 from unshard.containers.strided import raw_dtype
 from unshard.containers.zstd import frame_of
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.engines.files import PieceReader
 from unshard.engines.spooling import size_of, spool, spooled
@@ -31,7 +32,6 @@ from unshard.read.beside.companions import Companions
 from unshard.read.delta import index_of, source_of
 from unshard.read.finding.versions import fingerprint, stamps_of
 from unshard.read.hub_files import INDEX_NAME
-from unshard.showing import counted, listener_or_default
 from unshard.tensors.dtypes import BY_CODE
 from unshard.write.report import Report
 from unshard.write.staging.targets import refuse_inside, refuse_sources
@@ -95,7 +95,7 @@ def write_delta(  # noqa: PLR0917 (as `_write` of an archive)
         new.checkpoint.states.include(old.checkpoint.states)  # all are checked before the commit
         alone = replace(new.checkpoint, companions=Companions(), base=None)
         nothing = make_plan(Layout((), {}, 0))
-        prepared = Prepared(Sources((alone,)), (), nothing, config=None, warnings=(), files={})
+        prepared = PlannedMerge(Sources((alone,)), (), nothing, config=None, warnings=(), files={})
         stage, context = stage_for(target, prepared, options), (options, listener)
         change = partial(_changed, old, new, names, former, *context)
         outcome = make_output(prepared, stage, *context, change)
@@ -137,9 +137,9 @@ def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     former: Mapping[str, str] | None,
     options: MergeOptions,
     listener: Listener,
-    prepared: Prepared,
+    prepared: PlannedMerge,
     scratch: Path,
-) -> Prepared:
+) -> PlannedMerge:
     """Return the output of a delta, after writing its frames to `scratch`."""
     changes = {name: _Change() for name in new.tensors}
     jobs = {
@@ -168,7 +168,9 @@ def _changed(  # noqa: PLR0917 (`make_output` passes the last two)
     return replace(prepared, plan=make_plan(layout), files=files, fingerprint=own)
 
 
-def _frame(old: Converted, new: Converted, change: _Change, reader: PieceReader) -> Iterator[bytes]:
+def _frame(
+    old: ConvertedTensor, new: ConvertedTensor, change: _Change, reader: PieceReader
+) -> Iterator[bytes]:
     """Yield the compressed XOR of a tensor, and fill in its change."""
 
     def xored() -> Iterator[memoryview]:

@@ -6,11 +6,11 @@ from typing import Unpack
 
 from unshard.api.comparing.models import open_models
 from unshard.api.options import MergeOptions, accepting
+from unshard.console import listener_or_default
 from unshard.engines.compare import compare
 from unshard.engines.crew import engine_for
 from unshard.keywords import DiffKeywords
 from unshard.progress import Listener
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.verification.comparison import Comparison, Tolerances
 

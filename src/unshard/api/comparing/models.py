@@ -8,7 +8,7 @@ from pathlib import Path
 from unshard.api.converting import convert
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import Sources, inflated, read_checkpoint
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.engines.files import PieceReader
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.dcp.items import inflated_bytes
@@ -22,7 +22,7 @@ class ConvertedModel:
     """A decompressed checkpoint, and the tensors of its merge, by name, in the model's order."""
 
     checkpoint: Checkpoint
-    tensors: Mapping[str, Converted]
+    tensors: Mapping[str, ConvertedTensor]
 
 
 @contextmanager

@@ -16,16 +16,16 @@ from typing import Unpack
 from unshard.api.following.finder import CheckpointFinder, check_run
 from unshard.api.following.followed import FollowState, PendingStep, StepRecord, time_saved
 from unshard.api.following.options import Following, check_options, run_command
-from unshard.api.making import Prepared
+from unshard.api.making import PlannedMerge
 from unshard.api.merging import StepResult, merge_checkpoint
 from unshard.api.options import MergeOptions, accepting, given_output, given_path
+from unshard.console import listener_or_default
 from unshard.errors import IncompleteError, OutputError, UnshardError, raise_all
 from unshard.fronts import Text
 from unshard.keywords import MergeKeywords
 from unshard.progress import Chosen, Listener, Stage, Warned
 from unshard.read.format import Location
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath, as_given
 from unshard.write.discarding import discard
@@ -138,8 +138,8 @@ class _RunFollower:
         self._run = run if isinstance(run, RemotePath) else run.absolute()
         self._how, self._listener, self._repo = how, listener, options.push_to_hub
         self._output = None if output is None else given_output(output)
-        check_options(options, self._output or self._run)
         check_run(self._run)
+        check_options(options, self._output or self._run)  # may ask the hub
         self._private = options.private
         self._options = replace(options, reuse=True, push_to_hub=None, private=False)
         recorded = {**options.recorded, "exec": how.exec is not None, "push_to_hub": self._repo}
@@ -206,7 +206,7 @@ class _RunFollower:
             what = "outputs that were made with other options are kept"
             if is_gone:
                 what = f"step {entry.step}, whose output was removed, is not done again"
-            self._warn(Text(f"{what}; to do it again: ⟦--overwrite⟧"))
+            self._warn(Text(f"{what}; to repeat the work: ⟦--overwrite⟧"))
         self._highest = max(self._highest, entry.step)
         return True
 
@@ -308,7 +308,7 @@ class _RunFollower:
         """Merge a step, or reuse its output."""
         settings = (self._options, self._listener)
 
-        def unchanged(prepared: Prepared) -> Prepared:
+        def unchanged(prepared: PlannedMerge) -> PlannedMerge:
             """Check for changes since the look; the merge notices later changes itself."""
             if not self._finder.is_as_found(at):
                 raise _StepGoneError(f"{at.path} is not as it was found")
@@ -326,7 +326,7 @@ class _RunFollower:
             ) from error
 
     def _finish(self, pending: PendingStep, target: Path) -> None:
-        """Upload an output, and run the command for it; a retry repeats neither that succeeded."""
+        """Upload an output, and run the command for it; a retry skips finished steps."""
         step = str(pending.entry.step)
         if self._repo is not None and "upload" not in pending.finished:
             record = parse_record((target / RECORD_NAME).read_bytes())

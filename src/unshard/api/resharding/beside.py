@@ -8,13 +8,13 @@ from pathlib import Path
 
 from unshard.api.resharding.ranks import FSDP_CONFIG, SourceFiles, is_fsdp1
 from unshard.api.resharding.writing import Addition, Writing, random_note, trainer_rng
+from unshard.console import counted
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.read.beside.adapter_config import adapter_files, find_adapter, lora_names
 from unshard.read.dcp.optimizer import dcp_root
 from unshard.read.format import Choice, ReadOptions, shortened
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.training_state.plain_values import plain_values
-from unshard.showing import counted
 
 _SMALL = re.compile(
     r"scheduler(_\d+)?\.bin|scheduler\.pt|sampler(_\d+)?\.bin|trainer_state\.json|meta\.pt"

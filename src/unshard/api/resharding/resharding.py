@@ -16,6 +16,7 @@ from unshard.api.resharding.target import ReshardTarget, format_of, keeps_keys, 
 from unshard.api.resharding.training import Training, made_anew, read_training
 from unshard.api.resharding.writing import Writing
 from unshard.api.sources import Sources, inflated
+from unshard.console import listener_or_default
 from unshard.containers.file_states import noting
 from unshard.engines.crew import Crew, engine_for
 from unshard.errors import NotMergeableError, OutputError, UsageError
@@ -28,7 +29,6 @@ from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint, open_latest
 from unshard.read.optimizer.reader import find_kept, find_optimizer
 from unshard.read.wrapper_names import REMOVED
-from unshard.showing import listener_or_default
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.catalog import Catalog
 from unshard.write.sealing import seal
@@ -95,7 +95,7 @@ def reshard(
 
     Args:
         checkpoint: as for `merge`.
-        output: the directory to make; it replaces the directory of the weights (verl's `actor`).
+        output: the directory to make, in the new checkpoint that of the weights (verl's `actor`).
         world_size: the number of ranks.
         to: the format to write: "verl" or "lmms", the rank files of verl and lmms-engine; "dcp",
             one directory for `dcp.load` with `{"model": …, "optimizer": …}`; "accelerate", for

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from unshard.console import counted
 from unshard.containers.torch_files.dtensors import VERSIONS, Version
 from unshard.errors import NotMergeableError, UsageError
 from unshard.plan.resharding import TENSOR_PARALLEL, meshes_of
 from unshard.read.format import ReshardFormat
 from unshard.read.open import Checkpoint
-from unshard.showing import counted
 from unshard.tensors.placements import DeviceMesh
 
 PLAIN_MESH = DeviceMesh((1,), ("fsdp",), (0,), "cuda")

@@ -9,6 +9,7 @@ from pathlib import Path
 from unshard.api.resharding.ranks import FSDP_CONFIG
 from unshard.api.resharding.target import ReshardTarget
 from unshard.api.resharding.writing import Addition, random_note, trainer_rng
+from unshard.console import listed
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain, write_pickle
 from unshard.read.dcp.scheduler import SCHEDULER, SCHEDULERS
@@ -18,7 +19,6 @@ from unshard.read.optimizer.reader import unread_files
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import StateFiles, find_state_files, step_dirs
 from unshard.read.training_state.rng_states import RankState, own_device, rank_state
-from unshard.showing import listed
 
 _NOTED = re.compile(rf"^optim|(^|\.)({'|'.join(SCHEDULERS)})(\.|$)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")

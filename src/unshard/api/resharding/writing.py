@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unshard.api.resharding.target import ReshardTarget
+from unshard.console import counted
 from unshard.containers.file_states import FileStates
 from unshard.containers.torch_files.writer import Plain, write_torch_file
 from unshard.plan.resharding import Resharded
 from unshard.read.open import Checkpoint
-from unshard.showing import counted
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from unshard.convert.expected.tensors import Matches, Slot, match_slots, wrong_s
 from unshard.convert.heads import without_trl_wrapper
 from unshard.convert.megatron.names import without_megatron_names
 from unshard.convert.names import names_of_base
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import Recipe, stored_dtype
 from unshard.engines.arrays import TensorReader
 from unshard.errors import ConversionError, raise_all
@@ -60,7 +60,7 @@ class Opened:
 
     checkpoint: Checkpoint
     options: MergeOptions
-    tensors: Mapping[str, Converted]
+    tensors: Mapping[str, ConvertedTensor]
     reader: TensorReader
 
     @property

@@ -18,9 +18,10 @@ from unshard.api.converting import convert_one
 from unshard.api.options import MergeOptions, accepting, given_path
 from unshard.api.sources import adapter_beside, inflated, read_checkpoint, with_optimizer
 from unshard.api.unmerged.loading import Loaded, Opened, fill
+from unshard.console import counted, listener_or_default
 from unshard.containers.strided import Elements
 from unshard.convert.optimizer import convert_optimizer
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.engines.arrays import Empty, TensorReader
 from unshard.errors import NoSuchTensorError, UsageError
@@ -30,7 +31,6 @@ from unshard.plan.planner import make_operation
 from unshard.plan.work import as_stored
 from unshard.progress import Warned
 from unshard.read.open import Checkpoint
-from unshard.showing import counted, listener_or_default
 from unshard.tensors.dtypes import DType, numpy_dtype
 from unshard.tensors.selection import Index, Selection, select
 from unshard.write.companions import optimizer_fields
@@ -52,7 +52,7 @@ class LazyTensor(Generic[_Array_co]):
     indexing; without dimensions, an array of shape ().
     """
 
-    _tensor: Converted
+    _tensor: ConvertedTensor
     _read: Callable[[Tiled, Selection], _Array_co]
 
     def __repr__(self) -> str:
@@ -306,7 +306,7 @@ def open_checkpoint(
         return OpenCheckpoint(opened, make, stack.pop_all())
 
 
-def _tensors(checkpoint: Checkpoint, options: MergeOptions) -> Sequence[Converted]:
+def _tensors(checkpoint: Checkpoint, options: MergeOptions) -> Sequence[ConvertedTensor]:
     """Return the tensors of the model, or of the optimizer's state, under the requested names."""
     model = as_stored(checkpoint.catalog)
     if options.names != "training":

@@ -14,7 +14,8 @@ from unshard.api.merging import open_given
 from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import Sources, no_config
 from unshard.api.unmerged.opening import LazyTensor
-from unshard.convert.outputs import Converted, main_dtype
+from unshard.console import listener_or_default
+from unshard.convert.outputs import ConvertedTensor, main_dtype
 from unshard.engines.arrays import TensorReader
 from unshard.engines.into_torch import ReadableTensor, torch_memory
 from unshard.engines.into_transformers import (
@@ -34,7 +35,6 @@ from unshard.progress import Warned, ignore, warn
 from unshard.read.beside.companions import Companions
 from unshard.read.model_config import ConfigFile, ModelConfig
 from unshard.read.open import Checkpoint
-from unshard.showing import listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.stores.remote_path import RemotePath
 from unshard.tensors.selection import Selection
@@ -194,7 +194,7 @@ def _choose_config(
 
 @contextmanager
 def _reading(
-    sources: Sources, tensors: Sequence[Converted]
+    sources: Sources, tensors: Sequence[ConvertedTensor]
 ) -> Iterator[dict[str, LazyTensor[Unread]]]:
     """Yield tensors by name, which are only read when transformers moves a part of them.
 

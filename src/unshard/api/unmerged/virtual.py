@@ -10,7 +10,7 @@ from typing import Self, Unpack
 from unshard.api.completing import Outcome, make_report
 from unshard.api.converting import convert
 from unshard.api.making import (
-    Prepared,
+    PlannedMerge,
     compare_with_base,
     decompressed,
     late_notes,
@@ -21,13 +21,13 @@ from unshard.api.making import (
 from unshard.api.merging import open_given
 from unshard.api.options import MergeOptions, accepting
 from unshard.api.sources import refuse_unloadable
+from unshard.console import counted, human_size, listener_or_default
 from unshard.engines.files import PieceReader, PlannedFile
 from unshard.errors import NoSuchFileError
 from unshard.keywords import PushKeywords, VirtualKeywords
 from unshard.plan.pieces import Contents, contents_of
 from unshard.progress import Advanced, Event, Listener, warn
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import counted, human_size, listener_or_default
 from unshard.stores.nodes.connection import disconnecting
 from unshard.write.hub import check_repo, push_files
 from unshard.write.record import add_companions
@@ -51,7 +51,7 @@ class VirtualFiles(Mapping[str, PlannedFile]):
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PlannedMerge,
         contents: Mapping[str, Contents],
         reader: PieceReader,
         stack: ExitStack,
@@ -167,7 +167,7 @@ def virtual(
 
 def plan_files(
     checkpoint: str | Path, options: MergeOptions, listener: Listener, stack: ExitStack
-) -> Prepared:
+) -> PlannedMerge:
     """Plan a merge, and report its notes; the stack removes temporary files."""
     sources = open_given(checkpoint, options, listener)
     refuse_unloadable(sources, options)
@@ -176,7 +176,7 @@ def plan_files(
     return decompressed(prepared, lambda: scratch_directory(stack), options, listener)
 
 
-def open_files(prepared: Prepared, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
+def open_files(prepared: PlannedMerge, options: MergeOptions, stack: ExitStack) -> VirtualFiles:
     """Return the files of a merge: weights first, the record last.
 
     The stack removes temporary files; closing the result closes the stack.

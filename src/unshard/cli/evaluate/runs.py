@@ -23,9 +23,9 @@ from unshard.cli.evaluate.commands import (
 from unshard.cli.options import Json, flag, one_of, option
 from unshard.cli.parser.parameters import argument
 from unshard.cli.running import say
+from unshard.console import counted
 from unshard.errors import UsageError
 from unshard.evaluate.tables import on_one_line, write_number
-from unshard.showing import counted
 
 if TYPE_CHECKING:
     from unshard.evaluate.trainer.config import EvalConfig

@@ -101,7 +101,7 @@ class Machine:
         start = self.pos
         self.pos = end = start + count
         if count < 0 or end > len(self.data):
-            raise MalformedPickleError(f"truncated: {count} bytes are missing after byte {start}")
+            raise MalformedPickleError(f"truncated: {count} bytes expected after byte {start}")
         return self.data[start:end]
 
     def line(self) -> bytes:

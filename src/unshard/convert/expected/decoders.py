@@ -93,7 +93,7 @@ def _decide_qwen_sparse(config: Fields, layer: int) -> bool:
 
 
 def _decide_deepseek_sparse(config: Fields, layer: int) -> bool:
-    """Decide whether a layer of DeepSeek has experts: all but the first few layers."""
+    """Decide whether a layer has experts, as in DeepSeek: all but the first few layers do."""
     if config.get("moe_layer_freq", 1) != 1:
         raise NotKnownError
     return layer >= integer(config, "first_k_dense_replace")

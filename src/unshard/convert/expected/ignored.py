@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
+from unshard.console import counted
 from unshard.convert.outputs import Precision
 from unshard.convert.quantised import dequantise, is_scale
 from unshard.convert.recipes import Recipe, take
 from unshard.fronts import Text
 from unshard.read.model_config import ModelConfig
-from unshard.showing import counted
 from unshard.tensors.dtypes import BY_NAME
 
 if TYPE_CHECKING:

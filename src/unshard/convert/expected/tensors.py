@@ -4,13 +4,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from unshard.console import counted, having
 from unshard.convert.expected.shapes import ConfigShape
 from unshard.convert.experts import lost_experts
 from unshard.convert.heads import EMBEDDINGS
 from unshard.convert.recipes import Recipe, shape_of, stored_dtype, takes
 from unshard.errors import ConversionError, raise_all
 from unshard.read.rank_files.buffers import settle
-from unshard.showing import counted, having
 from unshard.tensors.dtypes import DTypeKind
 
 _Shape = tuple[int, ...]

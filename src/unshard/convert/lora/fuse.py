@@ -11,16 +11,16 @@ from collections.abc import Collection, Mapping
 from itertools import count, takewhile
 from typing import TypeVar, cast
 
+from unshard.console import counted, listed
 from unshard.convert.lora.names import LoraPair, Split
 from unshard.convert.lora.patterns import ends_like
 from unshard.convert.lora.weights import AdaptedWeight, find_weights
 from unshard.convert.recipes import LowRank, Recipe, Stack, Take, pick, shape_of, transpose
 from unshard.errors import ConversionError, UsageError, raise_all
 from unshard.fronts import Text
-from unshard.noted import Noted
 from unshard.read.beside.adapter_config import AdapterConfig
-from unshard.showing import counted, listed
 from unshard.tensors.boxes import Box
+from unshard.with_notes import WithNotes
 
 _T = TypeVar("_T")
 
@@ -44,7 +44,7 @@ def fuse(
     alpha: float | None,
     base: Mapping[str, Recipe] | None,
     types: Collection[str] = (),
-) -> Noted[dict[str, Recipe]]:
+) -> WithNotes[dict[str, Recipe]]:
     """Return the model's tensors with the adapter fused into them, in the order of its weights.
 
     The user's `alpha` overrides that of the config. `base` has the model's weights by name, for a
@@ -83,7 +83,7 @@ def fuse(
         for adapted in adapted_weights
         if adapted.pair.is_embedding
     )
-    return Noted(tensors, notes)
+    return WithNotes(tensors, notes)
 
 
 def check_targets(split: Split, config: AdapterConfig) -> None:

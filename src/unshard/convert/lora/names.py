@@ -18,10 +18,10 @@ Source: peft/tuners/lora/layer.py, peft/utils/save_and_load.py, peft/utils/other
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from unshard.console import counted
 from unshard.convert.heads import is_head
 from unshard.convert.recipes import Recipe, Take, shape_of
 from unshard.errors import ConversionError, raise_all
-from unshard.showing import counted
 
 FRONT = "base_model.model."
 """The path of the model in PEFT's wrapper: all names in its files begin with it."""

@@ -233,7 +233,7 @@ def _only(choices: Sequence[AdaptedWeight], *, usually_turned: bool | None) -> A
 def _refuse_odd(
     group: Sequence[LoraPair], candidates: Sequence[str], weights: Mapping[str, Recipe]
 ) -> None:
-    """Refuse pairs and weights that are not floating point matrices."""
+    """Refuse pairs that are not floating point matrices or do not fit, and quantised weights."""
     for pair in group:
         for recipe in (pair.a, pair.b):
             if len(shape_of(recipe)) != 2 or not dtype_of(recipe).castable:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
+from unshard.console import counted
 from unshard.convert.megatron.families import FAMILIES, TOP, How, HubNames, LayerNames
 from unshard.convert.megatron.layout import (
     Heads,
@@ -21,10 +22,9 @@ from unshard.convert.megatron.layout import (
 )
 from unshard.convert.recipes import Recipe, shape_of
 from unshard.errors import ConversionError, raise_all
-from unshard.noted import Noted
 from unshard.read.megatron.config import contradictions, unknown, why_no_config
 from unshard.read.model_config import Fields, ModelConfig
-from unshard.showing import counted
+from unshard.with_notes import WithNotes
 
 _IS_MEGATRON = re.compile(
     r"(?P<prefix>(?:\w+\.)*?)decoder\.layers\.(?:\d+\.)?self_attention\.linear_\w+\.\w+"
@@ -52,7 +52,7 @@ _REPEATED = {
     "model.embed_tokens.weight": "embed_tokens.weight",
     "lm_head.weight": "shared_head.head.weight",
 }
-_INSIDE = re.compile(r"(?:transformer_layer|mtp_model_layer)\.")
+_INSIDE = re.compile(r"^(?:transformer_layer|mtp_model_layer)\.")
 
 
 class _MegatronModel(NamedTuple):
@@ -93,7 +93,7 @@ class _MegatronModel(NamedTuple):
 
 def without_megatron_names(
     tensors: Mapping[str, Recipe], config: ModelConfig | None, recorded: Fields
-) -> Noted[Mapping[str, Recipe]]:
+) -> WithNotes[Mapping[str, Recipe]]:
     """Rename tensors from Megatron's names to those of transformers; other models stay.
 
     `recorded` are the training arguments in the checkpoint.
@@ -104,7 +104,7 @@ def without_megatron_names(
     """
     match = next((match for name in tensors if (match := _IS_MEGATRON.fullmatch(name))), None)
     if match is None:
-        return Noted(tensors)
+        return WithNotes(tensors)
     prefix = match["prefix"] if all(name.startswith(match["prefix"]) for name in tensors) else ""
     own = {name.removeprefix(prefix): recipe for name, recipe in tensors.items()}
     names = None if config is None else FAMILIES.get(config.types[0])
@@ -113,7 +113,7 @@ def without_megatron_names(
     model = _MegatronModel(names, config.fields, recorded)
     _compare_with_recorded(model, config)
     renamed = _renamed(with_whole_matrices(own), model, config.types[0])
-    return Noted(renamed.value, (*renamed.notes, *unknown(recorded)))
+    return WithNotes(renamed.value, (*renamed.notes, *unknown(recorded)))
 
 
 def _unknown_family(
@@ -202,7 +202,7 @@ def _rope_theta(config: Fields, model_type: str) -> object:
 
 def _renamed(
     tensors: Mapping[str, Recipe], model: _MegatronModel, model_type: str
-) -> Noted[Mapping[str, Recipe]]:
+) -> WithNotes[Mapping[str, Recipe]]:
     renamed: dict[str, Recipe] = {}
     unnamed: list[str] = []
     problems: list[ConversionError] = []
@@ -228,7 +228,7 @@ def _renamed(
             )
         )
     raise_all(ConversionError, "Megatron's tensors do not fit the model", problems)
-    return Noted({**renamed, **_repeated(renamed, model)}, tuple(_notes(tensors, renamed)))
+    return WithNotes({**renamed, **_repeated(renamed, model)}, tuple(_notes(tensors, renamed)))
 
 
 _Named = tuple[str, Recipe]

@@ -17,10 +17,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from unshard.console import counted
 from unshard.engines.ray.actor import Actor, Done, NodeView, StoppedError, Task
 from unshard.errors import OutputError, UnshardError
 from unshard.progress import Advanced, Chosen, Listener, Warned
-from unshard.showing import counted
 from unshard.signals import uninterrupted
 from unshard.stores.nodes.connection import check_version, connect, disconnecting, host_of, unusable
 from unshard.stores.nodes.store import LostNodeError, lost_node

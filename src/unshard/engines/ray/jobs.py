@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import takes
 from unshard.engines.compare import Pairs, measure_pairs, size_of_pair
 from unshard.engines.ray.cluster import Cluster, ClusterJobs
@@ -247,7 +247,7 @@ def _aborting(stage: Uploads, listener: Listener) -> Iterator[Callable[[str], No
 
 def _divided(pairs: Pairs, count: int) -> list[Pairs]:
     """Divide pairs into parts of about equal size, none of them empty."""
-    parts: list[dict[str, tuple[Converted, Converted]]] = [{} for _ in range(count)]
+    parts: list[dict[str, tuple[ConvertedTensor, ConvertedTensor]]] = [{} for _ in range(count)]
     sizes = [0] * count
     for name in sorted(pairs, key=lambda name: -size_of_pair(pairs[name])):
         least = sizes.index(min(sizes))

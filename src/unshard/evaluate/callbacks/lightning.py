@@ -148,7 +148,8 @@ class _Saves:
                 self._steps.add(step)
                 new = sorted(paths - old_paths)  # preferred: the next save overwrites `last.ckpt`
                 self._unfinished.append((Path(new[0] if new else path), step))
-        # The newest is checked first: an older one is then found complete, too, if it is.
+        # The newest is checked first. Older saves can only have become complete since, so none is
+        # submitted after a newer save.
         done = [save for save in reversed(self._unfinished) if _is_whole(save[0])]
         self._unfinished = [save for save in self._unfinished if save not in done]
         return done[::-1]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from unshard.console import counted
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import Request, Status
 from unshard.evaluate.logs import one_line
@@ -34,7 +35,6 @@ from unshard.evaluate.server.serve import DATABASE, ServeOptions, configure, mak
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.schema import check_version
 from unshard.evaluate.server.store.statements import as_request
-from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath
 
 _SHOWN = 5  # reasons

@@ -152,7 +152,7 @@ class RunFinder:
         return identity.id != recorded.id
 
     def _is_elsewhere(self, run_id: str, directory: Path) -> bool:
-        """Return whether the directory that was recorded for a run still has its id."""
+        """Return whether another directory, which was recorded for a run, still has its id."""
         recorded = self.runs.get(run_id)
         if recorded is None or recorded.directory in {"", str(directory)}:
             return False

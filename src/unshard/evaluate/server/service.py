@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from unshard.api.options import MergeOptions
+from unshard.console import counted
 from unshard.errors import UnshardError, UsageError
 from unshard.evaluate.jobs import BASE_STEP, Job, Request, Status, TrainingRun, WeightsName
 from unshard.evaluate.pins.files import ExpiredError, read_stamps, time_written
@@ -28,6 +29,7 @@ from unshard.evaluate.server.evaluators.profiles import base_of, profile_named, 
 from unshard.evaluate.server.evaluators.work import Profile
 from unshard.evaluate.server.gpus import Slots
 from unshard.evaluate.server.health import HealthCheck
+from unshard.evaluate.server.joblog import log_event, log_refusal
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.placing import RunFinder, place
 from unshard.evaluate.server.processes.bounded_log import read_log
@@ -40,10 +42,8 @@ from unshard.evaluate.server.roots import (
 )
 from unshard.evaluate.server.server_yaml import ServerConfig
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import tell, tell_refusal
 from unshard.read.finding.versions import fingerprint
 from unshard.read.step_names import step_of
-from unshard.showing import counted
 from unshard.stores.remote_path import RemotePath, path_of
 from unshard.write.dirfd import write_whole
 
@@ -86,12 +86,12 @@ class Service:
         try:
             job, is_new = self._submit(request, pin)
         except UnshardError as error:
-            tell_refusal(request, str(error))
+            log_refusal(request, str(error))
             raise
         tasks = f"{job.request.profile}: {','.join(job.request.tasks)} of {job.request.checkpoint}"
         suffix = "" if job.pin is not None or job.status.is_final else ", not pinned"
         event = f"accepted: {tasks}" if is_new else f"submitted again: it is {job.status}"
-        tell(job, f"{event}{suffix}")
+        log_event(job, f"{event}{suffix}")
         return job, is_new
 
     def _submit(self, request: Request, pin: str | None) -> tuple[Job, bool]:
@@ -157,7 +157,7 @@ class Service:
             hidden += hiding.abandon(job, written_at, is_sure=is_sure)
         for job_id in hidden:
             if (other := self.store.get(job_id)) is not None:
-                tell(other, f"hidden: {other.hidden}")
+                log_event(other, f"hidden: {other.hidden}")
 
     def retry(self, job: Job) -> Job:
         """Queue an ended job again; return it, or the job of the files that are there now.

@@ -116,7 +116,7 @@ Base = Annotated[Text, AfterValidator(find_base)]
 Absolute = Annotated[str, AfterValidator(_check_absolute)]
 PathMap = Annotated[
     dict[Absolute, Absolute],
-    expects("absolute paths here: the server's paths of them"),
+    expects("absolute paths of this machine: the server's absolute paths"),
 ]
 PinQuota = Annotated[Quota, expects("count and bytes, each a whole number or null for no limit")]
 

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from unshard.console import counted
 from unshard.evaluate.client.v1 import EvalClient, RefusedError, ServerAwayError
 from unshard.evaluate.jobs import NOT_SETTINGS, EvaluationError, Status
 from unshard.evaluate.sinks.base import Marks
 from unshard.evaluate.trainer.config import EvalConfig
 from unshard.evaluate.trainer.spool import Spool, request_key
 from unshard.evaluate.trainer.submitter import Submitter
-from unshard.showing import counted
 
 _MOST_NAMED = 5  # steps
 

@@ -22,7 +22,6 @@ from unshard.containers.torch_files.writer import Plain
 from unshard.containers.torch_files.zip import read_torch_zip
 from unshard.containers.zstd import decompress
 from unshard.errors import IncompleteError, NotMergeableError
-from unshard.noted import Noted
 from unshard.read.dcp.item_table import Item
 from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.tensors import metadata_files, read_tensors
@@ -38,6 +37,7 @@ from unshard.read.optimizer_state import (
 )
 from unshard.read.training_state.plain_values import plain_values
 from unshard.tensors.catalog import Catalog
+from unshard.with_notes import WithNotes
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _FOLDERS = ("optimizer", "optim")
@@ -182,7 +182,7 @@ def _read(metadata: DcpMetadata, names: _StateNames, place: Location) -> SavedSt
     )
 
 
-def _groups(metadata: DcpMetadata, names: _StateNames, place: Location) -> Noted[list[Group]]:
+def _groups(metadata: DcpMetadata, names: _StateNames, place: Location) -> WithNotes[list[Group]]:
     """Return the parameter groups, whose values are each an object or a tensor."""
     values: dict[str, dict[str, Plain]] = {}
     params: dict[str, list[Key]] = {}
@@ -209,12 +209,12 @@ def _groups(metadata: DcpMetadata, names: _StateNames, place: Location) -> Noted
                 whole.append(value)
     if names.is_flat:
         groups: list[Group] = [([owner], fields) for owner, fields in values.items()]
-        return Noted(groups, tuple(left_out))
+        return WithNotes(groups, tuple(left_out))
     order = sorted(values, key=lambda owner: (len(owner), owner))
-    return Noted([(params[owner], values[owner]) for owner in order], tuple(left_out))
+    return WithNotes([(params[owner], values[owner]) for owner in order], tuple(left_out))
 
 
-def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain]:
+def read_value(metadata: DcpMetadata, place: Location, name: str) -> WithNotes[Plain]:
     """Return a pickled object as a plain value, with notes of the parts that have no plain form.
 
     Raises:
@@ -231,7 +231,7 @@ def read_value(metadata: DcpMetadata, place: Location, name: str) -> Noted[Plain
     else:
         archive = read_torch_file(path, offset=item.offset, length=item.length)
     value, notes = plain_values(archive._replace(value={name: archive.value}))
-    return Noted(value.get(name) if isinstance(value, dict) else None, notes)
+    return WithNotes(value.get(name) if isinstance(value, dict) else None, notes)
 
 
 def place_of(metadata: DcpMetadata, place: Location, name: str) -> tuple[Path, Item]:

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from unshard.containers.torch_files.writer import Plain
-from unshard.noted import Noted
 from unshard.read.dcp.names import ACCELERATE, METADATA, UNFINISHED
 from unshard.read.format import (
     Format,
@@ -15,6 +14,7 @@ from unshard.read.format import (
     unfinished_file,
 )
 from unshard.tensors.catalog import Catalog
+from unshard.with_notes import WithNotes
 
 if TYPE_CHECKING:
     from unshard.read.optimizer_state import SavedState
@@ -52,7 +52,7 @@ def _read_optimizer(location: Location, *_: object) -> "SavedState | None":
     return read_optimizer([location, *places_beside(location)])
 
 
-def _read_scheduler(location: Location) -> Noted[Plain]:
+def _read_scheduler(location: Location) -> WithNotes[Plain]:
     from unshard.read.dcp.scheduler import read_scheduler
 
     return read_scheduler(location)

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from unshard.containers.open_files import opened, pread_many
 from unshard.containers.torch_files.dcp_metadata import ItemPath
 from unshard.containers.torch_files.writer import Plain, SavedTensor
-from unshard.noted import Noted
 from unshard.read.dcp.metadata import DcpMetadata, read_metadata
 from unshard.read.dcp.optimizer import read_value
 from unshard.read.dcp.tensors import metadata_files, read_tensors
 from unshard.read.format import Location
 from unshard.tensors.catalog import TensorEntry
+from unshard.with_notes import WithNotes
 
 SCHEDULER = "lr_scheduler"
 """The scheduler's key in the dict that torchtitan and torch's examples save."""
@@ -34,7 +34,7 @@ class _Branch(dict[str | int, object]):
     """A flattened dict or list; a dict that was saved as one object is not a branch."""
 
 
-def read_scheduler(place: Location) -> Noted[Plain]:
+def read_scheduler(place: Location) -> WithNotes[Plain]:
     """Return the scheduler in a directory, or None; with notes of problems."""
     metadata = read_metadata(metadata_files(place))
     schedulers: dict[ItemPath, dict[ItemPath, str]] = {}
@@ -44,7 +44,7 @@ def read_scheduler(place: Location) -> Noted[Plain]:
         if at is not None:
             schedulers.setdefault(path[: at + 1], {})[path[at + 1 :]] = name
     if not schedulers:
-        return Noted(None)
+        return WithNotes(None)
     notes = []
     if len(schedulers) > 1:
         notes.append(f"{len(schedulers)} schedulers were saved: only the first is written")
@@ -53,10 +53,10 @@ def read_scheduler(place: Location) -> Noted[Plain]:
     try:
         value = _rebuilt(_tree(metadata, place, names, notes), where, notes)
     except _RebuildError as error:
-        return Noted(None, (*notes, f"{where}: left out: {error}"))
+        return WithNotes(None, (*notes, f"{where}: left out: {error}"))
     if not isinstance(value, dict):
-        return Noted(None, (*notes, f"{where}: left out: several schedulers"))
-    return Noted(value, tuple(notes))
+        return WithNotes(None, (*notes, f"{where}: left out: several schedulers"))
+    return WithNotes(value, tuple(notes))
 
 
 def _tree(

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from unshard.console import counted, listed
 from unshard.errors import UnknownFormatError, UnshardError, UsageError
 from unshard.read.finding.candidates import DEPTH, WEIGHT_SUFFIXES, formats, search
 from unshard.read.step_names import is_state, is_unfinished, named_average
 from unshard.read.tree import Tree
-from unshard.showing import counted, listed
 from unshard.stores.remote_path import why_unlisted
 
 _LISTED = 12

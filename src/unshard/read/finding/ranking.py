@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.console import human_size
 from unshard.errors import CheckpointError, IncompleteError, UnknownFormatError, UsageError
 from unshard.read.finding.candidates import (
     numbered_files,
@@ -20,7 +21,6 @@ from unshard.read.finding.candidates import (
 from unshard.read.format import EVERY_ROLE, Choice, Location, Role, role_in
 from unshard.read.step_names import count_steps, family, is_sure
 from unshard.read.tree import Tree
-from unshard.showing import human_size
 
 DEFAULT_ROLES = ("actor", "policy", "model", "trainer")
 """The default roles in order of preference, if there are several sets and none was chosen."""

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from unshard.console import counted
 from unshard.errors import NotMergeableError
-from unshard.showing import counted
 from unshard.tensors.placements import Placement
 
 _MAX_COUNTS = 2_000_000  # counts of all states: with many groups, each state is large

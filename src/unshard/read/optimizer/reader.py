@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from unshard.console import counted
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, NotMergeableError, raise_all
-from unshard.noted import Noted
 from unshard.read.format import ReadOptions, shortened
 from unshard.read.open import Checkpoint, check_coverage
 from unshard.read.optimizer.fused import without_fused
@@ -30,9 +30,9 @@ from unshard.read.optimizer_state import (
     split_name,
 )
 from unshard.read.wrapper_names import names_without_wrappers, without_wrapper_module
-from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
 from unshard.tensors.dtypes import DTypeKind
+from unshard.with_notes import WithNotes
 
 _OPTIMIZER = re.compile(r"optim(izer)?([._].*)?|.*_optim_states\.pt")
 _ADAPTER = re.compile(r"\.modules_to_save\.[^.]+(?=\.)|(\.\w+)\.[^.]+(\.weight|\.bias)?$")
@@ -57,7 +57,7 @@ def find_optimizer(
     model = checkpoint.catalog
     saved = without_fused(saved, model, checkpoint.config)
     by_number: dict[Key, str] = {number: name for name, number in numbers.items()}
-    names = Noted(by_number) if by_number else _names(saved, model)
+    names = WithNotes(by_number) if by_number else _names(saved, model)
     state = _renamed(saved, names.value, model)
     state = replace(state, names=", ".join(names.notes) or "recorded", steps=steps_of(state))
     _check_shapes(state, model)
@@ -153,21 +153,23 @@ def unread_files(checkpoint: Checkpoint) -> list[str]:
     return sorted(name for name in names if _OPTIMIZER.match(name))
 
 
-def _names(saved: SavedState, model: Catalog) -> Noted[dict[Key, str]]:
+def _names(saved: SavedState, model: Catalog) -> WithNotes[dict[Key, str]]:
     """Return the name of every parameter, with a note if no file records it."""
     groups = saved.groups
     every = [key for params, _ in groups for key in params]
     if not any(isinstance(key, int) for key in (*every, *saved.keys)):
-        return Noted(_recorded([str(key) for key in (every or saved.keys)], model))
+        return WithNotes(_recorded([str(key) for key in (every or saved.keys)], model))
     recorded = [values.get("param_names") for _, values in groups]
     if groups and all(isinstance(names, list) for names in recorded):
         listed = [str(name) for names in recorded if isinstance(names, list) for name in names]
         if len(listed) == len(every):
             by_stored = _recorded(listed, model)
-            return Noted({key: by_stored[name] for key, name in zip(every, listed, strict=True)})
+            return WithNotes(
+                {key: by_stored[name] for key, name in zip(every, listed, strict=True)}
+            )
     _check_listed(saved)
     _refuse_flat(saved, model)
-    return Noted(_by_order(saved, model), ("by order",))
+    return WithNotes(_by_order(saved, model), ("by order",))
 
 
 def _check_listed(saved: SavedState) -> None:

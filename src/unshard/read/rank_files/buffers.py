@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 
+from unshard.console import counted
 from unshard.errors import NotMergeableError, UnshardError, raise_all
-from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import DTypeKind
 

@@ -31,19 +31,19 @@ from pathlib import Path
 
 import numpy as np
 
+from unshard.console import counted
 from unshard.containers.chunks import first_difference
 from unshard.containers.open_files import OpenFiles
 from unshard.containers.strided import raw_dtype
 from unshard.errors import NotMergeableError, UnshardError, UsageError, raise_all
 from unshard.fronts import Text
-from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions, shortened
 from unshard.read.rank_files.buffers import find_buffers, is_of_experts, settle
 from unshard.read.torch_save.gathering import Gathering
-from unshard.showing import counted
 from unshard.tensors.boxes import Box, row_tile, tiles
 from unshard.tensors.catalog import ByteRange, Catalog, ChunkTable, TensorEntry
 from unshard.tensors.placements import Replicate
+from unshard.with_notes import WithNotes
 
 _COMPARE_BYTES = 1 << 20
 _SAMPLE_BYTES = 16 * 1024
@@ -103,7 +103,7 @@ def _resolve_plain(
     plain: Sequence[str],
     trained: Callable[..., Collection[str]] | None,
     options: ReadOptions,
-) -> Noted[dict[str, TensorEntry]]:
+) -> WithNotes[dict[str, TensorEntry]]:
     """Decide the kind of every plain tensor, by its known shape or by comparing bytes across ranks.
 
     Each chunk of a plain tensor is one rank's whole tensor. A tensor without a decision gets a
@@ -141,7 +141,7 @@ def _resolve_plain(
             first = replace(entry, chunks=entry.chunks.take(np.arange(1)))
             error = _plain_refused(entry, {name} if name in buffers else cut)
             entries[name] = replace(first, doubt=error, is_buffer=buffers.get(name, False))
-    return Noted(entries, tuple(_note(names, kind) for kind, names in assumed.items()))
+    return WithNotes(entries, tuple(_note(names, kind) for kind, names in assumed.items()))
 
 
 def _note(names: Sequence[str], kind: str) -> Text:
@@ -203,7 +203,7 @@ def _plain_refused(entry: TensorEntry, differing: set[str]) -> NotMergeableError
 
 def _resolve_experts(
     tensors: Mapping[str, TensorEntry], location: Location, options: ReadOptions
-) -> Noted[Mapping[str, TensorEntry]]:
+) -> WithNotes[Mapping[str, TensorEntry]]:
     """Join, or refuse, tensors that are different experts under one name; return all tensors.
 
     Raises:
@@ -221,7 +221,7 @@ def _resolve_experts(
                 "between ranks under one name",
                 hint="leave it out: the files record how their tensors are cut",
             )
-        return Noted(tensors)
+        return WithNotes(tensors)
     if options.ep_size is None:
         raise _experts_refused(location, copied, differing)
     experts = [name for name in copied if name in differing or ".experts." in name]
@@ -240,7 +240,7 @@ def _resolve_experts(
         f"⟦--ep-size {options.ep_size}⟧: {counted(len(joined), 'tensor')} joined along dimension "
         f"0, their groups in the order of their lowest ranks: {', '.join(joined)}"
     )
-    return Noted({**tensors, **joined}, (note,))
+    return WithNotes({**tensors, **joined}, (note,))
 
 
 def _copies(entry: TensorEntry, most: dict[tuple[int, int], int]) -> int:

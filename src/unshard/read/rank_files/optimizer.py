@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.console import plain
 from unshard.containers.open_files import opened
 from unshard.containers.pickles.records import Value
 from unshard.containers.strided import crc_of
@@ -56,7 +57,6 @@ from unshard.read.torch_save.values import is_tensor, items_of
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.reader import step_dirs
 from unshard.read.wrapper_names import names_without_wrappers
-from unshard.showing import plain
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
 
 _WORLD = re.compile(r"optim(?:izer)?_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")

@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unshard.console import counted
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, UsageError
-from unshard.noted import Noted
 from unshard.read.format import Format, Location, ReadOptions, ReshardFormat, files_in, shortened
 from unshard.read.rank_files.copies import catalog_of
 from unshard.read.torch_save.gathering import Gathering
 from unshard.read.torch_save.template_reader import read_rank_files
 from unshard.read.tree import Tree
-from unshard.showing import counted
 from unshard.tensors.catalog import Catalog, TensorEntry
+from unshard.with_notes import WithNotes
 
 if TYPE_CHECKING:
     from unshard.read.optimizer_state import SavedState
@@ -144,7 +144,7 @@ RANK_FILES = Format(
 )
 
 
-def _choose(location: Location) -> Noted[_FileSet]:
+def _choose(location: Location) -> WithNotes[_FileSet]:
     """Return the set of files to read, with notes about the others.
 
     A resumed run leaves files of another world size. `fsdp_config.json` decides if it is there;
@@ -182,7 +182,7 @@ def _choose(location: Location) -> Noted[_FileSet]:
         for own in sets
         if own is not chosen
     )
-    return Noted(chosen, tuple(notes))
+    return WithNotes(chosen, tuple(notes))
 
 
 def _sets(paths: Iterable[Path]) -> Iterable[_FileSet]:

@@ -26,15 +26,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from unshard.console import counted
 from unshard.containers.json_file import json_object
 from unshard.errors import IncompleteError, UnshardError
-from unshard.noted import Noted
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import INDEX_NAME, weight_map
 from unshard.read.model_config import ConfigFile, ModelConfig, config_at
 from unshard.read.safetensors_shards.names import ShardSet
-from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
+from unshard.with_notes import WithNotes
 
 _NEMO = ".hf_metadata"
 _NEMO_NAMES = "fqn_to_file_index_mapping.json"
@@ -60,7 +60,7 @@ def loss_problems(
     chosen: ShardSet,
     tensors: Mapping[str, TensorEntry],
     config: ModelConfig | None,
-) -> Noted[Sequence[UnshardError]]:
+) -> WithNotes[Sequence[UnshardError]]:
     """Return errors of lost files, with notes about evidence that was not used.
 
     The tensors' tables of chunks must have the chosen files, in their order.
@@ -84,7 +84,7 @@ def loss_problems(
     problems += _short_embeddings(config, tensors)
     problems += _short_rows(config, tensors)
     # Gaps in tensors are the best evidence: their errors have the paths of the missing files.
-    return Noted(_gaps(chosen, tensors) or problems, tuple(notes))
+    return WithNotes(_gaps(chosen, tensors) or problems, tuple(notes))
 
 
 def writer_of(location: Location, config: ModelConfig | None) -> str:

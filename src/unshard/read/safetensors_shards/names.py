@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.noted import Noted
 from unshard.read.format import Location, files_in
+from unshard.with_notes import WithNotes
 
 _NAME = re.compile(r"shard-([0-9]{5})-model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _LISTED = 1000
@@ -68,7 +68,7 @@ def is_shard_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
-def choose_shards(location: Location) -> Noted[ShardSet]:
+def choose_shards(location: Location) -> WithNotes[ShardSet]:
     """Return the files of the save to read, with notes about the others.
 
     An earlier save into the same directory may have left files of another count. The file that the
@@ -104,7 +104,7 @@ def choose_shards(location: Location) -> Noted[ShardSet]:
         )
     stale = [shards for shards in sets if shards is not chosen]
     notes = (f"{location.weights_dir}: left out stale shards: {shards}" for shards in stale)
-    return Noted(chosen, tuple(notes))
+    return WithNotes(chosen, tuple(notes))
 
 
 def _shard_name(index: int, rank: int, count: int) -> str:

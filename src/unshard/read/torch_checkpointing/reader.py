@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unshard.console import counted
 from unshard.containers.safetensors_file import HeaderEntry
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.zip import StorageRecord
@@ -36,7 +37,6 @@ from unshard.read.torch_save.tensors import LocalTensor
 from unshard.read.torch_save.values import StorageView
 from unshard.read.tree import Tree
 from unshard.read.whole_files.names import is_whole_file
-from unshard.showing import counted
 from unshard.tensors.boxes import row_major_strides
 from unshard.tensors.catalog import Catalog
 from unshard.tensors.placements import PlacementError, Replicate, place

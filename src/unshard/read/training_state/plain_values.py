@@ -25,7 +25,6 @@ from unshard.containers.strided import Elements, raw_dtype, read_exactly, read_s
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.containers.torch_files.writer import Plain, SavedTensor
 from unshard.errors import CorruptError
-from unshard.noted import Noted
 from unshard.read.torch_save.values import (
     StorageView,
     TensorFormError,
@@ -37,6 +36,7 @@ from unshard.read.torch_save.values import (
 from unshard.tensors.boxes import is_row_major
 from unshard.tensors.catalog import ByteRange
 from unshard.tensors.dtypes import BY_NAME
+from unshard.with_notes import WithNotes
 
 _MAX_DEPTH = 80  # less than `pickler.MAX_DEPTH`: the values are written inside other values
 _MAX_VALUES = 2_000_000  # a rank's random state has some 1,300
@@ -55,7 +55,7 @@ _BYTES = ("__builtin__.bytes", "builtins.bytes")
 _CODE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")  # longer floats differ between machines
 
 
-def plain_values(file: TorchFile) -> Noted[Plain]:
+def plain_values(file: TorchFile) -> WithNotes[Plain]:
     """Return the contents of a file as plain values: small tensors read, large ones by their place.
 
     The notes are about values that were left out: "lr_scheduler.x: an instance …".
@@ -69,7 +69,7 @@ def plain_values(file: TorchFile) -> Noted[Plain]:
             value = decoder.plain(file.value, "", 0)
         except TensorFormError as error:
             raise CorruptError(f"{file.path}: has no plain values: {error}") from error
-        return Noted(value, tuple(decoder.left_out))
+        return WithNotes(value, tuple(decoder.left_out))
 
 
 class _Decoder:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.console import listed
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CheckpointError, UnsafeError
@@ -26,7 +27,6 @@ from unshard.fronts import Text
 from unshard.read.format import Location
 from unshard.read.training_state.plain_values import plain_values
 from unshard.read.training_state.rng_states import RankState, StateWriter, rank_state, unite
-from unshard.showing import listed
 
 # Five digits at most: a number in a hostile name must not make lists of any length.
 _EXTRA_STATE = re.compile(r"extra_state_world_size_(\d{1,5})_rank_(\d{1,5})\.pt")

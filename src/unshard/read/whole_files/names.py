@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from unshard.console import counted
 from unshard.containers.json_file import JsonFields, json_object
 from unshard.errors import CorruptError, DeltaError, IncompleteError, NotMergeableError
 from unshard.read.format import Location, shortened
 from unshard.read.hub_files import natural_order, weight_map
 from unshard.read.safetensors_shards.names import is_shard_name
-from unshard.showing import counted
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.(safetensors|bin)")
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from unshard.console import counted
 from unshard.containers.json_file import json_object, shown
 from unshard.containers.pickles.records import Global, Record, Value
 from unshard.containers.torch_files.reader import read_torch_file
@@ -31,7 +32,6 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_lightning, is_tensor, items_of
 from unshard.read.whole_files.names import choose_files
 from unshard.read.wrapper_names import without_wrapper_module
-from unshard.showing import counted
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 from unshard.tensors.chunk_rows import TensorDraft
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
+from unshard.console import counted
 from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import TorchFile
 from unshard.errors import CorruptError
 from unshard.read.zero.flat import FlatCuts, FlatRun, FlatTensor
 from unshard.read.zero.states import ModelState, OptimState, Shapes, flat_run
-from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 from unshard.tensors.dtypes import BY_NAME, DType
 

@@ -25,7 +25,6 @@ from unshard.containers.pickles.records import Value
 from unshard.containers.torch_files.reader import TorchFile, read_torch_file
 from unshard.containers.torch_files.writer import Plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError
-from unshard.noted import Noted
 from unshard.read.format import Location, ReadOptions
 from unshard.read.optimizer_state import (
     WITHOUT_IT,
@@ -45,6 +44,7 @@ from unshard.read.zero.partitions import Reading, open_zero
 from unshard.read.zero.states import OptimState, Shapes, base_states, number_in
 from unshard.read.zero.universal import FILE, universal_tensors
 from unshard.tensors.catalog import ByteRange, Catalog, TensorEntry
+from unshard.with_notes import WithNotes
 
 _STEP, _LONGEST_SHOWN = "step", 200
 _GROUPS = "optimizer_state.pt"
@@ -121,12 +121,12 @@ def _rank_optimizer(state: OptimState, count: int) -> _RankOptimizer:
     return _RankOptimizer(state, readable, groups, left_out_note(state.path.name, left_out))
 
 
-def _saved_groups(file: TorchFile, saved: Value) -> Noted[list[Group]]:
+def _saved_groups(file: TorchFile, saved: Value) -> WithNotes[list[Group]]:
     """Return the parameter groups in a file's state dict of torch's optimizer."""
     listed = {"groups": (items_of(saved) or {}).get("param_groups")}
     noted = plain_values(file._replace(value=listed))
     groups = noted.value["groups"] if isinstance(noted.value, dict) else None
-    return Noted(saved_groups(groups, str(file.path)), noted.notes)
+    return WithNotes(saved_groups(groups, str(file.path)), noted.notes)
 
 
 def _compare_groups(first: _RankOptimizer, other: _RankOptimizer) -> None:

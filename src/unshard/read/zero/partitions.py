@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from unshard.console import having, plain
 from unshard.errors import CorruptError, IncompleteError, NotMergeableError, raise_all
 from unshard.read.format import Location, ReadOptions, shortened
 from unshard.read.torch_save.gathering import Gathering
@@ -21,7 +22,6 @@ from unshard.read.zero.states import (
     read_optim_state,
 )
 from unshard.read.zero.universal import FILE, universal_tensors
-from unshard.showing import having, plain
 from unshard.tensors.catalog import ByteRange, Catalog, Skipped, TensorEntry
 
 _COPY_FILES = "copy the files here from the nodes that wrote them, or take another checkpoint"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
+from unshard.console import counted
 from unshard.containers.torch_files.reader import read_torch_file
 from unshard.errors import CorruptError, IncompleteError, raise_all
 from unshard.read.format import shortened
@@ -20,7 +21,6 @@ from unshard.read.torch_save.state_dict import tensors_of
 from unshard.read.torch_save.values import is_tensor, items_of, named
 from unshard.read.zero.flat import FlatCuts, FlatRun
 from unshard.read.zero.states import Shapes
-from unshard.showing import counted
 from unshard.tensors.catalog import TensorEntry
 
 FILE = "fp32.pt"

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from unshard.console import counted, listed
 from unshard.errors import CorruptError, StoreError
-from unshard.showing import counted, listed
 from unshard.stores.nodes.files import Copy, NodeFile, read_here
 from unshard.stores.nodes.readers import PIECE, LostError, begin, call, host, pieces
 from unshard.stores.other_stores import FileRange

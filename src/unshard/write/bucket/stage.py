@@ -17,12 +17,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
+from unshard.console import counted
 from unshard.errors import OutputError, StoreError, UnshardError
 from unshard.plan.operations import Plan
 from unshard.progress import Listener
 from unshard.progress import Stage as Progress
 from unshard.read.hub_files import RECORD_NAME
-from unshard.showing import counted
 from unshard.signals import uninterrupted
 from unshard.stores.copying import Composition, Copier
 from unshard.stores.objects import Stored, create, listed, remove, upload

@@ -102,7 +102,7 @@ class Owner(NamedTuple):
 
 
 class Locked(NamedTuple):
-    """A dead owner, and its open file, which this process has locked; None if there is none."""
+    """A recorded owner, and its open file, which this process has locked; None if there is none."""
 
     owner: Owner
     file: FileIO | None = None
@@ -204,7 +204,7 @@ def _check_made_here(staging: StagingDirectory) -> None:
     if is_open_to_others(staging.fd):
         raise PermissionError(
             "others may write into it, so its content is not trusted; if no merge is running, move "
-            "the files that belong to the target from its output/ and aside/, and remove it"
+            "its files in output/ and aside/ that belong to the target there, and remove it"
         )
     nonce, code, mtime = _codes(staging)
     if not is_sealed(code, "name", nonce, mtime, os.fstat(staging.parent).st_ino):

@@ -227,8 +227,8 @@ class Staging:
             quiet.enter_context(uninterrupted())
             configs = [self.directory / "config.json", self.directory / ADAPTER_CONFIG_NAME]
             has_config = any(path.exists() for path in configs)
-            notes = self._take_place(replaced)
             is_alone = self._mode is not Mode.IN_PLACE and not has_config
+            notes = self._take_place(replaced)
             if is_alone and (self._target / "config.json").exists():
                 notes.append(
                     f"{self._target} keeps its config.json, which this merge did not write: the "

@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from unshard.console import listed
 from unshard.containers.safetensors_file import HeaderEntry, read_safetensors
 from unshard.errors import CheckpointError, OutputError
 from unshard.read.hub_files import INDEX_NAMES, RECORD_NAME
-from unshard.showing import listed
 from unshard.write.companions import ADAPTER_CONFIG_NAME, is_state_file
 from unshard.write.dirfd import closing, status_of
 from unshard.write.record import is_loaded, is_weight_file, read_record

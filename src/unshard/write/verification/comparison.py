@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from unshard.showing import counted
+from unshard.console import counted
 
 
 @dataclass(frozen=True, slots=True)

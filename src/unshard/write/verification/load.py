@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from unshard.convert.outputs import Converted
+from unshard.convert.outputs import ConvertedTensor
 from unshard.convert.recipes import shape_of
 from unshard.errors import ConversionError, OutputError, UsageError, how_to_install
 from unshard.read.model_config import ModelConfig
@@ -41,7 +41,7 @@ class LoadingInfo(TypedDict):
     mismatched_keys: Iterable[tuple[str, Shape, Shape]]
 
 
-def forms_of(tensors: Iterable[Converted]) -> dict[str, tuple[DType, Shape]]:
+def forms_of(tensors: Iterable[ConvertedTensor]) -> dict[str, tuple[DType, Shape]]:
     """Return dtype and shape of every tensor, by name."""
     return {tensor.name: (tensor.dtype, shape_of(tensor.recipe)) for tensor in tensors}
 
@@ -86,7 +86,7 @@ def _config_on_disk(directory: Path) -> Iterator[Path]:
 
 
 def check_class(
-    model_class: object, config: ModelConfig | None, tensors: Iterable[Converted]
+    model_class: object, config: ModelConfig | None, tensors: Iterable[ConvertedTensor]
 ) -> None:
     """Compare every name and shape of an output with the user's model class.
 

@@ -41,13 +41,13 @@ from unshard.evaluate.server.endings import (
 )
 from unshard.evaluate.server.evaluators.work import EvalInput, Profile, Scores, WarmEngine
 from unshard.evaluate.server.gpus import Gpus, describe_slots, gpus_of
+from unshard.evaluate.server.joblog import log_event
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.processes.gpu_users import read_use
 from unshard.evaluate.server.processes.launching import evaluator_environment, start_supervisor
 from unshard.evaluate.server.processes.supervise import Exit, Order, has_begun, read_exit
 from unshard.evaluate.server.processes.table import is_alive, kill_group
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import tell
 from unshard.evaluate.server.warm.engines import Engines, engine_key
 from unshard.evaluate.server.warm.worker import REPLACE
 from unshard.stores.remote_path import is_url
@@ -128,7 +128,7 @@ class AttemptRunner:
             job, attempt.profile, directory=directory, is_given_up=self._is_given_up(job)
         )
         if model == self.merger.merged(job.id):
-            tell(job, "merged")
+            log_event(job, "merged")
         return self._fail_if_rewritten(attempt) or self._evaluate(attempt, attempt.make_work(model))
 
     def _is_given_up(self, job: Job) -> Callable[[], bool]:
@@ -218,7 +218,7 @@ class AttemptRunner:
             raise
         child.give(order)
         started = f"started: attempt {job.attempts}{suffix}, {job.request.profile}"
-        tell(job, f"{started} on {describe_slots(attempt.gpus)}")
+        log_event(job, f"{started} on {describe_slots(attempt.gpus)}")
         outcome: Outcome | None = None
         try:
             outcome = self._conclude(attempt, work, child.process)

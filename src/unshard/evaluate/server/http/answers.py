@@ -17,8 +17,8 @@ from unshard.errors import UnshardError
 from unshard.evaluate.jobs import Job
 from unshard.evaluate.server.admission import MOST_TASKS
 from unshard.evaluate.server.http.users import User
+from unshard.evaluate.server.joblog import log_event
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.server.telling import tell
 from unshard.fronts import Command
 
 _PAGE_BYTES = 1 << 20
@@ -56,7 +56,7 @@ def check_may_change(job: Job, user: User, change: str) -> None:
         owner = f"belongs to {job.request.user}" if job.request.user else "has no known owner"
         raise HTTPException(403, f"job {job.id} {owner}: only operators change others' jobs")
     if user.name:
-        tell(job, f"{change} by {user.name}")
+        log_event(job, f"{change} by {user.name}")
 
 
 def find_job(service: Service, job_id: str) -> Job:

@@ -27,8 +27,8 @@ from unshard.evaluate.server.http.answers import (
     answer,
     check_may_change,
 )
+from unshard.evaluate.server.joblog import log_refusal
 from unshard.evaluate.server.service import Service
-from unshard.evaluate.server.telling import tell_refusal
 from unshard.evaluate.values import Scalar, in_our_words
 
 _CHECKPOINT_KEYS = ("pretrained", "model", "model_path", "checkpoint", "ckpt_path")
@@ -173,7 +173,7 @@ def evaluate(service: Served, user: Asking, body: EvaluateRequest) -> Submitted:
     try:
         request = replace(_as_request(body), user=user.name)
     except UsageError as error:
-        tell_refusal(Request("", body.model, tuple(body.tasks)), str(error))
+        log_refusal(Request("", body.model, tuple(body.tasks)), str(error))
         raise HTTPException(400, str(error)) from error
     try:
         job, is_new = service.submit(request, None)

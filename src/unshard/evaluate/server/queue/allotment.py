@@ -47,7 +47,7 @@ def find_work(
 class Allotment:
     """Chooses the next job, and gives it its slots.
 
-    Only `why_not`, `find`, `forget` and `hold` may be called from several threads.
+    `why_not`, `why_gpus_wait`, `find`, `forget` and `hold` may be called from several threads.
 
     Attributes:
         pass_at_most: how many jobs may pass a job that waits for GPUs.
@@ -76,7 +76,7 @@ class Allotment:
         return self._choose(now, taken)[0] if taken else choice
 
     def _choose(self, now: float, taken: frozenset[str]) -> tuple[NextJob | None, bool]:
-        """Return the job that begins next, and whether jobs wait for GPUs besides `taken`."""
+        """Return the job that begins next, and whether any job is for GPUs; others use `taken`."""
         others, wait_for_gpus = self._users.count if taken else 0, False
         needs = cache(partial(self._needs, others=others))  # most jobs of a long queue are alike
         skipped, clock = 0, time.monotonic()
@@ -140,7 +140,7 @@ class Allotment:
         return None
 
     def why_gpus_wait(self, request: Request) -> str | None:
-        """Return which GPUs that a job could have others use; None if they use none."""
+        """Describe the GPUs that others use, if a job waits for them; None if it does not."""
         profile, count = self.find(request)
         return None if profile.launch else self._users.describe(self.slots.free(), count)
 

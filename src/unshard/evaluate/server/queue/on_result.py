@@ -19,11 +19,11 @@ from typing import IO
 from unshard.evaluate.jobs import Job, JobEvent, Status
 from unshard.evaluate.logs import one_line
 from unshard.evaluate.server.config.keys import OnResult
+from unshard.evaluate.server.joblog import short_id
 from unshard.evaluate.server.processes.launching import evaluator_environment
 from unshard.evaluate.server.processes.table import identify, kill_group
 from unshard.evaluate.server.store.overview import last_event
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import short_id
 
 _POLL_S = 0.25
 _MARGIN_S = 5.0  # to end a command that takes too long

@@ -29,10 +29,10 @@ from unshard.evaluate.server.endings import (
 )
 from unshard.evaluate.server.evaluators.profiles import profile_named
 from unshard.evaluate.server.evaluators.work import Profile, Scores
+from unshard.evaluate.server.joblog import log_event, log_outcome
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.store.statements import LONGEST_WAIT_S
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import tell, tell_outcome
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Outcomes:
                 self._persist(partial(self.store.fail, job_id, repr(error), None))
         now = self._job(job_id)
         if now is not None:
-            tell_outcome(attempt.job, outcome, now)
+            log_outcome(attempt.job, outcome, now)
 
     def _job(self, job_id: str) -> Job | None:
         """Return a job for the log; None if the database does not answer."""
@@ -97,12 +97,12 @@ class Outcomes:
         else:
             self._persist(lambda: self.store.requeue(job_id, why))
         self._persist(lambda: self.release_pin(job_id))
-        self.tell(job_id, f"queued again: {why}")
+        self.log_event(job_id, f"queued again: {why}")
 
-    def tell(self, job_id: str, event: str) -> None:
+    def log_event(self, job_id: str, event: str) -> None:
         """Log a change of a job."""
         if (job := self._job(job_id)) is not None:
-            tell(job, event)
+            log_event(job, event)
 
     def release_pin(self, job_id: str) -> None:
         """Release a job's pin, if the job has ended."""

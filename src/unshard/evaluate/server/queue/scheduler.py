@@ -19,6 +19,7 @@ from unshard.evaluate.server.evaluators.installed import UnknownTasks
 from unshard.evaluate.server.evaluators.profiles import base_of, profile_named
 from unshard.evaluate.server.evaluators.work import Profile, Scores
 from unshard.evaluate.server.gpus import Slots, describe_slots
+from unshard.evaluate.server.joblog import log_event, short_id
 from unshard.evaluate.server.pinning import Pins
 from unshard.evaluate.server.queue.allotment import Allotment
 from unshard.evaluate.server.queue.choosing import NextJob
@@ -26,7 +27,6 @@ from unshard.evaluate.server.queue.job_files import JOBS, Retention
 from unshard.evaluate.server.queue.outcomes import Outcomes
 from unshard.evaluate.server.queue.work_lock import lock
 from unshard.evaluate.server.store.store import Store
-from unshard.evaluate.server.telling import short_id, tell
 from unshard.evaluate.server.warm.engines import Engines
 from unshard.evaluate.server.warm.worker import EngineWorker
 
@@ -147,7 +147,7 @@ class Scheduler:
     def drain(self) -> None:
         """Begin no more jobs; running jobs go on, queued jobs stay in the queue.
 
-        A signal handler may call it: nothing is locked.
+        A signal handler may call it: it only sets flags, and reads no database. See `is_drained`.
         """
         self.is_draining = True
         self._wake.set()
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _finish_stopped(self, job_id: str, event: str) -> None:
         self._allotment.forget(job_id)
-        self._outcomes.tell(job_id, event)
+        self._outcomes.log_event(job_id, event)
         if job_id not in {job.id for job in self._store.running()}:
             self._outcomes.release_pin(job_id)
 
@@ -257,7 +257,7 @@ class Scheduler:
         if self._halt is not None or job is None:
             return False
         if (why := self._allotment.why_not(job.request)) is not None:
-            tell(job, f"waits: {why}")
+            log_event(job, f"waits: {why}")
             self._allotment.pass_over_unfit()
             return True
         profile, count = self._allotment.find(job.request)
@@ -318,15 +318,15 @@ class Scheduler:
         try:
             profile, _ = self._allotment.find(job.request)
         except UnshardError as error:
-            tell(job, f"not adopted: {error}")
+            log_event(job, f"not adopted: {error}")
         else:
             if has_slots:
                 directory = Path(process.directory)
                 attempt = Attempt(job, profile, process.gpus, directory)
-                tell(job, f"adopted: attempt {job.attempts} on {describe_slots(process.gpus)}")
+                log_event(job, f"adopted: attempt {job.attempts} on {describe_slots(process.gpus)}")
                 self._spawn(lambda: self._perform(attempt, process), f"job {job.id}")
                 return
-            tell(job, "not adopted: its GPUs are not this server's")
+            log_event(job, "not adopted: its GPUs are not this server's")
         self._spawn(lambda: self._discard(job, process, has_slots=has_slots), f"job {job.id}")
 
     def _discard(self, job: Job, process: Process, *, has_slots: bool) -> None:

@@ -307,7 +307,7 @@ def _back_up(path: Path, version: int) -> None:
     """Copy a database next to itself, so that the update can be undone.
 
     An earlier copy of the same version is older than the database, and replaced. Another connection
-    reads the copy, because SQLite copies nothing by a connection that is writing.
+    reads the database for it, because SQLite copies nothing by a connection that is writing.
     """
     target = path.with_stem(f"{path.stem}-v{version}")
     draft = target.with_suffix(".draft")

@@ -20,8 +20,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from unshard import __version__
+from unshard.console import human_size
 from unshard.errors import printable
-from unshard.showing import human_size
 
 _HERE = Path(__file__).parent
 _ADDRESS = re.compile(r'\b(href|src|action|data-source|data-csv)="/')

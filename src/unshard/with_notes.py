@@ -5,7 +5,7 @@ from typing import Generic, NamedTuple, TypeVar
 _T = TypeVar("_T")
 
 
-class Noted(NamedTuple, Generic[_T]):
+class WithNotes(NamedTuple, Generic[_T]):
     """A value, and notes that its caller passes on to the user."""
 
     value: _T

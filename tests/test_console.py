@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from unshard import showing
+from unshard import console
+from unshard.console import human_size, listening, plain
 from unshard.fronts import PYTHON, Call, Command, Front, Text
 from unshard.progress import Advanced, Chosen, Event, Listener, Stage, Warned
-from unshard.showing import human_size, listening, plain
 
 GB = 10**9
 
@@ -181,7 +181,7 @@ def test_a_bar_leaves_no_thread_and_multiprocessing_undecided() -> None:
     code = (
         "import multiprocessing, sys, threading\n"
         "from unshard.progress import Stage\n"
-        "from unshard.showing import listening\n"
+        "from unshard.console import listening\n"
         "sys.stderr.isatty = lambda: True\n"
         "with listening(quiet=False) as listener: listener(Stage('writing', 10))\n"
         "assert 'tqdm' in sys.modules\n"
@@ -200,15 +200,15 @@ def test_ipython_on_a_terminal_is_not_a_notebook(
     monkeypatch: pytest.MonkeyPatch, shell: object
 ) -> None:
     use_ipython(monkeypatch, shell)
-    assert not showing.is_notebook()
+    assert not console.is_notebook()
 
 
 def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    assert showing.is_terminal()
+    assert console.is_terminal()
     monkeypatch.setenv("TERM", "dumb")
-    assert not showing.is_terminal()
+    assert not console.is_terminal()
 
 
 class Full(io.StringIO):

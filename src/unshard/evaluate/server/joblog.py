@@ -28,7 +28,7 @@ def short_id(job_id: str) -> str:
     return job_id[:_SHORT]
 
 
-def tell(job: Job, event: str, *, outcome: str | None = None) -> None:
+def log_event(job: Job, event: str, *, outcome: str | None = None) -> None:
     """Log a change of a job; `outcome` is that of its attempt."""
     about = _about(job.request) | {"job": job.id, "attempt": job.attempts}
     if outcome is not None:
@@ -43,14 +43,14 @@ def _about(request: Request) -> dict[str, str | int | None]:
     return {name: getattr(request, name) for name in names}
 
 
-def tell_refusal(request: Request, why: str) -> None:
+def log_refusal(request: Request, why: str) -> None:
     """Log that a submission, which has no job, was refused."""
     tasks = one_line(f"{request.profile}: {','.join(request.tasks)}")
     extra = {"about": _about(request)}
     _log.info("refused %s (%s): %s", _where(request), tasks, one_line(why), extra=extra)
 
 
-def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
+def log_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     """Log how an attempt of a job ended; `now` is the job afterwards."""
     is_done, number = isinstance(outcome, Scores), f"attempt {job.attempts}"
     how = "completed" if is_done else type(outcome).__name__.lower()
@@ -58,18 +58,18 @@ def tell_outcome(job: Job, outcome: Outcome, now: Job) -> None:
         case Status.COMPLETED, Scores(metrics):
             shown = [f"{name} = {value:.6g}" for name, value in islice(metrics.items(), _NUMBERS)]
             more = [f"{len(metrics) - _NUMBERS} more"] if len(metrics) > _NUMBERS else []
-            tell(job, f"evaluated: {', '.join([*shown, *more])}", outcome=how)
+            log_event(job, f"evaluated: {', '.join([*shown, *more])}", outcome=how)
         case Status.QUEUED, Failed(why):
-            tell(job, f"retried: {number} failed: {why}", outcome=how)
+            log_event(job, f"retried: {number} failed: {why}", outcome=how)
         case Status.QUEUED, Postponed(why) | OutOfMemory(why):
-            tell(job, f"postponed: {number}: {why}", outcome=how)
+            log_event(job, f"postponed: {number}: {why}", outcome=how)
         case Status.QUEUED, Lost(why) | Absent(why):
-            tell(job, f"queued again: {number}: {why}", outcome=how)
+            log_event(job, f"queued again: {number}: {why}", outcome=how)
         case ((Status.FAILED | Status.EXPIRED), _):
             why = now.error or "no reason is recorded"
-            tell(job, f"{now.status}: {number}: {why}", outcome=how)
+            log_event(job, f"{now.status}: {number}: {why}", outcome=how)
         case ((Status.CANCELLED | Status.SUPERSEDED), _):
-            tell(job, f"{now.status}: the processes of {number} have ended", outcome=how)
+            log_event(job, f"{now.status}: the processes of {number} have ended", outcome=how)
 
 
 def _where(request: Request) -> str:

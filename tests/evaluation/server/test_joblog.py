@@ -16,10 +16,10 @@ from unshard.evaluate.jobs import Job, Status
 from unshard.evaluate.logs import LOG_MARK, one_line
 from unshard.evaluate.server.endings import Cause, Expired, Failed, Lost, Outcome, Postponed
 from unshard.evaluate.server.evaluators.work import Scores
-from unshard.evaluate.server.telling import tell_outcome
+from unshard.evaluate.server.joblog import log_outcome
 from waiting import wait_until
 
-NAME = "unshard.evaluate.server.telling"
+NAME = "unshard.evaluate.server.joblog"
 
 
 def said(caplog: pytest.LogCaptureFixture, job: Job) -> list[str]:
@@ -69,7 +69,7 @@ def test_how_an_attempt_ended(
 ) -> None:
     caplog.set_level(logging.INFO, NAME)
     job = Job("ab" * 8, request(Path("/model")), Status.RUNNING, 0.0, attempts=2)
-    tell_outcome(job, outcome, replace(job, status=status, error="the error"))
+    log_outcome(job, outcome, replace(job, status=status, error="the error"))
     assert said(caplog, job) == [line]
     about = vars(caplog.records[-1])["about"]  # the fields of a log of JSON
     kind = type(outcome)
