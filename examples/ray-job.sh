@@ -1,6 +1,6 @@
 #!/bin/sh
-# ray-job.sh ID GPUS COMMAND...: a job of Ray that also ends when this script is asked to end.
-# `ray job submit` alone leaves it to the cluster. In server.yaml:
+# ray-job.sh ID GPUS COMMAND...: run a Ray job, and stop it when this script is stopped.
+# `ray job submit` alone leaves the job running on the cluster. In server.yaml:
 #   launch: [./ray-job.sh, "{job}-{attempt}", "{gpus}"]
 id=$1 gpus=$2
 shift 2

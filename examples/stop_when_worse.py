@@ -2,10 +2,10 @@
 
     on_result: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3", scancel, "--name={run}"]
 
-The command ends the training, as you would by hand; {run} is replaced by the run's name. It is run
-again for each later result that is not better. With "-" before the metric, lower values are better.
-Each profile and each set of weights (model, EMA) is judged by itself. What the rule has seen of a
-run is in the run's `_unshard/`.
+The command ends the training; {run} is replaced by the run's name. The rule runs it again for each
+later result that is not better. With "-" before the metric, lower values are better. The rule treats
+each profile and each set of weights (model, EMA) separately, and keeps the results of a run in the
+run's `_unshard/`.
 """
 
 import json
@@ -29,7 +29,7 @@ result = json.load(sys.stdin)
 if result["status"] != "completed" or result["step"] is None or metric not in result["metrics"]:
     sys.exit(0)
 
-# A checkpoint is in its run's directory, or deeper. That of the base model (step 0) is elsewhere.
+# A checkpoint is inside its run's directory, except the base model (step 0).
 states = [parent / "_unshard" for parent in Path(result["checkpoint"]).parents[:3]]
 state = next((one for one in states if one.is_dir() and not one.is_symlink()), None)
 if state is None:
@@ -39,7 +39,7 @@ series = f"{result['profile']}-{result['weights']}-{metric}"
 name = "".join(letter if letter.isalnum() else "-" for letter in series)
 seen_file = state / f"stop-rule-{name}.json"
 seen = json.loads(seen_file.read_text()) if seen_file.exists() else {}
-seen[str(result["step"])] = result["metrics"][metric]  # twice for one step changes nothing
+seen[str(result["step"])] = result["metrics"][metric]  # a repeated result changes nothing
 put(seen_file, json.dumps(seen))
 
 steps = sorted(seen, key=int)  # results may come in any order
