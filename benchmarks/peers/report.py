@@ -26,7 +26,7 @@ _HEAD = """\
 |---|---|--:|--:|--:|--:|--:|---|---|
 """
 _INTRODUCTION = """\
-# Beside other tools
+# Compared with other tools
 
 ![Time and peak memory of every tool, on the same checkpoints](peers.svg)
 
