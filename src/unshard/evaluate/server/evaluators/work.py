@@ -183,8 +183,8 @@ class Profile(BaseModel):
     gpus: Annotated[int, whole(0)] = 0
     """The GPUs of a job whose submission does not set `num_gpus`."""
     launch: Annotated[Texts, expects(LAUNCH_EXPECTED, _is_launch), AfterValidator(started)] = ()
-    """Arguments that are put before its command, by which a cluster schedules it; none: the server
-    runs it on its own machine and GPUs."""
+    """Arguments before its command, with which a cluster schedules it; none: the server runs it on
+    its own machine and GPUs."""
     slots: Annotated[int, whole(1)] = 1
     """With `launch`: how many of the profile's jobs run at once."""
     order: Annotated[Literal["oldest", "newest"], expects("oldest, newest")] = "oldest"

@@ -47,7 +47,8 @@ class Problem(BaseModel):
 class Health(BaseModel):
     """The state of the server (lmms-eval's protocol).
 
-    `problems` (ours): why it accepts no jobs; `draining` (ours): whether it starts no more jobs.
+    `problems` (unshard only): why it accepts no jobs; `draining` (unshard only): whether it starts
+    no more jobs.
     """
 
     status: str

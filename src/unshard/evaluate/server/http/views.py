@@ -114,13 +114,13 @@ class JobView(BaseModel):
 
     `superseded_by` is the job for the files that its trainer has saved in the same place since;
     a superseded job without it was skipped, because newer steps wait (`max_lag`).
-    `waits_for`: besides its turn, what a queued job lacks: a part of the server's configuration,
-    or GPUs that other processes use.
+    `waits_for`: the requirement that a queued job lacks, other than its turn: a part of the
+    server's configuration, or GPUs that other processes use.
     `pinned`: whether hard links keep the checkpoint, which may otherwise be removed while it waits.
     `run` is as submitted; `run_label` is unique among the runs of this name, and `run_id` does not
     change when the run's directory is moved.
     `arguments` are the submission's, `measured_with` has the resulting settings.
-    `hidden`: why its results are left out of curves and tables; `was_hidden`: the former reason.
+    `hidden`: why its results are left out of curves and tables; `was_hidden`: the reason before.
     `user`: the name of the submission's token; empty: without a name, or without a token.
     """
 
