@@ -2,10 +2,10 @@
 
     on_result: [python3, /path/stop_when_worse.py, hellaswag/acc_norm, "3", scancel, "--name={run}"]
 
-The command ends the training; {run} is replaced by the run's name. The rule runs it again for each
-later result that is not better. With "-" before the metric, lower values are better. The rule treats
-each profile and each set of weights (model, EMA) separately, and keeps the results of a run in the
-run's `_unshard/`.
+The command ends the training; {run} is replaced by the run's name. The rule repeats it for each
+later result that is not better. With "-" before the metric, lower values are better. The rule
+treats each profile and each set of weights (model, EMA) separately, and keeps the results of a run
+in the run's `_unshard/`.
 """
 
 import json

@@ -32,9 +32,9 @@ PHRASES = {
     ),
 }
 LIMITS = {
-    "docstrings": [7, 46, 0, 1, 33, 3],
-    "strings": [0, 24, 0, 3, 23, 1],
-    "documents": [8, 29, 0, 2, 17, 3],
+    "docstrings": [6, 45, 0, 1, 33, 3],
+    "strings": [0, 23, 0, 3, 22, 1],
+    "documents": [5, 15, 0, 1, 17, 0],
 }
 """The most occurrences of each phrase, in the order of `PHRASES`."""
 
@@ -42,7 +42,7 @@ VAGUE = frozenset(
     "one ones found made given known kept left told shown taken what place places stated noted done"
     " asked wanted meant".split()
 )
-VAGUE_LIMIT, SHARED_CLASSES_LIMIT = 530, 5
+VAGUE_LIMIT, SHARED_CLASSES_LIMIT = 526, 5
 SLACK = 10
 """A limit this far above its count has to be lowered, so that what was gained stays."""
 

@@ -197,7 +197,7 @@ GROUPS: Mapping[str, Mapping[str, OptionRow]] = {
         ),
         "role": OptionRow(
             "Model of a step. actor (or policy), critic, or a folder (ref, reward). With all, "
-            "merge writes each into OUTPUT/ROLE (OUTPUT/model without a role), or with --all-steps "
+            "merge writes each into OUTPUT/ROLE (OUTPUT/model without a role), or with all steps "
             "into OUTPUT/STEP-ROLE.  [default: first of actor, policy, model, trainer]",
             "NAME",
         ),
