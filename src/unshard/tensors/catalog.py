@@ -166,7 +166,7 @@ class Catalog:
         skipped: values that are not model weights.
         training_state: files of optimizer, scheduler, random state.
         archives: the torch.save zips that hold the tensors, whose records may carry checksums.
-        missing: files of ranks that do not exist; replicas may make up for them.
+        missing: expected files of ranks that do not exist; replicas may make up for them.
         missing_ranks: the ranks that would have written them.
         notes: messages for the user about how the checkpoint was read.
         roots: the directories of the weight files.

@@ -1,6 +1,6 @@
 """The position of a rank's local tensor in the global one: device meshes and DTensor placements.
 
-The rules were measured against torch, because its documentation is incomplete:
+The rules were measured against torch, not only taken from its documentation:
 
 * a dimension is cut as `torch.chunk` cuts it: pieces of ceil(n / k), the last ones short or empty;
 * several mesh dimensions that cut one tensor dimension are applied in the *shard order*: left to

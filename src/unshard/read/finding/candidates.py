@@ -226,7 +226,7 @@ def location_of(tree: Tree, folder: Path, place: Path, form: Format) -> Location
 
 
 def sets_within(tree: Tree, step_dir: Path) -> list[Location]:
-    """Return all sets of weights at any depth of a step directory; of each role, sharded first."""
+    """Return all sets of weights in a step, at any depth; of a role with shards, only these."""
     below = search(tree, step_dir)
     sets = [location_of(tree, folder, step_dir, form) for folder, form in below.sets]
     for steps in below.runs.values():

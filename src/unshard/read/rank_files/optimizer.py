@@ -152,7 +152,7 @@ def trained_parameters(
 
 
 class _OptimizerFile(NamedTuple):
-    """The file of one rank: `state` has its values without tensors, `scalars` those by name."""
+    """A rank's file: `state` has no tensors, and `scalars` the numbers in tensors of no shape."""
 
     path: Path
     rank: int

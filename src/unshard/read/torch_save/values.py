@@ -234,7 +234,6 @@ def _storage(storage: Persistent, view_dtype: DType | None) -> tuple[DType, str,
     dtype = _DTYPES[name]
     if view_dtype not in (None, dtype):
         raise TensorFormError(f"a storage of {dtype} for a tensor of {view_dtype}")
-
     return dtype, key, count
 
 

@@ -141,7 +141,7 @@ class _Decoder:
         return self._dict(dict(value.items), at, depth)
 
     def _configured(self, value: Record, at: str, depth: int) -> Plain:
-        """Return a value of OmegaConf, with a note if it was in a container."""
+        """Return a value of OmegaConf; for a container, note that its class is left out."""
         state = value.state if isinstance(value.state, dict) else {}
         content = state.get("_content", state.get("_val"))
         if isinstance(content, str) and ("${" in content or content == "???"):

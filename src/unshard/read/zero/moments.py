@@ -131,7 +131,6 @@ def _saved_groups(file: TorchFile, saved: Value) -> WithNotes[list[Group]]:
 
 def _compare_groups(first: _RankOptimizer, other: _RankOptimizer) -> None:
     """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
-    """Raise if a rank has other groups or hyper-parameters than the first; steps are compared."""
     pairs = zip(first.groups, other.groups, strict=False)
     for number, ((_, ours), (_, theirs)) in enumerate(pairs):
         for key in dict.fromkeys([*ours, *theirs]):
@@ -172,7 +171,7 @@ def _with_moment(rank: _RankOptimizer, kind: str, numbers: Sequence[int]) -> Opt
     if missing:
         raise CorruptError(
             f"{rank.state.path}: {kind} of flat tensor {missing[0]} is missing",
-            expected="it, as other ranks or groups with the same settings have it",
+            expected="a tensor, as on other ranks or in groups with the same settings",
             hint="take another checkpoint",
         )
     paddings = [group for at, group in enumerate(rank.state.paddings or ()) if at in numbers]

@@ -5,6 +5,7 @@ has their names, shapes and order, and also the buffers, the parameters that are
 to stage 2, all weights in the dtype of training (`--weights module`). Stage 0 has only these. The
 result equals that of `zero_to_fp32.py`, and also has what the script loses: parameters that are not
 trained at stage 1, and the dtypes of integer buffers.
+
 Sources: see `states`.
 """
 

@@ -58,7 +58,7 @@ class ModelState(NamedTuple):
         module: the model's state dict; of stage 3 its parameters have no elements.
         buffers: the names in it that are buffers.
         groups: the shapes of trained parameters, by group of the optimizer, in flat order.
-        frozen: the shapes of parameters that are not trained; None if the file has none of them.
+        frozen: the shapes of parameters that are not trained; None if they are not recorded.
         fragments: the rank's parts of those.
         shared: names of tied parameters: alias -> name.
         world_size: data parallel; None if missing.
