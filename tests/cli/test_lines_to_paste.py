@@ -372,7 +372,7 @@ NOT_PASTED = {
     "pass it with ⟦+--config FILE|DIR⟧ or ⟦--base MODEL⟧": ENGINE,
     "⟦+--allow-missing⟧ lets transformers": "of a function of Python: tests/api/test_pretrained",
     "⟦+--allow-unexpected⟧ leaves out": "of a function of Python: tests/api/test_pretrained",
-    "With --push-to-hub: write no output here": "a text of --help",
+    "With --push-to-hub: write no local output": "a text of --help",
     "unshard eval results lists all results": SERVER,
     "to cancel a job: unshard eval cancel": SERVER,
     "is the server running (`unshard eval serve`)?": SERVER,
