@@ -132,13 +132,13 @@ def _print_merge(report: "Report") -> None:
     rate = ""
     if report.bytes_written >= _RATED:
         rate = f" ({human_size(report.bytes_written / max(report.seconds, 1e-3))}/s)"
-    done = "wrote" if report.output else "uploaded"
+    verb = "wrote" if report.output else "uploaded"
     if len(report.sources) > 1:
         print(f"averaged {len(report.sources)} checkpoints: {', '.join(report.sources)}")
     tensors, ranks = counted(report.tensors, "tensor"), counted(report.world_size, "rank")
     print(f"merged {tensors} of {ranks}: {_list_dtypes(report)}")
     print(
-        f"{done} {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
+        f"{verb} {human_size(report.bytes_written)} in {counted(len(report.files), 'file')}, "
         f"{report.seconds:.2f} s{rate}, peak memory {human_size(report.peak_memory_bytes)}"
     )
     if report.bytes_copied:

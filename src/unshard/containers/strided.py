@@ -39,21 +39,22 @@ def read_exactly(file: Opened, start: int, out: memoryview) -> None:
     Raises:
         CorruptError: the file cannot be read, or ends early, because it changed meanwhile.
     """
-    done = 0
-    while done < len(out):
+    filled = 0
+    while filled < len(out):
         try:
             if isinstance(file, RemoteFile):
-                count = file.read_into(start + done, out[done:])
+                count = file.read_into(start + filled, out[filled:])
             else:
-                count = os.preadv(file, [out[done:]], start + done)
+                count = os.preadv(file, [out[filled:]], start + filled)
         except OSError as error:  # a plain OSError would look like a failure to write the output
             raise CorruptError(f"{name_of(file)}: cannot be read: {error.strerror}") from error
         if count == 0:
             raise CorruptError(
-                f"{name_of(file)}: ends at byte {start + done}, {len(out) - done} bytes too early",
+                f"{name_of(file)}: ends at byte {start + filled}, "
+                f"{len(out) - filled} bytes too early",
                 hint="was the checkpoint removed or rewritten while it was being read?",
             )
-        done += count
+        filled += count
 
 
 def crc_of(file: Opened, offset: int, size: int, *, block: int) -> int:

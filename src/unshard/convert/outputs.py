@@ -132,12 +132,13 @@ def select_names(names: Iterable[str], include: str | None, exclude: str | None)
     Raises:
         UsageError: an expression is not valid.
     """
-    wanted = None if include is None else _compiled("include", include)
+    included = None if include is None else _compiled("include", include)
     unwanted = None if exclude is None else _compiled("exclude", exclude)
     return [
         name
         for name in names
-        if not (wanted and wanted.search(name) is None) and not (unwanted and unwanted.search(name))
+        if not (included and included.search(name) is None)
+        and not (unwanted and unwanted.search(name))
     ]
 
 

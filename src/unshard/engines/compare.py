@@ -86,8 +86,10 @@ def compare(
         UsageError: a tile needs more memory.
         CorruptError: a file is gone, has changed, or ends early.
     """
-    wanted = {tensor.name: tensor for tensor in theirs}
-    both = {tensor.name: (tensor, wanted[tensor.name]) for tensor in ours if tensor.name in wanted}
+    by_name = {tensor.name: tensor for tensor in theirs}
+    both = {
+        tensor.name: (tensor, by_name[tensor.name]) for tensor in ours if tensor.name in by_name
+    }
     same_shape = {
         name: (mine, other)
         for name, (mine, other) in both.items()
@@ -100,8 +102,8 @@ def compare(
         tolerances.atol,
         tolerances.rtol,
         tuple(_compared(*pair, measured.get(name)) for name, pair in both.items()),
-        missing=tuple(name for name in wanted if name not in names),
-        unexpected=tuple(tensor.name for tensor in ours if tensor.name not in wanted),
+        missing=tuple(name for name in by_name if name not in names),
+        unexpected=tuple(tensor.name for tensor in ours if tensor.name not in by_name),
     )
 
 

@@ -42,19 +42,19 @@ def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
     Raises:
         UsageError: it is not `http(s)://[USER:PASSWORD@]HOST:PORT`; a password is not shown.
     """
-    shown = repr(without_password(url))[:100]
+    text = repr(without_password(url))[:100]
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         is_server = False
     if not is_server or not url.isprintable():
-        raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=shown)
+        raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=text)
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # perhaps the rest of a password
         raise UsageError(
             f"{what}: an @ after the host and port",
             expected="http://HOST:PORT or http://USER:PASSWORD@HOST:PORT",
-            found=shown,
+            found=text,
             hint="in a password write / as %2F, ? as %3F, # as %23 and @ as %40",
         )
     login, _, host = parts.netloc.rpartition("@")

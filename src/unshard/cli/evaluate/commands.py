@@ -309,8 +309,8 @@ def results(
         def read() -> list[str]:
             rows, numbers = client.results(run=run, hidden=hidden), None
             if best:
-                shown = [one for one in as_results(rows) if one.hidden is None]
-                numbers = best_numbers(shown, best, higher_is_better=higher_is_better)
+                visible = [one for one in as_results(rows) if one.hidden is None]
+                numbers = best_numbers(visible, best, higher_is_better=higher_is_better)
             return result_lines(rows, run=run, as_csv=as_csv, as_json=as_json, best=numbers)
 
         show_lines(read, interval if watch else None)

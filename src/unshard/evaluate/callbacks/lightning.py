@@ -150,9 +150,9 @@ class _Saves:
                 self._unfinished.append((Path(new[0] if new else path), step))
         # The newest is checked first. Older saves can only have become complete since, so none is
         # submitted after a newer save.
-        done = [save for save in reversed(self._unfinished) if _is_whole(save[0])]
-        self._unfinished = [save for save in self._unfinished if save not in done]
-        return done[::-1]
+        complete = [save for save in reversed(self._unfinished) if _is_whole(save[0])]
+        self._unfinished = [save for save in self._unfinished if save not in complete]
+        return complete[::-1]
 
 
 def _last_save(saver: ModelCheckpoint) -> tuple[int, str]:

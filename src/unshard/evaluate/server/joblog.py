@@ -56,9 +56,9 @@ def log_outcome(job: Job, outcome: Outcome, now: Job) -> None:
     how = "completed" if is_done else type(outcome).__name__.lower()
     match now.status, outcome:
         case Status.COMPLETED, Scores(metrics):
-            shown = [f"{name} = {value:.6g}" for name, value in islice(metrics.items(), _NUMBERS)]
+            values = [f"{name} = {value:.6g}" for name, value in islice(metrics.items(), _NUMBERS)]
             more = [f"{len(metrics) - _NUMBERS} more"] if len(metrics) > _NUMBERS else []
-            log_event(job, f"evaluated: {', '.join([*shown, *more])}", outcome=how)
+            log_event(job, f"evaluated: {', '.join([*values, *more])}", outcome=how)
         case Status.QUEUED, Failed(why):
             log_event(job, f"retried: {number} failed: {why}", outcome=how)
         case Status.QUEUED, Postponed(why) | OutOfMemory(why):

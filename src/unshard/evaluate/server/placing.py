@@ -64,9 +64,9 @@ def place(request: Request) -> Placed:
         is_file = step is not None and location.place == location.file  # Lightning's, in its run
         at = location.place if is_file else location.step_dir
     run = RunFolder.around(at).path if step is not None else None if request.run else at
-    wanted = step if request.step is None else request.step
-    placed = replace(request, checkpoint=str(path), step=wanted)
-    return Placed(placed, at.parent, run, states_step=step is not None and step == wanted)
+    expected = step if request.step is None else request.step
+    placed = replace(request, checkpoint=str(path), step=expected)
+    return Placed(placed, at.parent, run, states_step=step is not None and step == expected)
 
 
 @dataclass(eq=False)

@@ -240,7 +240,7 @@ def serve(options: ServeOptions) -> None:
 def _log_start(config: ServerConfig, listening: socket.socket) -> None:
     """Log the address, the configuration, and missing evaluators."""
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    address = f"[{host}]" if ":" in host else host
     _log.info("roots %s, profiles %s", list(map(str, config.roots)), list(config.profiles))
     gpus = f"GPUs {', '.join(config.gpus) or 'none'}"
     _log.info("work directory %s, %s", config.work_directory, gpus)
@@ -250,7 +250,7 @@ def _log_start(config: ServerConfig, listening: socket.socket) -> None:
     # In a thread, so that a slow disk does not delay the server.
     arguments = (config.profiles, config.work_directory or _WORK_DIR)
     threading.Thread(target=tell_missing, args=arguments, name="probing", daemon=True).start()
-    _log.info("listening on http://%s:%d", shown, port)
+    _log.info("listening on http://%s:%d", address, port)
 
 
 class _Server(uvicorn.Server):

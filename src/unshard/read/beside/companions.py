@@ -93,13 +93,13 @@ def find_companions(location: Location, config: Path | None) -> Companions:
     Raises:
         UsageError: the user's path is not a config.
     """
-    shown = shlex.quote(str(config))
+    quoted = shlex.quote(str(config))
     if config is not None and config.is_dir():
         if not (config / _CONFIG).is_file():
-            raise UsageError(f"⟦--config {shown}⟧: this directory has no {_CONFIG}")
+            raise UsageError(f"⟦--config {quoted}⟧: this directory has no {_CONFIG}")
         return companions_in(config)
     if config is not None and not config.is_file():
-        raise UsageError(f"⟦--config {shown}⟧: no such file or directory")
+        raise UsageError(f"⟦--config {quoted}⟧: no such file or directory")
     companions = Companions()
     for folder, is_own in _places(location):
         here = companions_in(folder) if is_own else _in_run(folder)

@@ -188,17 +188,17 @@ def _find_state_dict(path: Path, value: Value) -> _StateDict:
     candidates = [name for name in top if _has_tensors(_under(top, (name,)))]
     if len(candidates) == 1:
         return _nested(top, (candidates[0],))
-    known = ", ".join(".".join(names) for names in _PATHS)
+    paths = ", ".join(".".join(names) for names in _PATHS)
     if candidates:
         raise NotMergeableError(
             f"{path}: several of its values have tensors, and none has a known name",
-            expected=known,
+            expected=paths,
             found=", ".join(sorted(candidates)[:12]),
             hint="save the state dict that you want in a separate file",
         )
     raise NotMergeableError(
         f"{path}: has no tensors by name",
-        expected=f"a state dict, or one under {known}",
+        expected=f"a state dict, or one under {paths}",
         found=", ".join(list(top)[:12]) or "an empty dict",
     )
 

@@ -191,8 +191,8 @@ class AttemptRunner:
         )
         if not files:
             return None
-        shown = ", ".join(files[:SHOWN_LINES])
-        why = f"the checkpoint was rewritten or replaced while it was waiting: {shown}"
+        names = ", ".join(files[:SHOWN_LINES])
+        why = f"the checkpoint was rewritten or replaced while it was waiting: {names}"
         return Failed(why, may_retry=False)
 
     def _evaluate(self, attempt: Attempt, work: EvalInput) -> Outcome:
@@ -267,22 +267,22 @@ class AttemptRunner:
 
     def _judge_ended(self, attempt: Attempt, work: EvalInput) -> Outcome:
         """Judge an attempt whose processes have ended by its files."""
-        done = read_exit(attempt.directory)
-        if done is None and not has_begun(attempt.directory):
+        exit_record = read_exit(attempt.directory)
+        if exit_record is None and not has_begun(attempt.directory):
             return Postponed("the supervisor exited before it was given a command")
-        if done is None:
+        if exit_record is None:
             why = add_log("the evaluator and its supervisor were killed", attempt.directory)
             return Postponed(why, Cause.KILLED)
-        if attempt.profile.engine and done.returncode == REPLACE:
+        if attempt.profile.engine and exit_record.returncode == REPLACE:
             return Lost(add_log("the engine did not take the checkpoint", attempt.directory))
-        outcome = self._judge_once(work, done)
-        is_elsewhere = gpus_of(attempt.gpus) is None and done.returncode == 0
+        outcome = self._judge_once(work, exit_record)
+        is_elsewhere = gpus_of(attempt.gpus) is None and exit_record.returncode == 0
         deadline = time.monotonic() + (_VISIBLE_S if is_elsewhere else 0.0)
         while not isinstance(outcome, Scores) and time.monotonic() < deadline:
             if self.halt(attempt.job.id) is not None:
                 break
             time.sleep(_LOOK_S)
-            outcome = self._judge_once(work, done)
+            outcome = self._judge_once(work, exit_record)
         if isinstance(outcome, OutOfMemory):
             # The memory that a kept engine uses is its own, not that of other users.
             gpus = None if attempt.profile.engine else gpus_of(attempt.gpus)

@@ -149,24 +149,24 @@ def versions_of(profile: Profile, directory: Path) -> str:
         raise EvaluationError(why)
     if profile.launch or not profile.modules:
         return str(_find_program(profile))
-    done = _ask(profile, directory, _VERSIONS, _IMPORT_S)
-    if isinstance(done, str):
-        raise EvaluationError(done)
-    if done.returncode:
-        raise EvaluationError(_why_ended(profile.start[0], done))
-    return f"{profile.start[0]}: {_last_line(done.stdout)}"
+    answer = _ask(profile, directory, _VERSIONS, _IMPORT_S)
+    if isinstance(answer, str):
+        raise EvaluationError(answer)
+    if answer.returncode:
+        raise EvaluationError(_why_ended(profile.start[0], answer))
+    return f"{profile.start[0]}: {_last_line(answer.stdout)}"
 
 
 def _why_no_module(profile: Profile, directory: Path) -> str | None:
-    done = _ask(profile, directory, _FIND, _TIMEOUT_S)
-    if isinstance(done, str):
-        return done
+    answer = _ask(profile, directory, _FIND, _TIMEOUT_S)
+    if isinstance(answer, str):
+        return answer
     python = profile.start[0]
-    if done.returncode == 0:
+    if answer.returncode == 0:
         return None
-    if done.returncode != _MISSING:
-        return _why_ended(python, done)
-    module = _last_line(done.stdout)
+    if answer.returncode != _MISSING:
+        return _why_ended(python, answer)
+    module = _last_line(answer.stdout)
     return (
         f"{_CANNOT}: {module} is not installed for {python}; install it ({python} -m pip install "
         f'"{_PACKAGES.get(module, module)}"), or set `interpreter` to a Python that has it'

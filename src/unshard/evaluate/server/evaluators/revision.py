@@ -137,9 +137,9 @@ def _ask(
 ) -> tuple[tuple[str, str], Path] | tuple[None, None]:
     try:
         # In the root directory, which has no modules that could be imported.
-        done = run_python([python, "-c", _PROBE, module], environment, os.sep, _PROBE_S)
-        done.check_returncode()
-        version, versions, packages = done.stdout.decode().strip().splitlines()[-3:]
+        process = run_python([python, "-c", _PROBE, module], environment, os.sep, _PROBE_S)
+        process.check_returncode()
+        version, versions, packages = process.stdout.decode().strip().splitlines()[-3:]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None, None
     return (version, versions), Path(packages)

@@ -50,8 +50,8 @@ class EvalInput:
     @property
     def gpus(self) -> int:
         """The number of GPUs of the attempt."""
-        asked = self.request.arguments.num_gpus
-        return self.profile.gpus if asked is None else asked
+        num_gpus = self.request.arguments.num_gpus
+        return self.profile.gpus if num_gpus is None else num_gpus
 
     @property
     def program(self) -> str:

@@ -169,10 +169,10 @@ def _ask(query: str, fields: int) -> list[list[str]]:
     if program is None:
         raise FileNotFoundError("nvidia-smi")
     command = [program, query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(  # noqa: S603
+    process = subprocess.run(  # noqa: S603
         command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
     )
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+    rows = [[part.strip() for part in line.split(",")] for line in process.stdout.splitlines()]
     return [row for row in rows if len(row) == fields]
 
 

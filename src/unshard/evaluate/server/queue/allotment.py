@@ -36,8 +36,8 @@ def find_work(
     raise_all(UsageError, "The request does not fit", list(list_unfitting(request, profile)))
     if profile.config is not None and not profile.config.exists():
         raise EvaluationError(f"its profile's config does not exist: {profile.config}")
-    asked = request.arguments.num_gpus
-    count = profile.gpus if asked is None else asked
+    num_gpus = request.arguments.num_gpus
+    count = profile.gpus if num_gpus is None else num_gpus
     if not profile.launch:
         slots.check(count)
     return profile, count

@@ -201,8 +201,8 @@ class Outcomes:
     ) -> None:
         """Link the best merged model of a run, among jobs with the settings of most steps."""
         name = metric.removeprefix("-")
-        shown = [each for each in completed if each.hidden is None and name in each.metrics]
-        in_order = sorted(shown, key=lambda each: each.completed_at or 0)
+        candidates = [each for each in completed if each.hidden is None and name in each.metrics]
+        in_order = sorted(candidates, key=lambda each: each.completed_at or 0)
         steps = {(each.settings_id, each.request.step): None for each in in_order}
         counts = Counter(settings for settings, _ in steps)
         usual = max(counts, key=counts.__getitem__, default=None)
@@ -253,8 +253,8 @@ def find_best(best_metric: str, completed: Iterable[Job]) -> Job | None:
     """
     name = best_metric.removeprefix("-")
     sign = -1 if best_metric.startswith("-") else 1
-    shown = [each for each in sorted(completed, key=_rank) if each.hidden is None]
-    measured = [each for each in shown if name in each.metrics]
+    visible = [each for each in sorted(completed, key=_rank) if each.hidden is None]
+    measured = [each for each in visible if name in each.metrics]
     return max(measured, key=lambda each: sign * each.metrics[name], default=None)
 
 

@@ -235,12 +235,12 @@ class Hiding:
         hidden = list[str]()
         with self.connections.transaction() as connection:
             for job_id in job_ids:
-                done = connection.execute(
+                cursor = connection.execute(
                     "UPDATE jobs SET hidden = ? WHERE id = ? AND hidden IS NULL"
                     " AND COALESCE(was_hidden, '') NOT LIKE ?",
                     (why, job_id, f"{_WENT_BACK}%"),
                 )
-                if done.rowcount:
+                if cursor.rowcount:
                     add_event(connection, job_id, time.time())
                     hidden.append(job_id)
         return hidden

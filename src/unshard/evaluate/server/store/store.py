@@ -126,15 +126,15 @@ class Store:
         marks = ", ".join("?" * len(among))
         why = None if by is None else f"saved again since: see job {by}"
         with self._transaction() as connection:
-            done = connection.execute(
+            cursor = connection.execute(
                 "UPDATE jobs SET status = ?, phase = NULL, completed_at = ?,"  # noqa: S608
                 " error = COALESCE(?, error), superseded_by = ?"
                 f" WHERE id = ? AND status IN (?, {marks})",
                 (status, time.time(), why, by, job_id, Status.RUNNING, *among),
             )
-            if done.rowcount:
+            if cursor.rowcount:
                 add_event(connection, job_id, time.time())
-            return done.rowcount > 0
+            return cursor.rowcount > 0
 
     def repin(self, job_id: str, pin: str) -> None:
         """Give a queued or running job another pin, which its next attempt reads."""
@@ -189,11 +189,11 @@ class Store:
     def record_phase(self, job_id: str, phase: Phase) -> None:
         """Record the phase of a running job."""
         with self._transaction() as connection:
-            done = connection.execute(
+            cursor = connection.execute(
                 "UPDATE jobs SET phase = ? WHERE id = ? AND status = ? AND phase IS NOT ?",
                 (phase, job_id, Status.RUNNING, phase),
             )
-            if done.rowcount:
+            if cursor.rowcount:
                 add_event(connection, job_id, time.time())
 
     def describe(self, job_id: str, settings: Settings, facts: Mapping[str, Facts]) -> None:

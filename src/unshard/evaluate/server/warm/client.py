@@ -121,12 +121,12 @@ def _end_as(worker: EngineWorker) -> int:
     directory = Path(worker.process.directory)
     while is_alive(worker.process) and read_exit(directory) is None:
         time.sleep(_PAUSE_S)
-    done = read_exit(directory)
-    if done is not None and done.error:
-        sys.stdout.write(f"{done.error}\n")
+    exit_record = read_exit(directory)
+    if exit_record is not None and exit_record.error:
+        sys.stdout.write(f"{exit_record.error}\n")
         return 1
-    if done is not None and done.reason == "exited" and done.returncode > 0:
-        return done.returncode if done.returncode != REPLACE else 1
+    if exit_record is not None and exit_record.reason == "exited" and exit_record.returncode > 0:
+        return exit_record.returncode if exit_record.returncode != REPLACE else 1
     sys.stdout.write("the process that keeps the engine was killed\n")
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGKILL)

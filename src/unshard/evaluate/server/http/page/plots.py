@@ -119,10 +119,10 @@ def _heads(task: str) -> Iterator[str]:
 
 def _groups_of(task: str, parents: Mapping[str, str]) -> set[str]:
     """Return the groups that a task is in, at any depth."""
-    found = set[str]()
-    while (task := parents.get(task, task)) not in found:
-        found.add(task)
-    return found
+    groups = set[str]()
+    while (task := parents.get(task, task)) not in groups:
+        groups.add(task)
+    return groups
 
 
 def make_plots(
