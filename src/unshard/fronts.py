@@ -222,7 +222,9 @@ class Command:
             is_list = option in _SEQUENCES
             options[option] = [*options.get(option, ()), value] if is_list else value or True
         writes = "overwrite" in (self.own or MERGE_OPTIONS)
-        if is_done and writes and {"dry-run", "no-local"}.isdisjoint(options):
+        if is_done and call.name == "unshard delta" and "run" in options:
+            call = call._replace(arguments=("OUTPUT",))  # versions of an archive are not replaced
+        elif is_done and writes and {"dry-run", "no-local"}.isdisjoint(options):
             options.setdefault("overwrite", True)
         # After the checkpoint, these have the engine's own options, which begin with dashes.
         most = 1 if call.name in {"unshard vllm", "unshard sglang"} else None

@@ -36,3 +36,9 @@ def test_a_list_may_come_as_any_iterable() -> None:
     options = MergeOptions(also=(one for one in "ab"), allow_globals={"my.Tensor"})  # type: ignore[arg-type]
     assert (options.also, options.allow_globals) == (("a", "b"), ("my.Tensor",))
     assert MergeOptions(step=np.int64(3), lora_alpha=np.float32(2)).step == 3  # type: ignore[arg-type]
+
+
+def test_an_unknown_value_of_overwrite_has_no_marks_in_its_message() -> None:
+    with pytest.raises(UsageError) as error:
+        MergeOptions(overwrite="foo")  # type: ignore[arg-type]
+    assert error.value.subject == "overwrite='foo': unknown"

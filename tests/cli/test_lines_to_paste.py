@@ -375,7 +375,7 @@ NOT_PASTED = {
     "With --push-to-hub: write no local output": "a text of --help",
     "unshard eval results lists all results": SERVER,
     "to cancel a job: unshard eval cancel": SERVER,
-    "is the server running (`unshard eval serve`)?": SERVER,
+    "start the server with `unshard eval serve`": SERVER,
     "unshard eval cancel --profile ": SERVER,
     "submit it, or: unshard merge ": SERVER,
     " more: unshard eval compare ": SERVER,
@@ -503,6 +503,14 @@ def test_a_line_repeats_what_was_given(tmp_path: Path, capfd: pytest.CaptureFixt
     assert {*words} == {*average, *added, "--overwrite"}
     code, text = printed(command_line, [*words, "--base", str(tmp_path / "none")], capfd)
     assert (code, "no such directory" in text) == (4, True)
+    # An output that exists is only taken as the option.
+    average[3:5] = [str(tmp_path / "another")]
+    words = line_after(average, capfd)
+    assert {*words} == {*average, "--output", *added, "--overwrite"}
+    # A version of an archive is not replaced.
+    archive = ["delta", str(tmp_path / "archive"), "--run", str(run), "--role", "critic"]
+    words = line_after(archive, capfd)
+    assert words == ["delta", "OUTPUT", *archive[2:], *added]
 
 
 def test_ema_and_other_nodes_are_repeated(

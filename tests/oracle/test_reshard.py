@@ -380,6 +380,7 @@ def test_what_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     [
         ({"world_size": 4, "mesh": (2, 3)}, "--mesh 2x3 has 6 ranks, not --world-size 4"),
         ({"world_size": 0}, "--world-size 0: is not possible"),
+        ({"world_size": "2"}, "--world-size 2: is not possible"),
         ({"world_size": 10**9}, "--world-size 1000000000: is not possible"),
         ({"world_size": 4, "mesh": (2, 2)}, r"the mesh of the checkpoint has 1 \(fsdp\)"),
         ({"world_size": 4, "mesh": (2, 2), "mesh_names": ["a"]}, "1 name for 2 dimensions"),

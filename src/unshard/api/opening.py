@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from unshard.api.options import MergeOptions, given_path
 from unshard.api.sources import Sources, read_checkpoint
+from unshard.console import counted
 from unshard.errors import IncompleteError, UsageError, raise_all
 from unshard.progress import Chosen, Listener, Stage
 from unshard.read.finding.discover import all_steps, step_folders
@@ -66,7 +67,7 @@ def open_sources(
         opened = [read_checkpoint(path, options) for path in resolved]
     weights = _choose_weights(how, len(opened))
     titles = ", ".join(checkpoint.title for checkpoint in opened)
-    listener(Chosen(f"averaging {len(opened)} checkpoints: {titles}"))
+    listener(Chosen(f"averaging {counted(len(opened), 'checkpoint')}: {titles}"))
     return Sources(tuple(opened), weights, opening=opening)
 
 
@@ -125,7 +126,9 @@ def _open_steps(
         complete += 1
     if last is not None and len(sources) < last:
         used = "" if every == 1 else f", of which ⟦--every {every}⟧ takes {len(sources)}"
-        raise UsageError(f"⟦--last {last}⟧: {run} has only {complete} complete steps{used}")
+        raise UsageError(
+            f"⟦--last {last}⟧: {run} has only {counted(complete, 'complete step')}{used}"
+        )
     if not sources:
         problems = [error for _, error in incomplete]
         raise_all(IncompleteError, f"{run}: no step is complete", problems)

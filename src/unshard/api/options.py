@@ -13,7 +13,7 @@ from typing import Literal, ParamSpec, TypeVar
 from unshard.convert.outputs import dtype_choice, select_names
 from unshard.engines.threads import MIN_BUFFER, Resources, default_workers
 from unshard.errors import UnshardError, UsageError
-from unshard.fronts import PYTHON, Call, Python, spell
+from unshard.fronts import PYTHON, Call, Python, Text, spell
 from unshard.keywords import (
     CHOICES,
     DEFAULTS,
@@ -123,7 +123,7 @@ class MergeOptions:
             self._check_optimizer()
         if self.overwrite not in (False, True, "all"):
             raise UsageError(
-                f"⟦--overwrite={self.overwrite}⟧: unknown", expected="no value, or all"
+                Text(f"⟦--overwrite={self.overwrite}⟧: unknown"), expected="no value, or all"
             )
         if self.checksums and self.reuse:
             raise UsageError(

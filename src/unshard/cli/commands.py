@@ -196,9 +196,11 @@ def average(
     """Average checkpoints into a Hugging Face directory, in one pass."""
     from unshard import api
 
+    checkpoints, output = _split_paths(checkpoints, output)
     with _working(quiet=quiet, front=front_of(average, locals())) as listener:
         report = api.average(
-            *_split_paths(checkpoints, output),
+            checkpoints,
+            output,
             coefficients=_parse_numbers(coefficients),
             ema_decay=ema_decay,
             schedule=schedule,

@@ -49,7 +49,8 @@ def split_url(url: str, *, what: str) -> tuple[str, tuple[str, str] | None]:
     except ValueError:
         is_server = False
     if not is_server or not url.isprintable():
-        raise UsageError(what, expected="http://HOST:PORT or https://HOST:PORT", found=text)
+        expected = "http://HOST:PORT or https://HOST:PORT"
+        raise UsageError(f"{what}: not the URL of a server", expected=expected, found=text)
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":  # perhaps the rest of a password
         raise UsageError(
             f"{what}: an @ after the host and port",

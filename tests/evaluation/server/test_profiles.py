@@ -173,7 +173,7 @@ LMMS = "profiles: {a: {kind: lmms-eval, %s}}"
         ("pin_quota: {count: -1}", "pin_quota: count cannot be read"),
         ("profiles: [a]", "profiles cannot be read"),
         ("profiles: {'a/b': {kind: lm-eval}}", "cannot be a name"),
-        ("profiles: {a: {}}", "profiles.a: kind cannot be read"),
+        ("profiles: {a: {}}", "profiles.a: kind is missing"),
         ("profiles: {a: {kind: other}}", "expected: lm-eval, lmms-eval, command"),
         ("profiles: {a: lm-eval}", "profiles.a cannot be read"),
         ("profiles: {a: 2026-01-01}", "profiles.a cannot be read\n  expected: a mapping"),

@@ -186,7 +186,7 @@ def test_the_exit_code_of_once_says_that_nothing_was_sent(
     with pytest.raises(SystemExit) as ended:
         main(["eval", "watch", str(run), "--tasks=t", "--once", "--interval=0.1", absent])
     assert ended.value.code == 1
-    assert "not sent: the server accepts nothing now" in capsys.readouterr().err
+    assert "not submitted: the server does not accept jobs now" in capsys.readouterr().err
 
 
 def once(run: Path, url: str, *more: str) -> int:

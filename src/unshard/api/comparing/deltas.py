@@ -117,7 +117,7 @@ def _refuse_other_tensors(old: ConvertedModel, new: ConvertedModel) -> None:
             f"{counted(len(names), 'tensor')} differ in name, dtype or shape, as {names[0]}",
             expected=before.get(names[0], "no such tensor"),
             found=after.get(names[0], "no such tensor"),
-            hint="merge it instead: a whole model is a version, too",
+            hint="merge it instead: engines accept a whole model as a version, too",
         )
 
 

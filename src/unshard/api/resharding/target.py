@@ -55,7 +55,8 @@ class ReshardTarget:
         if torch not in VERSIONS:
             raise UsageError(f"--torch {torch}: unknown", expected=", ".join(VERSIONS))
         shape = (world_size,) if mesh is None else tuple(mesh)
-        if not 1 <= world_size <= _MOST_RANKS:
+        number: object = world_size  # callers may not check types
+        if not isinstance(number, int) or not 1 <= number <= _MOST_RANKS:
             limits = f"from 1 to {_MOST_RANKS}"
             raise UsageError(f"--world-size {world_size}: is not possible", expected=limits)
         sizes = "x".join(map(str, shape))

@@ -351,7 +351,7 @@ def compare(
 
 def hide(
     jobs: JobIds,
-    reason: Annotated[str, option("TEXT", "Why; it is kept with the job.")],
+    reason: Annotated[str, option("TEXT", "Reason, stored with the job.")],
     server: ServerUrl = URL,
     token_file: TokenFile = None,
     as_json: Json = False,

@@ -182,7 +182,7 @@ def adopt(
 ) -> None:
     """Continue the curves of a run that was moved.
 
-    On another disk it seems to be a copy, and gets curves of its own.
+    A run on another disk looks like a copy, and would otherwise start new curves.
     """
     from unshard.evaluate.client.v1 import ServerAwayError
     from unshard.evaluate.run_folder import RunFolder
@@ -238,7 +238,7 @@ def _watch_once(watching: "Watching", apart: float) -> None:
     is_sent = watching.wait_until_sent(_SEND_S)
     has_decisions |= _print_decisions(watching)
     if not is_sent:
-        say("not sent: the server accepts nothing now; the next `watch` resends")
+        say("not submitted: the server does not accept jobs now; the next `watch` resends")
     if not is_sent or watching.has_refusals or watching.held_back:
         raise SystemExit(FAILED)
     if not has_decisions:

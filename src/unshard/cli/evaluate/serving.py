@@ -31,7 +31,7 @@ _Gpus = Annotated[
     str | None,
     option(
         "0,1|N",
-        "GPU numbers (0,1; 3, for GPU 3 alone), ids (GPU-..., MIG-...) or how many.  "
+        "GPU numbers (0,1; with a comma for one GPU: 3,), ids (GPU-..., MIG-...) or a count.  "
         "[default: all]",
     ),
 ]

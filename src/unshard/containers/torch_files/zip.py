@@ -203,7 +203,7 @@ class _ZipReader(NamedTuple):
             raise self.corrupt(f"its pickle takes {size} bytes")
         data = self.bytes_at(int(self.data_starts(record)[0]), size)
         if crc not in (0, crc32(data)):
-            raise self.corrupt("its pickle does not fit its checksum (CRC-32)")
+            raise self.corrupt("the pickle's CRC-32 does not match")
         return data
 
     def bytes_at(self, start: int, count: int) -> bytes:

@@ -287,5 +287,5 @@ def _away(url: str, error: Exception) -> ServerAwayError:
     return ServerAwayError(
         f"{url}: no answer",
         found=f"{type(error).__name__}: {error}",
-        hint="is the server running (`unshard eval serve`)? or is a proxy in the way?",
+        hint="start the server with `unshard eval serve`, or check its URL and any proxy",
     )

@@ -101,7 +101,9 @@ def _check_profiles(config: ServerConfig, trial: Trial | None) -> Iterator[Findi
         is_default = config.profiles == default_profiles(config.gpus)
         is_enough = is_default and not usable.isdisjoint(("lm-eval", "lmms-eval"))
         for name, finding in findings.items():
-            yield replace(finding, is_fine=True) if is_enough else finding
+            is_spare = is_enough and not finding.is_fine
+            spare = replace(finding, is_fine=True, text=f"not needed: {finding.text}")
+            yield spare if is_spare else finding
             if name in usable and trial and name in trial.tasks:
                 evaluate = partial(_evaluate, config, name, trial, work / name)
                 yield _check(f"trial of {name}", evaluate)
@@ -114,7 +116,7 @@ def _check_access(config: ServerConfig, options: ServeOptions) -> str:
     rules = rules_for(config.host, config.token_file, options.allow_unauthenticated)
     if names := [f"{user.name} ({user.role})" for user in rules.users if user.name]:
         return f"users {', '.join(names)}"
-    return "with a token" if rules.users else "no token: everybody on this machine"
+    return "with a token" if rules.users else "no token: any user of this machine may connect"
 
 
 def _check_work_directory(work: Path) -> str:

@@ -81,7 +81,9 @@ def configure(options: ServeOptions) -> ServerConfig:
         keys["log_format"] = options.log_format
     if options.root_path is not None:
         if not is_root_path(options.root_path):
-            raise UsageError(f"--root-path {options.root_path}", expected=ROOT_PATH_EXPECTED)
+            raise UsageError(
+                f"--root-path {options.root_path}: invalid", expected=ROOT_PATH_EXPECTED
+            )
         keys["root_path"] = options.root_path
     if options.gpus is not None:
         keys["gpus"] = list(parse_gpus(options.gpus))

@@ -179,16 +179,17 @@ def _problem(path: Path, problem: ErrorDetails) -> UsageError:
             allowed = list((OwnArguments if keys[0] == "arguments" else KINDS[kind]).model_fields)
         case ["profiles", name]:
             where, keys = f"{path}: profiles.{name}", []
-        case ["on_result", *keys]:
-            where, allowed = f"{path}: on_result", list(OnResult.model_fields)
-        case ["pin_quota", *keys]:
-            where, allowed = f"{path}: pin_quota", list(Quota.__annotations__)
+        case ["on_result" | "pin_quota" as section, *keys]:
+            fields = {"on_result": OnResult.model_fields, "pin_quota": Quota.__annotations__}
+            where, allowed = f"{path}: {section}", list(fields[section])
     match problem["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
             return _unknown_key(where, str(problem["loc"][0]), keys[-1], allowed)
         case "missing":
             needed = problem.get("ctx", {}).get("expected", COMMAND_EXPECTED)
             return UsageError(f"{where}: {keys[-1]} is missing", expected=needed)
+        case "union_tag_not_found" if "kind" not in problem["input"]:
+            return UsageError(f"{where}: kind is missing", expected=", ".join(KINDS))
         case "union_tag_invalid" | "union_tag_not_found":
             keys, problem["input"] = ["kind"], problem["input"].get("kind")
             problem["ctx"] = {"expected": ", ".join(KINDS)}

@@ -55,7 +55,7 @@ class Destination:
 
     def __post_init__(self) -> None:
         if self.tracker not in _FILES and not self.project:
-            raise UsageError(f"--to {self.tracker}", expected="--project NAME")
+            raise UsageError(f"--to {self.tracker}: no project", expected="--project NAME")
 
 
 @dataclass(frozen=True, slots=True)

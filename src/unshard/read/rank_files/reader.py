@@ -178,7 +178,8 @@ def _choose(location: Location) -> WithNotes[_FileSet]:
             f"{location.weights_dir}: rank {max(chosen.files)} of world size {chosen.world_size}"
         )
     notes = (
-        f"{location.weights_dir}: left out {len(own.files)} stale rank files of {own.label}"
+        f"{location.weights_dir}: left out {counted(len(own.files), 'stale rank file')} "
+        f"of {own.label}"
         for own in sets
         if own is not chosen
     )

@@ -76,8 +76,9 @@ def resolve_name(profiles: Mapping[str, Profile], name: str) -> str:
     names = ", ".join(sorted(profiles)) or "none"
     lmms = any(models.values())
     raise UsageError(
-        f"unknown profile {name!r:.200}"
-        + (", and no profile for lmms-eval allows this type of model" if lmms else ""),
+        f"unknown profile {name!r:.200}",
         expected=f"one of: {names}",
-        hint="a profile can allow more types of model by `allowed_models`" if lmms else "",
+        hint="for another type of model of lmms-eval: `allowed_models` of a profile"
+        if lmms
+        else "",
     )
