@@ -90,7 +90,7 @@ def test_stale_files_of_another_world_size_are_left_out(checkpoint: Path, tmp_pa
     rank_path(stale, 2, 1).rename(rank_path(checkpoint, 2, 1))
     report = unshard.merge(checkpoint, tmp_path / "out", config="none")
     assert_same(merged(tmp_path / "out"), some_tensors())
-    assert any("1 stale rank files of world size 2" in warning for warning in report.warnings)
+    assert any("1 stale rank file of world size 2" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("world", [2, 4])
