@@ -169,8 +169,7 @@ def best_numbers(
         if complete:
             complete.sort(key=lambda step: (step[0] is None, step[0] or 0))
             # Each step has as many values, so their sums have the order of their means.
-            totals = [sign * sum(one.value for one in at.values()) for _, at in complete]
-            _, top = complete[totals.index(max(totals))]
+            _, top = max(complete, key=lambda step: sign * sum(r.value for r in step[1].values()))
             best |= {one.number for one in top.values()}
     return frozenset(best)
 

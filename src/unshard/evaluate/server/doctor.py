@@ -101,9 +101,10 @@ def _check_profiles(config: ServerConfig, trial: Trial | None) -> Iterator[Findi
         is_default = config.profiles == default_profiles(config.gpus)
         is_enough = is_default and not usable.isdisjoint(("lm-eval", "lmms-eval"))
         for name, finding in findings.items():
-            is_spare = is_enough and not finding.is_fine
-            spare = replace(finding, is_fine=True, text=f"not needed: {finding.text}")
-            yield spare if is_spare else finding
+            if is_enough and not finding.is_fine:
+                yield replace(finding, is_fine=True, text=f"not needed: {finding.text}")
+            else:
+                yield finding
             if name in usable and trial and name in trial.tasks:
                 evaluate = partial(_evaluate, config, name, trial, work / name)
                 yield _check(f"trial of {name}", evaluate)
